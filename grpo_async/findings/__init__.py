@@ -1,4 +1,4 @@
-"""The one engine of findings: what a run's figures say, for the report, `status`, the dashboard, summary.json and the advice.
+"""The one engine of findings: what a run's metrics say, for the report, `status`, the dashboard, summary.json and the advice.
 
     run directory -> Evidence -> find -> [Finding, ...]     the worst first (checks)
                               -> judge -> Verdict           is it learning, by how much (verdict)

@@ -1,4 +1,4 @@
-"""What the figures of a run say about its learning, its rollouts and its updates, a pure function each. Shares are of 1.
+"""What the metrics of a run say about its learning, its rollouts and its updates, a pure function each. Fractions are of 1.
 
 Where a threshold is a judgement, it stands here as a constant.
 """
@@ -56,8 +56,8 @@ def no_steps(evidence: Evidence) -> Finding | None:
 
 def reward_fails(evidence: Evidence) -> Finding | None:
     """A reward function that raises ends the run, or its evaluations."""
-    told = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.failed)]
-    found = next((match[0] for text in told if (match := _REWARD.search(text))), None)
+    errors = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.failed)]
+    found = next((match[0] for text in errors if (match := _REWARD.search(text))), None)
     if found is None:
         return None
     return Finding(
@@ -84,17 +84,17 @@ def unscored(evidence: Evidence) -> Finding | None:
 
 
 def truncated(evidence: Evidence) -> Finding | None:
-    share = evidence.recent("rollout/truncated")
-    share = evidence.recent("completions/clipped_ratio") if share is None else share
-    if share is None or share < _MANY_TRUNCATED:
+    fraction = evidence.recent("rollout/truncated")
+    fraction = evidence.recent("completions/clipped_ratio") if fraction is None else fraction
+    if fraction is None or fraction < _MANY_TRUNCATED:
         return None
     limit = evidence.setting("rollout.max_completion_tokens")
     of = f" (rollout.max_completion_tokens is {limit})" if isinstance(limit, int) else ""
-    is_most = share >= _MOSTLY
+    is_most = fraction >= _MOSTLY
     return Finding(
-        key="truncated", severity=ERROR if is_most else WARNING, numbers={"share": share},
+        key="truncated", severity=ERROR if is_most else WARNING, numbers={"fraction": fraction},
         what="Almost every completion is truncated" if is_most else "Many completions are truncated",
-        text=f"{percent(share)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
+        text=f"{percent(fraction)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
         "answer rarely earns its reward.",
         do="Raise the limit, and look whether the policy ends its turns at all: the end-of-turn token may be missing from "
         "model.end_of_turn_tokens, or the chat template may not be the model's.",
@@ -161,21 +161,21 @@ def zero_variance(evidence: Evidence) -> Finding | None:
             do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
             sort="-step", plot="zero-variance" if evidence.metrics else None,
         )  # fmt: skip
-    share = evidence.recent("frac_reward_zero_std")
-    if share is None or share < _OFTEN:
+    fraction = evidence.recent("frac_reward_zero_std")
+    if fraction is None or fraction < _OFTEN:
         return None
     reward, top = evidence.recent("reward"), evidence.top
-    text = f"In {percent(share)} of the groups of the last third of the steps all rewards are equal"
+    text = f"In {percent(fraction)} of the groups of the last third of the steps all rewards are equal"
     if reward is not None and top is not None and top > 0.0 and reward >= 0.8 * top:
         return Finding(
             key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, what="Most groups are solved by now",
             text=f"{text}, mostly at the top (mean reward {figure(reward)} of at most {figure(top)}): they teach nothing more.",
             do="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
         )  # fmt: skip
-    severity = ERROR if share >= _MOSTLY else WARNING
+    severity = ERROR if fraction >= _MOSTLY else WARNING
     size = evidence.setting("rollout.group_size")
     return Finding(
-        key="zero-variance", severity=severity, numbers={"share": share},
+        key="zero-variance", severity=severity, numbers={"fraction": fraction},
         what="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
         text=f"{text} (mean reward {figure(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
         f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
@@ -241,23 +241,20 @@ def reward_trend(evidence: Evidence) -> Finding | None:
         what, is_shown = "The reward was at its top from the first step on", False
         do = f"No rollout got more than {figure(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
-        key="reward-trend", severity=severity, what=what, text=f"The line through the steps goes {moved_by(change)}.", do=do,
-        numbers=change_numbers(change), query="" if is_shown else None, sort="reward" if is_shown else None, plot="reward",
+        key="reward-trend", severity=severity, what=what, text=f"The line through the steps goes {change}.", do=do,
+        numbers=change.numbers, query="" if is_shown else None, sort="reward" if is_shown else None, plot="reward",
     )  # fmt: skip
 
 
 def reward_parts(evidence: Evidence) -> Finding | None:
     """A part that never moves while there are several."""
-    parts = evidence.names("rewards/", "/mean")
+    parts = [name.removesuffix("/mean") for name in evidence.names("rewards/", "/mean")]
     still = []
-    for name in parts if len(parts) > 1 else ():
-        values, spreads = evidence.values(name), evidence.values(name.removesuffix("/mean") + "/std")
-        if (
-            len(values) >= _LEAST_PART_STEPS
-            and max(values) - min(values) < _NOTHING
-            and max(spreads, default=0.0) < _NOTHING
-        ):
-            still.append((name.removeprefix("rewards/").removesuffix("/mean"), values[0]))
+    for part in parts if len(parts) > 1 else ():
+        values, deviations = evidence.values(f"{part}/mean"), evidence.values(f"{part}/std")
+        moves = len(values) < _LEAST_PART_STEPS or max(values) - min(values) >= _NOTHING
+        if not moves and max(deviations, default=0.0) < _NOTHING:
+            still.append((part.removeprefix("rewards/"), values[0]))
     if not still:
         return None
     name, value = still[0]
@@ -277,8 +274,8 @@ def held_out(evidence: Evidence) -> Finding | None:
     first, last, change = results[0], results[-1], evidence.between(results[0], results[-1])
     baseline = last.metrics.get("majority_baseline")
     against = "" if baseline is None else f" Always the most frequent answer would get {figure(baseline)}."
-    text = f"Between steps {first.step} and {last.step} it goes {moved_by(change)}.{against}"
-    numbers = change_numbers(change) | ({} if baseline is None else {"baseline": baseline})
+    text = f"Between steps {first.step} and {last.step} it goes {change}.{against}"
+    numbers = change.numbers | ({} if baseline is None else {"baseline": baseline})
 
     def found(severity: Severity, what: str, why: str = "", do: str = "", query: str | None = None) -> Finding:
         return Finding(
@@ -286,7 +283,7 @@ def held_out(evidence: Evidence) -> Finding | None:
             plot="held-out", query=query, sort=None if query is None else "-reward",
         )  # fmt: skip
 
-    if change.has_risen and is_beaten_by_baseline(last, change):
+    if change.has_risen and is_no_better_than_baseline(last, change):
         why = "No more was learned than that, as far as can be told."
         do = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
         return found(
@@ -363,8 +360,8 @@ def held_out_peak(evidence: Evidence) -> Finding | None:
 
 
 def failed_groups(evidence: Evidence) -> Finding | None:
-    share = _share_of_groups(evidence, "failed")
-    if share is None or share < _MANY_FAILED:
+    fraction = _fraction_of_groups(evidence, "failed")
+    if fraction is None or fraction < _MANY_FAILED:
         return None
     kinds = {name.removeprefix("failures/"): evidence.last(name) or 0.0 for name in evidence.names("failures/")}
     most = evidence.errors[0] if evidence.errors else None
@@ -372,8 +369,8 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     kind = max(kinds, key=kinds.__getitem__, default=None)
     why += f" The most frequent kind of failure, {kinds[kind]:.0f} times: {kind}." if kind is not None else ""
     return Finding(
-        key="failed-groups", severity=ERROR if share >= _OFTEN else WARNING, what="Rollouts fail", numbers={"share": share},
-        text=f"{percent(share)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
+        key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, what="Rollouts fail", numbers={"failed": fraction},
+        text=f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
         do="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
     )  # fmt: skip
 
@@ -415,14 +412,14 @@ def off_policy(evidence: Evidence) -> Finding | None:
     ratio, ess = evidence.recent(f"{_RATIO}/mean"), evidence.recent("sampling/ess")
     difference = evidence.recent("sampling/sampling_logp_difference/mean")
     off = max(ratio, 1.0 / ratio) if ratio else 1.0
-    said = []
+    views = []
     if ratio and off > _OFF_POLICY:
-        said.append(f"the mean importance ratio is {figure(ratio)} (1 is on policy)")
+        views.append(f"the mean importance ratio is {figure(ratio)} (1 is on policy)")
     if difference is not None and difference > _MISMATCH:
-        said.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats on average")
+        views.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats on average")
     if ess is not None and ess < _LOW_ESS:
-        said.append(f"the effective sample size is {percent(ess)}")
-    if not said:
+        views.append(f"the effective sample size is {percent(ess)}")
+    if not views:
         return None
     is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
     first = next(iter(evidence.values("sampling/sampling_logp_difference/mean")), 0.0)
@@ -434,7 +431,7 @@ def off_policy(evidence: Evidence) -> Finding | None:
     return Finding(
         key="off-policy", severity=ERROR if is_far else WARNING,
         what="Samples are far off policy" if is_far else "Samples are off policy",
-        text=f"{_LATE} {'; '.join(said)}. {why}", do=do, query="mismatch>0.1", sort="-mismatch", plot="ratio",
+        text=f"{_LATE} {'; '.join(views)}. {why}", do=do, query="mismatch>0.1", sort="-mismatch", plot="ratio",
     )  # fmt: skip
 
 
@@ -531,14 +528,14 @@ _LIMITS = (
 )  # fmt: skip
 
 
-def _share_of_groups(evidence: Evidence, state: str) -> float | None:
+def _fraction_of_groups(evidence: Evidence, state: str) -> float | None:
     number, started = evidence.last(f"ledger/groups/{state}"), evidence.last("ledger/groups/started")
     return number / started if number is not None and started else None
 
 
-def is_beaten_by_baseline(last: Evaluation, change: Change) -> bool:
-    """Whether the last evaluation is not above the share of the most frequent answer by more than chance. False where that share
-    is not known (`evaluation.baseline_column`), or the first evaluation was above it already."""
+def is_no_better_than_baseline(last: Evaluation, change: Change) -> bool:
+    """Whether the last evaluation is not above the frequency of the most frequent answer by more than chance. False where that is
+    not known (`evaluation.baseline_column`), or the first evaluation was above it already."""
     baseline = last.metrics.get("majority_baseline")
     if baseline is None or change.first > baseline:
         return False
@@ -546,22 +543,8 @@ def is_beaten_by_baseline(last: Evaluation, change: Change) -> bool:
     return passed - 2.0 * last.metrics.get("reward_stderr", 0.0) <= baseline
 
 
-def moved_by(change: Change) -> str:
-    """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, each with itself)"."""
-    count = f"{change.count} " if change.count else ""
-    interval = f"95 %: {change.low:+.3f} to {change.high:+.3f}"
-    return f"from {figure(change.first)} to {figure(change.last)}: {change.value:+.3f} ({interval}; {count}{change.of})"
-
-
-def change_numbers(change: Change) -> dict[str, float]:
-    return {
-        "first": change.first, "last": change.last, "change": change.value, "low": change.low, "high": change.high,
-        "count": float(change.count),
-    }  # fmt: skip
-
-
-def sentence(words: str) -> str:
-    return f"{words}{'' if words.endswith('.') else '.'}"
+def sentence(text: str) -> str:
+    return text if text.endswith(".") else f"{text}."
 
 
 def first_line(text: str | None) -> str:

@@ -66,7 +66,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One run's figures, ascending by step.
+    """One run's metrics, ascending by step.
 
     Args:
         num_sampled, num_unscored, errors: of the rollout store, where it was read: rollouts with a token that a step saw and that
@@ -211,7 +211,7 @@ def _config(path: Path) -> Mapping[str, object]:
 
 def numbers(values: Any) -> dict[str, float]:
     """Those of a mapping that are finite."""
-    if not isinstance(values, dict):
+    if not isinstance(values, Mapping):
         return {}
     return {str(name): float(value) for name, value in values.items() if _is_number(value)}
 

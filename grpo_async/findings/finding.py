@@ -1,4 +1,4 @@
-"""One thing to know about a run or about a reward function: the record that every surface renders."""
+"""One thing to know about a run or about a reward function: the record that every command renders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
     Args:
         key: of the check; of a finding about speed, what bounds the run, in a few words.
         what: is the case, in a few words.
-        text: the figures, and what they mean.
+        text: the numbers, and what they mean.
         do: the remedy.
         setting: dotted path of the setting to change, with what it is (`current`) and what to make of it (`suggested`).
         numbers: the evidence, by name.
@@ -68,11 +68,11 @@ def worst_first(found: Sequence[Finding]) -> list[Finding]:
     return sorted(found, key=lambda finding: finding.severity.rank)
 
 
-def percent(share: float) -> str:
+def percent(fraction: float) -> str:
     """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
-    if 0.0 < share < 0.01 or 0.99 < share < 1.0:
-        return f"{share:.1%}"
-    return f"{share:.0%}"
+    if 0.0 < fraction < 0.01 or 0.99 < fraction < 1.0:
+        return f"{fraction:.1%}"
+    return f"{fraction:.0%}"
 
 
 def figure(value: float) -> str:

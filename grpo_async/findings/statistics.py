@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
+from grpo_async.findings.finding import figure
+
 _LEAST_VALUES = 6
 _MOST_CORRELATED = 0.9
 _LEAST_FREEDOM = 3.0
@@ -29,6 +31,18 @@ class Change:
     @property
     def value(self) -> float:
         return self.last - self.first
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """For programs."""
+        found = {"first": self.first, "last": self.last, "change": self.value, "low": self.low, "high": self.high}
+        return found | {"count": float(self.count)}
+
+    def __str__(self) -> str:
+        """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, each with itself)"."""
+        count = f"{self.count} " if self.count else ""
+        interval = f"95 %: {self.low:+.3f} to {self.high:+.3f}"
+        return f"from {figure(self.first)} to {figure(self.last)}: {self.value:+.3f} ({interval}; {count}{self.of})"
 
     @property
     def has_risen(self) -> bool:
@@ -71,15 +85,15 @@ def trend(values: Sequence[float]) -> Change | None:
 def _fit(places: Sequence[float], values: Sequence[float]) -> tuple[float, float, float, float, float]:
     """(fitted first, fitted last, standard error of last - first, degrees of freedom, sum of squared residuals)."""
     count, centre, mean = len(values), fmean(places), fmean(values)
-    spread = sum((place - centre) ** 2 for place in places)
-    slope = sum((place - centre) * (value - mean) for place, value in zip(places, values, strict=True)) / spread
+    variance = sum((place - centre) ** 2 for place in places)
+    slope = sum((place - centre) * (value - mean) for place, value in zip(places, values, strict=True)) / variance
     residuals = [value - mean - slope * (place - centre) for place, value in zip(places, values, strict=True)]
     squares = sum(each**2 for each in residuals)
     lagged = sum(one * other for one, other in pairwise(residuals))
     correlation = min(max(lagged / squares, 0.0), _MOST_CORRELATED) if squares > 0.0 else 0.0
     inflation = (1.0 + correlation) / (1.0 - correlation)
     reach = places[-1] - places[0]
-    stderr = reach * math.sqrt(squares / (count - 2) / spread * inflation)
+    stderr = reach * math.sqrt(squares / (count - 2) / variance * inflation)
     first = mean + slope * (places[0] - centre)
     return first, first + slope * reach, stderr, max((count - 2) / inflation, _LEAST_FREEDOM), squares
 

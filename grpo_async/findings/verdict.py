@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from grpo_async.findings.checks import CHECKS, is_beaten_by_baseline, sentence
+from grpo_async.findings.checks import CHECKS, is_no_better_than_baseline, sentence
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity, worst_first
 
@@ -60,7 +60,7 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
         last, held_out, peak = evidence.evaluated()[-1], by_key["held-out"], by_key.get("held-out-peaked")
         if change.has_fallen:
             return _verdict(False, "collapsed" if peak else "fell", "No", held_out, peak)
-        if is_beaten_by_baseline(last, change):
+        if is_no_better_than_baseline(last, change):
             return _verdict(False, "baseline", "No", held_out)
         if change.value < _LITTLE * scale:
             return _verdict(None, "little", "Hardly", held_out)
@@ -93,9 +93,9 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
 
 
 def _verdict(is_learning: bool | None, key: str, answer: str, *findings: Finding | None) -> Verdict:
-    """The answer in a few words, then the findings that it comes from, with their figures; of what keeps it from learning also what
+    """The answer in a few words, then the findings that it comes from, with their numbers; of what keeps it from learning also what
     to do."""
     known = [finding for finding in findings if finding is not None]
-    words = [f"{answer}.", *(f"{sentence(each.what)} {each.text}".strip() for each in known)]
-    words += [known[0].do] if key in _BLOCKING and known[0].do else []
-    return Verdict(is_learning=is_learning, key=key, text=" ".join(words), numbers=known[0].numbers if known else {})
+    text = [f"{answer}.", *(f"{sentence(each.what)} {each.text}".strip() for each in known)]
+    text += [known[0].do] if key in _BLOCKING and known[0].do else []
+    return Verdict(is_learning=is_learning, key=key, text=" ".join(text), numbers=known[0].numbers if known else {})

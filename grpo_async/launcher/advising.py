@@ -6,15 +6,14 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
 from grpo_async.findings.evidence import PackedRow, numbers, read_metrics
-from grpo_async.findings.pipeline_figures import PipelineSetup, figures_of
-from grpo_async.findings.speed import advise
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
+from grpo_async.rundir import RunDir
+from grpo_async.tracking.jsonl import keep_steps
 
 _LEAST_STEPS = 5
 
@@ -51,7 +50,7 @@ class Advisor(View):
         self._names: dict[tuple[str, ...], dict[str, int]] = {}
         if log.exists():
             with self._warning():
-                _drop_later(log, resume_step or 0)
+                keep_steps(log, resume_step or 0)
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "evaluation":
@@ -65,7 +64,7 @@ class Advisor(View):
         if not self._every_steps or step % self._every_steps:
             return
         self._judge()
-        advice = advise(figures_of(list(self._steps)), self._setup)
+        advice = advise(pipeline_metrics(list(self._steps)), self._setup)
         if advice is None:
             return
         self._display.advice(step, advice)
@@ -88,15 +87,3 @@ class Advisor(View):
             if not self._warned:
                 self._warned = True
                 self._display.warning(f"advice cannot be written to {self._log}: {error}")
-
-
-def _drop_later(log: Path, last_step: int) -> None:
-    """Keep the lines of steps up to `last_step`; a torn line goes, too."""
-    kept = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by a kill
-    write_atomically(log, "".join(kept))

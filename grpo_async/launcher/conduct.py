@@ -16,7 +16,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
-from grpo_async.findings.pipeline_figures import setup_of
+from grpo_async.findings.speed import setup_of
 from grpo_async.launcher.advising import Advisor
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals

@@ -1,15 +1,6 @@
 """What was generated, on disk: one row per rollout, written while the run goes on and readable at any moment."""
 
-from grpo_async.store.reader import StoredGroup, read_groups, scan_groups
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.rows import GroupRow, RolloutRow, TurnRow
 
-__all__ = [
-    "GroupRow",
-    "RolloutRow",
-    "RolloutStore",
-    "StoredGroup",
-    "TurnRow",
-    "read_groups",
-    "scan_groups",
-]
+__all__ = ["GroupRow", "RolloutRow", "RolloutStore", "TurnRow"]

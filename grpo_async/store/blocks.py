@@ -20,11 +20,11 @@ from io import FileIO
 from pathlib import Path
 
 from grpo_async.errors import RunError
+from grpo_async.rundir import write_atomically
 from grpo_async.utils.whole_lines import whole_bytes
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
-_OLD = re.compile(r"part-\d+\.jsonl")
 _LISTINGS = 10
 
 TEMPORARY_SUFFIX = ".sealing"
@@ -67,10 +67,6 @@ def find_blocks(folder: Path) -> list[Block]:
             found[int(match[1])] = Block(folder / name, int(match[1]), int(match[2]))
         elif match := _OPEN.fullmatch(name):
             found.setdefault(int(match[1]), Block(folder / name, int(match[1])))
-        elif _OLD.fullmatch(name):
-            raise RunError(
-                f"{folder / name} is in the form of a development version, which this one does not read; move {folder} away"
-            )
     return [found[first] for first in sorted(found)]
 
 
@@ -83,12 +79,6 @@ def _names(folder: Path) -> set[str]:
             break
         names = again
     return names
-
-
-def leftover_lines(folder: Path) -> list[Path]:
-    """JSON lines of blocks that are sealed already: a kill came before they were removed."""
-    sealed = {block.first_seq for block in find_blocks(folder) if block.is_sealed}
-    return [path for first in sealed if (path := folder / open_name(first)).exists()]
 
 
 def torn_bytes(path: Path) -> int:
@@ -115,33 +105,24 @@ class Branch:
     from_seq: int
     until_seq: int
 
-    def covers(self, seq: int) -> bool:
-        """Whether the group is left behind."""
-        return self.from_seq <= seq < self.until_seq
-
 
 def add_branch(folder: Path, branch: Branch) -> None:
-    """Append a line; one that a kill has torn is closed first."""
-    path = folder / _BRANCHES
-    with path.open("ab") as file:
-        if file.tell() and not path.read_bytes().endswith(b"\n"):
-            file.write(b"\n")
-        file.write(json.dumps(asdict(branch)).encode() + b"\n")
+    """Raises OSError, or as `read_branches`."""
+    lines = (json.dumps(asdict(each)) + "\n" for each in [*read_branches(folder), branch])
+    write_atomically(folder / _BRANCHES, "".join(lines), mode=0o600)
 
 
 def read_branches(folder: Path) -> list[Branch]:
-    """Every branch that was left, in order; a torn line is none: that resume never wrote a group.
+    """Every branch that was left, in order.
 
     Raises:
-        RunError: a whole line cannot be read.
+        RunError: a line cannot be read.
     """
     path = folder / _BRANCHES
     if not path.is_file():
         return []
     found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        if not line.endswith(b"}"):
-            continue  # torn, and closed by the next resume
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
             found.append(Branch(**json.loads(line)))
         except (ValueError, TypeError) as error:

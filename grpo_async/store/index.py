@@ -1,16 +1,17 @@
 """The store in memory, without texts and tokens: what filters, sorts and counts are made of.
 
-    blocks --refresh--> `tables`: rows, groups, unsealed
+    blocks --refresh--> rows, groups, unsealed (query_names)
     a query that names texts --condition--> match_N, the rollouts that it holds for
 
-A `refresh` reads new blocks, and of a block that grew the new lines. Rows are never changed but for `superseded`, so nothing is
-read or searched twice. A block that is sealed between the listing and
-the reading is found under its other name by listing again.
+A `refresh` reads new blocks, and of a block that grew the new lines; rows are never changed but for `superseded`, so nothing is
+read or searched twice. Each block comes into the tables as one change: cursors of other threads see the state before or after. A
+block that is sealed between the listing and the reading is found under its other name by listing again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -25,11 +26,9 @@ import orjson
 
 from grpo_async.errors import RunError
 from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_branches, sql_path
-from grpo_async.store.query import Query, QueryError
-from grpo_async.store.query_names import BLOCK_SQL
-from grpo_async.store.rows import from_json
-from grpo_async.store.schema import COLUMN_NAMES
-from grpo_async.store.tables import ROW_KEY, Tables, VersionError, check_version, reading
+from grpo_async.store.query import Query, QueryError, quote
+from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
+from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
 from grpo_async.store.time_limit import interrupting
 
 if TYPE_CHECKING:
@@ -38,7 +37,19 @@ if TYPE_CHECKING:
 _LISTINGS = 5  # a block changes its name once, and blocks are sealed seconds apart
 _CHUNK_BYTES = 32 * 1024 * 1024  # of lines that are read at once
 _MOST_SEARCHES = 32  # that are remembered
-_CHANGING = re.compile(r"last_step|superseded", re.I)  # what holds for rows that are there already
+_SMALLEST_MEMORY = 256 * 1024 * 1024
+_CHANGING = re.compile(r"\blast|superseded", re.I)  # what holds for rows that are there already
+_VERSIONS = "SELECT file_name, value FROM parquet_kv_metadata(?) WHERE key = 'grpo_async_schema'"
+_ALL_COLUMNS = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
+_NEW = "(SELECT * FROM {} WHERE seq NOT IN (SELECT seq FROM groups))"
+
+
+class VersionError(RunError):
+    """A block is in a format of another version."""
+
+
+class _DamagedLinesError(RunError):
+    """At least one of some lines is no group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +86,11 @@ class Sql:
 
 
 class Index:
-    """Of one folder. Methods may be called from several threads; those that change something wait for each other.
+    """The tables of one store. Safe to use from several threads.
 
     Args:
-        folder: of the blocks; need not exist yet.
-        threads: None: one per core. memory_bytes: None: half of the machine's.
-        writable: folders that a statement may write files to.
+        writable: further folders that may be written to.
+        threads: of the queries; None: one per core. memory_bytes: most that they take; None: half of the machine's.
     """
 
     def __init__(
@@ -93,18 +103,20 @@ class Index:
     ) -> None:
         self.folder = folder
         self._lock = threading.RLock()
-        self._search_lock = threading.Lock()  # taken before the other
-        self._moves = 0  # of rows from the lines to a file
+        self._search_lock = (
+            threading.Lock()
+        )  # taken before the other; a refresh takes it too: no row moves during a search
         self._blocks: dict[int, _Block] = {}
+        self._branches: list[tuple[int, int]] = []
         self._problems: dict[str, str] = {}  # damaged blocks and lines
         self._failed: dict[Path, tuple[int, int]] = {}  # damaged file -> (size, mtime): tried again when it changed
-        self._num_late = 0  # refreshes that found a block before others that were known: what was searched lacks it
-        self._searches: dict[tuple[str, int], _Search] = {}  # by the SQL and what else it depends on
+        self._searches: dict[str, _Search] = {}  # by their SQL
         self._num_searches = 0
         self.generation = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-async-rollouts-"))
         try:
-            self._tables = Tables(folder, self._scratch, writable=writable, threads=threads, memory_bytes=memory_bytes)
+            self._connection = _connect((folder, self._scratch, *writable), self._scratch, threads, memory_bytes)
+            create_tables(self._connection)
         except BaseException:
             shutil.rmtree(self._scratch, ignore_errors=True)
             raise
@@ -112,7 +124,7 @@ class Index:
     def close(self) -> None:
         """Allowed more than once."""
         with self._lock:
-            self._tables.close()
+            self._connection.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -147,19 +159,20 @@ class Index:
 
     def parts(self) -> list[Sql]:
         """The whole store in the order of writing, as relations with all columns, each small enough for the memory."""
-        names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
         with self._lock:
             return [
-                Sql(f"(SELECT {names} FROM read_parquet(?))", ([sql_path(block.path)],))
+                Sql(f"(SELECT {_ALL_COLUMNS} FROM read_parquet(?))", ([sql_path(block.path)],))
                 if block.is_sealed
-                else Sql(f"(SELECT {names} FROM unsealed WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq))
+                else Sql(
+                    f"(SELECT {_ALL_COLUMNS} FROM unsealed WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq)
+                )
                 for _, block in sorted(self._blocks.items())
             ]
 
     def superseded(self) -> str:
         """A condition over `seq`."""
-        with self._lock:
-            return self._tables.superseded
+        with self._lock:  # the numbers are ours
+            return f"({' OR '.join(f'(seq >= {low} AND seq < {high})' for low, high in self._branches) or 'false'})"
 
     def read_blocks(self, columns: str, condition: Sql, files: Sequence[Path]) -> list[tuple[Any, ...]]:
         """SELECT `columns` of the rows in `files` and in `unsealed` for which `condition` holds, in the order of writing.
@@ -167,67 +180,64 @@ class Index:
         Raises:
             RunError: a block is damaged, or was deleted meanwhile.
         """
-        source = self.source(files)
-        sql = Sql(f"SELECT {columns} FROM ") + source + " WHERE " + condition + " ORDER BY seq, rollout_index"
+        sql = (
+            Sql(f"SELECT {columns} FROM ") + self.source(files) + " WHERE " + condition + " ORDER BY seq, rollout_index"
+        )
         with self._cursor() as cursor, reading(self.folder):
             return cursor.execute(sql.text, sql.parameters).fetchall()
 
     def source(self, files: Sequence[Path]) -> Sql:
         """A relation with all columns: the rows of `files`, and those that are still JSON lines."""
-        names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
-        unsealed = f"SELECT {names} FROM unsealed"
+        unsealed = f"SELECT {_ALL_COLUMNS} FROM unsealed"
         if not files:
             return Sql(f"({unsealed})")
-        return Sql(f"(SELECT {names} FROM read_parquet(?) UNION ALL {unsealed})", ([sql_path(path) for path in files],))
+        names = [sql_path(path) for path in files]
+        return Sql(f"(SELECT {_ALL_COLUMNS} FROM read_parquet(?) UNION ALL {unsealed})", (names,))
 
     def condition(self, query: Query) -> Sql:
         """What a query says, over the view `rollouts`. One that names texts is searched for in the blocks now, where they were not
-        searched before; other questions and `refresh` go on meanwhile.
+        searched before; other questions go on meanwhile.
 
         Raises:
             QueryError: a value of the store does not allow it.
         """
-        if query.parts and query.reads_blocks:
+        if not query.reads_blocks:
+            return Sql(query.sql)
+        if query.parts:
             first, second = (self.condition(part) for part in query.parts)
             return Sql("(") + first + " AND " + second + ")"
-        if not query.reads_blocks:
-            return Sql(f"({query.sql}\n)")
-        changes = _CHANGING.search(query.sql) is not None
-        key = (query.sql, self.generation if changes else -1 - self._num_late)
         with self._search_lock:
-            search = self._searches.pop(key, None) or self._new_search()
-            self._searches[key] = search  # the one used last stands last
-            while not self._search(search, query):
-                pass  # a block moved meanwhile, which each does once
+            search = self._searches.pop(query.sql, None) or self._new_search()
+            self._searches[query.sql] = search  # the one used last stands last
+            self._search(search, query)
             while len(self._searches) > _MOST_SEARCHES:
-                with self._lock:
-                    self._tables.execute(f"DROP TABLE {self._searches.pop(next(iter(self._searches))).table}")
+                self._forget_search(next(iter(self._searches)))
             return Sql(f"row_key IN (SELECT row_key FROM {search.table})")
 
     def _new_search(self) -> _Search:
         self._num_searches += 1
         search = _Search(table=f"match_{self._num_searches}")
         with self._lock:
-            self._tables.execute(f"CREATE TABLE {search.table} (row_key BIGINT)")
+            self._connection.execute(f"CREATE TABLE {search.table} (row_key BIGINT)")
         return search
 
-    def _search(self, search: _Search, query: Query) -> bool:
-        """Search what is new; False where a block moved from the lines to a file meanwhile: its rows may have been missed."""
+    def _search(self, search: _Search, query: Query) -> None:
+        """Search what was written since the last time."""
         with self._lock:
-            until, moves = self._last_seq(), self._moves
-            files = self.sealed_blocks(after_seq=search.until_seq)
+            until, files = self._last_seq(), self.sealed_blocks(after_seq=search.until_seq)
         if search.until_seq >= until:
-            return True
+            return
         texts = Sql(f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM ") + self.source(files)
         texts += Sql(" WHERE seq > ? AND seq <= ?)", (search.until_seq, until))
         found = Sql(f"INSERT INTO {search.table} SELECT row_key FROM rollouts JOIN ") + texts
-        found += f" USING (row_key) WHERE ({query.sql}\n)"
+        found += f" USING (row_key) WHERE {query.sql}"
         with self._cursor() as cursor, reading(self.folder), of_query(query):
             cursor.execute(found.text, found.parameters)
+        search.until_seq = until
+
+    def _forget_search(self, sql: str) -> None:
         with self._lock:
-            if moves == self._moves:
-                search.until_seq = until
-            return moves == self._moves
+            self._connection.execute(f"DROP TABLE {self._searches.pop(sql).table}")
 
     def _last_seq(self) -> int:
         return max((block.last_seq for block in self._blocks.values()), default=-1)
@@ -236,7 +246,7 @@ class Index:
     def _cursor(self) -> Iterator[DuckDBPyConnection]:
         """Of its own: those of several threads do not wait for each other. Ends at the deadline of `time_limit`."""
         with self._lock:
-            cursor = self._tables.cursor()
+            cursor = self._connection.cursor()
         try:
             with interrupting(cursor):
                 yield cursor
@@ -251,18 +261,20 @@ class Index:
         Raises:
             RunError: the folder cannot be read, or was written by a version with another format.
         """
-        with self._lock:
+        with self._search_lock, self._lock:
             before, known, last = self.generation, set(self._blocks), self._last_seq()
             for attempt in range(1, _LISTINGS + 1):
                 try:
                     self._ingest(self._list())
                     break
-                except FileNotFoundError:
+                except FileNotFoundError as error:
                     if attempt == _LISTINGS:
-                        raise RunError(f"the blocks in {self.folder} change faster than they can be read") from None
-            if self._tables.supersede(read_branches(self.folder)):
-                self.generation += 1
-            self._num_late += any(first < last for first in self._blocks.keys() - known)
+                        raise RunError(f"the blocks in {self.folder} change faster than they can be read") from error
+            self._supersede()
+            is_late = any(first < last for first in self._blocks.keys() - known)  # behind what was searched
+            for sql in [*self._searches] if self.generation != before else ():
+                if is_late or _CHANGING.search(sql):
+                    self._forget_search(sql)
             return self.generation != before
 
     def damage(self) -> list[str]:
@@ -273,54 +285,42 @@ class Index:
     def torn(self) -> list[str]:
         """Last lines that are not whole, and not being written."""
         with self._lock:
-            newest = max(self._blocks, default=-1) if has_writer(self.folder) else -1
+            written = max(self._blocks, default=-1) if has_writer(self.folder) else -1
             return [
                 f"the last line of {block.path.name} is torn (the writer was killed, or the disk was full): "
                 f"{rest} bytes are left out, at most one group"
                 for block in self._blocks.values()
-                if not block.is_sealed and (rest := self._torn_bytes(block, is_written=block.first == newest))
+                if not block.is_sealed and block.first != written and (rest := _size_of(block.path) - block.offset) > 0
             ]
-
-    def _torn_bytes(self, block: _Block, *, is_written: bool) -> int:
-        try:
-            size = block.path.stat().st_size
-        except FileNotFoundError:
-            return 0
-        return 0 if is_written else max(size - block.offset, 0)
 
     def _ingest(self, listing: dict[int, Block]) -> None:
         if self._blocks.keys() - listing.keys():
             listing = self._list()  # one may have been sealed while the folder was listed: now its new name is there
-            self._forget(self._blocks.keys() - listing.keys())
-        self._add_sealed(
-            [
-                block.path
-                for first, block in listing.items()
-                if block.is_sealed and first not in self._blocks and self._is_to_be_tried(block.path)
-            ]
-        )
+            for first in self._blocks.keys() - listing.keys():  # deleted: the store outgrew `record.rollouts.max_gb`
+                with self._change():
+                    self._delete(self._blocks.pop(first))
+                self.generation += 1
         for first, block in listing.items():
-            known = self._blocks.get(first)
-            if not block.is_sealed:
-                self._add_lines(known or _Block(first=first, path=block.path, is_sealed=False))
-            elif known is not None and not known.is_sealed and self._is_to_be_tried(block.path):
-                self._add_rest_of_sealed(known, block.path)
-            elif known is None and (lines := self.folder / open_name(first)).exists():  # of a damaged one
+            if not block.is_sealed:  # first: a moment later they may be sealed
+                self._add_lines(self._blocks.get(first) or _Block(first=first, path=block.path, is_sealed=False))
+        is_done = {block.path for block in self._blocks.values()}
+        sealed = [block.path for block in listing.values() if block.is_sealed and block.path not in is_done]
+        self._add_sealed([path for path in sealed if self._failed.get(path) != _stamp(path)])
+        for first in listing.keys() - self._blocks.keys():  # the Parquet file is damaged
+            if (lines := self.folder / open_name(first)).exists():
                 self._add_lines(_Block(first=first, path=lines, is_sealed=False))
 
     def _list(self) -> dict[int, Block]:
         return {block.first_seq: block for block in find_blocks(self.folder)}
 
-    def _is_to_be_tried(self, path: Path) -> bool:
-        stat = path.stat()
-        return self._failed.get(path) != (stat.st_size, stat.st_mtime_ns)
-
     def _add_sealed(self, paths: Sequence[Path]) -> None:
-        """All at once, which is fast; one by one where a file is damaged, to find out which."""
+        """All at once, which is fast; one by one where a file is damaged, to find out which. What was known of their lines goes."""
         if not paths:
             return
+        blocks = [_sealed(path) for path in paths]
+        before = [known for block in blocks if (known := self._blocks.get(block.first)) is not None]
         try:
-            self._tables.stage_sealed(paths)
+            self._insert_sealed(paths, before)
         except VersionError:
             raise
         except RunError as error:
@@ -328,111 +328,170 @@ class Index:
                 for path in paths:
                     self._add_sealed([path])
                 return
-            self._note_damage(paths[0], error)
+            self._failed[paths[0]] = _stamp(paths[0])
+            self._problems[paths[0].name] = (
+                f"{paths[0]} is damaged, its rollouts are left out ({error}); restore it from a copy, or remove it"
+            )
             return
-        self._tables.commit()
-        for path in paths:
-            first, last = _bounds(path)
-            self._blocks[first] = _Block(first=first, path=path, is_sealed=True, last_seq=last)
-            self._problems.pop(path.name, None)
-        self.generation += 1
-
-    def _note_damage(self, path: Path, error: RunError) -> None:
-        stat = path.stat()
-        self._failed[path] = (stat.st_size, stat.st_mtime_ns)
-        self._problems[path.name] = (
-            f"{path} is damaged, its rollouts are left out ({error}); restore it from a copy, or remove it"
-        )
-
-    def _add_rest_of_sealed(self, known: _Block, path: Path) -> None:
-        """A block whose lines, or the first of them, were ingested before it was sealed."""
-        try:
-            self._tables.stage_sealed([path], after_seq=known.last_seq)
-        except RunError as error:
-            self._note_damage(path, error)
-            return
-        if self._tables.commit(now_sealed=(known.first, known.last_seq)):
+        for block in blocks:
+            self._blocks[block.first] = block
+            self._problems.pop(block.path.name, None)
+        if {(each.first, each.last_seq) for each in blocks} != {(each.first, each.last_seq) for each in before}:
             self.generation += 1
-        self._moves += 1
-        self._blocks[known.first] = replace(known, path=path, is_sealed=True, last_seq=_bounds(path)[1])
-        self._problems.pop(path.name, None)
+
+    def _insert_sealed(self, paths: Sequence[Path], before: Sequence[_Block]) -> None:
+        """
+        Raises:
+            VersionError: a block is of another version. RunError: one cannot be read. FileNotFoundError: one has gone.
+        """
+        names = [sql_path(path) for path in paths]
+        try:
+            with reading(self.folder), self._change():
+                for name, version in self._connection.execute(_VERSIONS, (names,)).fetchall():
+                    _check_version(str(name), bytes(version).decode("utf-8", "replace"))
+                for block in before:
+                    self._delete(block)
+                self._add_rows("read_parquet(?)", (names,))
+        except RunError:
+            for path in paths:
+                path.stat()  # FileNotFoundError: list again
+            raise
 
     def _add_lines(self, block: _Block) -> None:
-        while True:
-            with block.path.open("rb") as file:
+        """The lines behind `block.offset` that are whole."""
+        with block.path.open("rb") as file:
+            while True:
+                self._blocks[block.first] = block
                 file.seek(block.offset)
                 chunk = file.read(_CHUNK_BYTES)
                 while chunk and b"\n" not in chunk and len(more := file.read(_CHUNK_BYTES)):
                     chunk += more
-            whole = chunk[: chunk.rfind(b"\n") + 1]
-            if not whole:
-                self._blocks[block.first] = block
-                return
-            block = self._add_chunk(block, whole)
-
-    def _add_chunk(self, block: _Block, chunk: bytes) -> _Block:
-        """Whole lines that begin at `block.offset`; the block with what is known then."""
-        lines = chunk.split(b"\n")[:-1]
-        _check_schema(block.path, lines[0])
-        try:
-            num_groups, last = self._tables.stage_lines(chunk, max(map(len, lines)))
-        except RunError:
-            num_groups, last = 0, -1
-        if num_groups != len(lines):
-            last = self._stage_undamaged(block, lines)
-        self._tables.commit(with_lines=True)
-        self.generation += 1
-        grown = replace(
-            block,
-            offset=block.offset + len(chunk),
-            num_lines=block.num_lines + len(lines),
-            last_seq=max(block.last_seq, last),
-        )
-        self._blocks[block.first] = grown
-        return grown
-
-    def _stage_undamaged(self, block: _Block, lines: Sequence[bytes]) -> int:
-        whole = []
-        for number, line in enumerate(lines, start=block.num_lines + 1):
-            if (problem := _problem_of(line)) is None:
-                whole.append(line + b"\n")
-            else:
-                self._problems[f"{block.path.stem}:{number}"] = (
-                    f"{block.path}:{number}: the line is damaged and left out: {problem}"
+                lines = [line + b"\n" for line in chunk.split(b"\n")[:-1]]
+                if not lines:
+                    return
+                _check_line(block.path, lines[0])
+                last = self._add_groups(block.path, lines, block.num_lines + 1)
+                self.generation += 1
+                block = replace(
+                    block,
+                    offset=block.offset + sum(map(len, lines)),
+                    num_lines=block.num_lines + len(lines),
+                    last_seq=max(block.last_seq, last),
                 )
-        return self._tables.stage_lines(b"".join(whole), max(map(len, whole), default=0))[1]
 
-    def _forget(self, firsts: set[int]) -> None:
-        """Blocks that were deleted (the store outgrew `record.rollouts.max_gb`)."""
-        for first in firsts:
-            self._tables.delete(first, self._blocks[first].last_seq)
-            del self._blocks[first]
-            self.generation += 1
+    def _add_groups(self, path: Path, lines: Sequence[bytes], number: int) -> int:
+        """The highest seq (-1: none) of the lines of which the first has this number; damaged ones are left out."""
+        try:
+            return self._insert_lines(lines)
+        except _DamagedLinesError as error:
+            if len(lines) == 1:
+                self._problems[f"{path.stem}:{number}"] = f"{path}:{number}: the line is damaged and left out: {error}"
+                return -1
+        half = len(lines) // 2
+        return max(self._add_groups(path, lines[:half], number), self._add_groups(path, lines[half:], number + half))
+
+    def _insert_lines(self, lines: Sequence[bytes]) -> int:
+        import duckdb
+
+        file = self._scratch / "lines.jsonl"
+        file.write_bytes(b"".join(lines))
+        select = select_from_lines(max(map(len, lines)))
+        try:
+            with reading(self.folder, (duckdb.InvalidInputException, duckdb.ConversionException)), self._change():
+                self._connection.execute(f"INSERT INTO unsealed {select}", ([sql_path(file)],))
+                new = _NEW.format("unsealed")
+                found = self._connection.execute(f"SELECT count(DISTINCT seq), max(seq) FROM {new}").fetchone()
+                assert found is not None
+                if found[0] != len(lines):
+                    raise _DamagedLinesError("it has not the fields of a group")
+                self._add_rows(new)
+        except (duckdb.InvalidInputException, duckdb.ConversionException) as error:
+            raise _DamagedLinesError(str(error).split("\n", 1)[0]) from error
+        return int(found[1])
+
+    def _add_rows(self, source: str, parameters: Sequence[object] = ()) -> None:
+        """The rows of a relation with all columns, and their groups."""
+        names = ", ".join(f'"{name}"' for name in INDEXED)
+        select = f"SELECT {names}, {self.superseded()}, {ROW_KEY} FROM {source}"
+        self._connection.execute(f"INSERT INTO rows {select}", parameters)
+        self._connection.execute("INSERT INTO groups " + GROUPS_SQL.format(_NEW.format("rows")))
+
+    def _delete(self, block: _Block) -> None:
+        for table in ("rows", "groups", "unsealed"):
+            self._connection.execute(f"DELETE FROM {table} WHERE seq BETWEEN ? AND ?", (block.first, block.last_seq))
+
+    def _supersede(self) -> None:
+        bounds = [(branch.from_seq, branch.until_seq) for branch in read_branches(self.folder)]
+        if bounds == self._branches:
+            return
+        self._branches = bounds
+        with self._change():
+            for table in ("rows", "groups"):
+                self._connection.execute(f"UPDATE {table} SET superseded = {self.superseded()}")
+        self.generation += 1
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """What is done within becomes visible at once, or not at all."""
+        self._connection.execute("BEGIN")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
 
 
-def _bounds(path: Path) -> tuple[int, int]:
-    """First and last seq of a sealed block, by its name."""
+def _sealed(path: Path) -> _Block:
+    """By its name: block-FIRST-LAST.parquet."""
     _, first, last = path.stem.split("-")
-    return int(first), int(last)
+    return _Block(first=int(first), path=path, is_sealed=True, last_seq=int(last))
 
 
-def _check_schema(path: Path, line: bytes) -> None:
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _size_of(path: Path) -> int:
+    """0 where it has gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _check_line(path: Path, line: bytes) -> None:
     """Raises VersionError. A line that says no version is damaged, which is found out later."""
     try:
         schema = orjson.loads(line).get("schema")
     except (ValueError, AttributeError):
         return
     if isinstance(schema, int):
-        check_version(str(path), str(schema))
+        _check_version(str(path), str(schema))
 
 
-def _problem_of(line: bytes) -> str | None:
-    """What is wrong with a line; None: nothing."""
+def _check_version(name: str, version: str) -> None:
+    """Raises VersionError where the format of the block `name` is not ours."""
+    if version != str(SCHEMA):
+        raise VersionError(
+            f"{name} has format {version} of the rollout store, this version reads {SCHEMA}; read it with the version of "
+            "grpo-async that wrote it"
+        )
+
+
+@contextlib.contextmanager
+def reading(folder: Path, others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns DuckDB's errors of reading into ours, but for `others`. Its message names the file."""
+    import duckdb
+
     try:
-        from_json(line)
-    except ValueError as error:
-        return str(error)
-    return None
+        yield
+    except duckdb.Error as error:
+        if isinstance(error, (duckdb.InterruptException, *others)):  # see `time_limit`
+            raise
+        first_line = str(error).split("\n", 1)[0]
+        raise RunError(f"cannot read the rollouts in {folder}: {first_line}") from error
 
 
 @contextlib.contextmanager
@@ -447,6 +506,34 @@ def of_query(query: Query) -> Iterator[None]:
         raise
     except duckdb.Error as error:
         problem = str(error).split("\n", 1)[0]
-        if query.is_everything or re.search("parquet|decompress", problem, re.I):
+        if not query.text or re.search("parquet|decompress", problem, re.I):
             raise
         raise QueryError(query.text, 0, len(query.text), problem) from error
+
+
+def _connect(
+    folders: Sequence[Path], scratch: Path, threads: int | None, memory_bytes: int | None
+) -> DuckDBPyConnection:
+    """A database in memory that reaches files in `folders` and no others, and loads no extensions."""
+    import duckdb
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _SMALLEST_MEMORY)
+    connection = duckdb.connect(
+        ":memory:",
+        config={
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "threads": str(threads or cores),
+            "memory_limit": f"{memory // 1024}KiB",
+            "temp_directory": str(scratch / "spilled"),
+        },
+    )
+    connection.execute("SET parquet_metadata_cache = true")  # sealed blocks never change
+    paths = [each.absolute() for each in folders]
+    # A pattern is checked as it stands, and then the files that it names.
+    readable = ", ".join(quote(f"{name}/") for path in paths for name in dict.fromkeys((str(path), sql_path(path))))
+    connection.execute(f"SET allowed_directories = [{readable}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+    return connection

@@ -2,7 +2,7 @@
 
     RolloutGroup + RolloutSample... + TokenFigures... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
 
-Worked example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
+Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
 "entropies": [0.5, 0.25, null, 1.0].
 
 Runs in the thread of the store, beside training: each rollout is made into text by itself, so the interpreter's lock is never held
@@ -13,7 +13,7 @@ Whatever JSON cannot hold (half a surrogate pair, integers above 64 bits, a user
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -34,6 +34,7 @@ from grpo_async.records import (
 from grpo_async.store.schema import SCHEMA
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+_MOST_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,6 @@ def line_of(entry: Entry) -> bytes:
         ValueError: figures that do not fit their rollout (see `check_figures`).
     """
     group = entry.group
-    messages = [_message(message) for message in group.prompt.messages]
     outcomes = _outcomes(entry.samples, entry.scored)
     shared_ids = group.completions[0].prompt_ids if group.completions else None
     rollouts = [
@@ -83,13 +83,13 @@ def line_of(entry: Entry) -> bytes:
         "step": entry.step,
         "status": entry.status,
         "written_at": entry.written_at,
-        "prompt_hash": prompt_hash(messages),
-        "messages": messages,
-        "columns": _items(group.prompt.columns),
+        "prompt_hash": prompt_hash(group.prompt.messages),
+        "messages": group.prompt.messages,
+        "columns": group.prompt.columns,
         "prompt_ids": None if shared_ids is None else list(shared_ids),
     }
     # joined by hand: what is a JSON object already would be copied once more
-    return b"".join((orjson.dumps(head, option=_OPTIONS)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
+    return b"".join((_dumps(head)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
 
 
 def check_figures(group: RolloutGroup, figures: Mapping[str, TokenFigures]) -> None:
@@ -110,12 +110,12 @@ def check_figures(group: RolloutGroup, figures: Mapping[str, TokenFigures]) -> N
             )
 
 
-def prompt_hash(messages: Sequence[Mapping[str, Any]]) -> str:
-    """16 hexadecimal digits that the same messages (as dicts with the fields of TaggedMessage) have in every run."""
+def prompt_hash(messages: Sequence[TaggedMessage]) -> str:
+    """16 hexadecimal digits that the same messages have in every run."""
     kept = [
-        (m["role"], m["content"], m["tool_calls"], m["name"], m["tool_call_id"]) for m in messages
+        (m.role, m.content, m.tool_calls, m.name, m.tool_call_id) for m in messages
     ]  # not who wrote it: the system prompt of the config and that of the data read the same
-    return blake2b(orjson.dumps(kept, option=_OPTIONS | orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+    return blake2b(_dumps(kept, orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 
 def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> dict[str, _Outcome]:
@@ -146,12 +146,12 @@ def _rollout(
         "status": completion.status,
         "truncated": completion.truncated,
         "done": completion.done,
-        "error": _optional_text(completion.error),
+        "error": completion.error,
         "num_tokens": completion.num_sampled_tokens,
         "reward": outcome.reward,
         "advantage": outcome.advantage,
-        "rewards": {_text(name): value for name, value in outcome.rewards.items()},
-        "messages": [_message(message) for message in completion.completion_messages()],
+        "rewards": outcome.rewards,
+        "messages": completion.completion_messages(),
         "turns": [_turn(turn) for turn in completion.turns],
         "started_at": completion.started_at,
         "total_duration_s": completion.total_duration_s,
@@ -160,13 +160,11 @@ def _rollout(
         "mask": mask,
         "logprobs": np.array(completion.logprobs, dtype=np.float32),
         "versions": completion.versions,
-        "reset_messages": None
-        if completion.prompt_messages is None
-        else [_message(message) for message in completion.prompt_messages],
-        "extra": _items({**completion.reward_columns, **outcome.extra}),
+        "reset_messages": completion.prompt_messages,
+        "extra": {**completion.reward_columns, **outcome.extra},
         **(_NO_FIGURES if figures is None else _figures(figures, mask)),
     }
-    return orjson.dumps(content, option=_OPTIONS)
+    return _dumps(content)
 
 
 _NO_FIGURES = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
@@ -204,62 +202,36 @@ def _turn(turn: TurnRecord) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "generation_duration_s": turn.generation_duration_s,
         "tool_execution_duration_s": turn.tool_execution_duration_s,
-        "parse_error": _optional_text(turn.parse_error),
+        "parse_error": turn.parse_error,
         "started_at": turn.started_at,
-        "tool_calls": [
-            {
-                "tool_call_id": _text(call.tool_call_id),
-                "name": _text(call.name),
-                "arguments": _items(call.arguments),
-                "result": _text(call.result),
-                "failed": call.failed,
-                "duration_s": call.duration_s,
-            }
-            for call in turn.tool_calls
-        ],
+        "tool_calls": turn.tool_calls,
     }
 
 
-def _message(message: TaggedMessage) -> dict[str, Any]:
-    return {
-        "role": _text(message.role),
-        "content": _text(message.content),
-        "origin": message.origin,
-        "tool_calls": [_call(call) for call in message.tool_calls],
-        "name": _optional_text(message.name),
-        "tool_call_id": _optional_text(message.tool_call_id),
-    }
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """{"id", "type", "function": {"name", "arguments"}}, as ToolCall.as_dict makes it."""
-    function = call.get("function", {})
-    arguments = _items(function.get("arguments", {}))
-    return {**_items(call), "function": {**_items(function), "arguments": arguments}}
-
-
-def _items(items: Mapping[str, Any]) -> dict[str, Any]:
-    """One by one: a policy may write an integer above 64 bits, which costs that argument its type, not the others theirs."""
-    return {_text(str(name)): _storable(value) for name, value in items.items()}
-
-
-def _storable(value: Any) -> Any:
-    """`value` itself, its JSON text where it is more than a number or a text, its repr where JSON cannot hold it."""
-    if isinstance(value, str):
-        return value if value.isascii() else _storable_text(value)
-    if value is None or isinstance(value, (bool, float)):
-        return value
+def _dumps(value: Any, option: int = 0) -> bytes:
+    """JSON; with what it cannot hold made into text."""
     try:
-        return orjson.Fragment(orjson.dumps(value, default=_repr, option=_OPTIONS))
+        return orjson.dumps(value, default=_repr, option=_OPTIONS | option)
     except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
-        return _text(_repr(value))
+        return orjson.dumps(_storable(value), option=_OPTIONS | option)
 
 
-def _storable_text(value: str) -> str:
+def _storable(value: Any, depth: int = 0) -> Any:
+    """`value`, with the repr of each part that JSON cannot hold: {"a": 2**70, "b": {2}} -> {"a": "1180...", "b": "{2}"}.
+    Half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in JSON), becomes its escape."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if depth < _MOST_DEPTH:
+        if is_dataclass(value) and not isinstance(value, type):
+            value = {each.name: getattr(value, each.name) for each in fields(value)}
+        if isinstance(value, Mapping):
+            return {_storable(str(name)): _storable(each, depth + 1) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [_storable(each, depth + 1) for each in value]
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return _text(repr(value))
+        orjson.dumps(value, option=_OPTIONS)
+    except TypeError:
+        return _storable(_repr(value))
     return value
 
 
@@ -268,13 +240,3 @@ def _repr(value: Any) -> str:
         return repr(value)
     except Exception as error:  # noqa: BLE001 - a user's own type; a broken repr must not end the run
         return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
-
-
-def _text(text: str) -> str:
-    """Text that UTF-8 can hold: half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in
-    JSON), becomes its escape."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def _optional_text(text: str | None) -> str | None:
-    return None if text is None else _text(text)

@@ -6,8 +6,10 @@ what happened since.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -17,8 +19,7 @@ from grpo_async.store.blocks import has_writer
 from grpo_async.store.schema import SCHEMA
 
 _NAME = "store.json"
-_MOST_MARKS = 100
-_OLD_NAMES = {"left_out": "sampled_out", "left_out_by_seq": "sampled_out_by_seq"}
+_MOST_CHECKPOINTS = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class StoreMetadata:
         deleted_until: every group with a smaller seq is deleted.
         torn: names of blocks whose last line a kill had torn; that group is missing.
         lost: groups that could not be written (a full disk).
-        is_open: a writer has begun and not closed the store.
+        is_open: a writer has opened the store and not closed it.
         was_killed: it is open, and the writer is gone. Found out when it is read.
     """
 
@@ -47,6 +48,17 @@ class StoreMetadata:
     lost: int = 0
     is_open: bool = False
     was_killed: bool = False
+
+    def note_checkpoint(self, seq: int) -> None:
+        """A checkpoint is taken before the group `seq`: what is sampled out later may be gone back on. Also where nothing was
+        sampled out yet: what is from now on must not count twice."""
+        noted = {**self.sampled_out_by_seq, str(seq): dict(self.sampled_out)}
+        self.sampled_out_by_seq = dict(list(noted.items())[-_MOST_CHECKPOINTS:])
+
+    def go_back(self, seq: int) -> None:
+        """A resume goes on from the checkpoint that was taken before the group `seq`. One that is not noted was taken before
+        anything was sampled out."""
+        self.sampled_out = dict(self.sampled_out_by_seq.get(str(seq), {}))
 
     def notes(self) -> list[str]:
         """What a reader must know, one sentence each; empty where everything is there."""
@@ -82,8 +94,7 @@ def read_metadata(folder: Path) -> StoreMetadata:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         known = {each.name for each in fields(StoreMetadata)}
-        named = {_OLD_NAMES.get(name, name): value for name, value in content.items()}
-        metadata = StoreMetadata(**{name: value for name, value in named.items() if name in known})
+        metadata = StoreMetadata(**{name: value for name, value in content.items() if name in known})
         metadata.was_killed = metadata.is_open and not has_writer(folder)
         return metadata
     except FileNotFoundError:
@@ -109,44 +120,11 @@ class MetadataFile:
             self._now.schema, self._now.sample_rate = SCHEMA, sample_rate
             self._now.is_open = self._now.was_killed = False
 
-    def set_open(self, is_open: bool) -> None:
-        """A writer begins, or has closed the store."""
+    @contextlib.contextmanager
+    def change(self) -> Iterator[StoreMetadata]:
+        """The metadata, to be changed within the block."""
         with self._lock:
-            self._now.is_open = is_open
-
-    def sample_out(self, status: str) -> None:
-        """Sampling leaves out a group."""
-        with self._lock:
-            self._now.sampled_out[status] = self._now.sampled_out.get(status, 0) + 1
-
-    def mark(self, seq: int) -> None:
-        """A checkpoint is taken before the group `seq`: what is sampled out later may be gone back on. Also where nothing was
-        sampled out yet: what is from now on must not count twice."""
-        with self._lock:
-            marks = {**self._now.sampled_out_by_seq, str(seq): dict(self._now.sampled_out)}
-            self._now.sampled_out_by_seq = dict(list(marks.items())[-_MOST_MARKS:])
-
-    def go_back(self, seq: int) -> None:
-        """A resume goes on from the checkpoint that was taken before the group `seq`. Without a mark of it nothing was sampled out
-        before: the run had no checkpoint yet."""
-        with self._lock:
-            self._now.sampled_out = dict(self._now.sampled_out_by_seq.get(str(seq), {}))
-
-    def delete(self, *, until: int) -> None:
-        """The oldest block was deleted, up to the group before `until`."""
-        with self._lock:
-            self._now.deleted_blocks += 1
-            self._now.deleted_until = until
-
-    def tear(self, name: str) -> None:
-        """A kill had torn the last line of this block."""
-        with self._lock:
-            self._now.torn = [*(each for each in self._now.torn if each != name), name]
-
-    def lose(self) -> None:
-        """A group could not be written."""
-        with self._lock:
-            self._now.lost += 1
+            yield self._now
 
     def save(self) -> None:
         """Raises OSError."""

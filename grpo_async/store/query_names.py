@@ -1,7 +1,10 @@
-"""The names a query may use: the view `rollouts`, what each column means, and the help that is made of them.
+"""The tables in memory that queries run over, the names that a query may use, and the help that is made of them.
 
-    rows JOIN groups                  -> view `rollouts`: the small columns of the store, and SHORT names and group_* beside them
-    rollouts JOIN the blocks' columns -> BLOCK names: texts and maps, which are read from the files when a query names them
+    rows     one row per rollout: the small columns, and `superseded`
+    groups   one row per group: its rollouts taken together (summaries.GroupSummary)
+    unsealed all columns of the groups that are still JSON lines
+    rollouts the view of queries, rows JOIN groups: the small columns of the store, and SHORT names and group_* beside them;
+             JOIN the blocks' columns for the BLOCK names: texts and maps, which are read from the files when a query names them
 
 A query is an SQL condition over these names (`query`). Those of the store's own columns (schema.COLUMNS) work too.
 """
@@ -11,32 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
-from grpo_async.store.schema import COLUMN_NAMES
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS
+from grpo_async.store.summaries import GroupSummary, sql_of
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
+"""One number per row; a group without rollouts has a row of its own."""
 
 NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 ROLLOUT_STATUSES = ("finished", "truncated", "failed")
 GROUP_STATUSES = ("trained", "filtered", "stale", "failed", "cancelled", "evaluated")
 
-IN_BLOCKS = frozenset(
-    (
-        *(
-            "prompt_text",
-            "prompt_messages",
-            "columns",
-            "completion_text",
-            "messages",
-            "reset_messages",
-            "turns",
-            "extra",
-        ),
-        *("prompt_ids", "completion_ids", "mask", "logprobs", "versions"),
-        *("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"),
-    )
-)
-"""Columns of the store that stay in the blocks: texts and lists of tokens."""
-INDEXED = tuple(name for name in COLUMN_NAMES if name not in IN_BLOCKS)
-"""Columns of the store that are held in memory."""
+_TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns extra"
+_TOKENS = "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies marks"
+INDEXED = tuple(name for name in COLUMN_NAMES if name not in f"{_TEXTS} {_TOKENS}".split())
+"""Columns of the store that are held in memory; the others stay in the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +80,8 @@ _ROLLOUT = (
     Name(name="rewards", kind=MAP, sql="r.rewards", help="parts of the reward, by the name of the function",
          example="rewards['format'] < 1"),
     _number("advantage", "r.advantage", "advantage", "advantage > 1"),
-    _number("step", "r.step", "optimizer step that used, filtered or dropped it; last_step() is the newest that is done",
-            "step = last_step()"),
+    _number("step", "r.step", "optimizer step that used, filtered or dropped it", "step = last"),
+    _number("last", "last_step()", "the newest step that is done", "step >= last - 10"),
     _number("length", "r.num_tokens", "tokens that the policy sampled", "length > 1000"),
     _number("completion_length", "r.num_completion_tokens", "the same with tool results"),
     _number("prompt_length", "r.num_prompt_tokens", "tokens of the prompt"),
@@ -167,25 +163,32 @@ OF_GROUPS = frozenset(
 )
 """Names that have one value for a whole group."""
 
-LAST_STEP_SQL = """SELECT coalesce(max(step) FILTER (status IN ('trained', 'failed')), max(step)) FROM groups
+BLOCK_SQL = ", ".join(f'{each.sql} AS "{each.name}"' for each in BLOCK_NAMES)
+"""The BLOCK names, of a relation with all columns."""
+GROUPS_SQL = (
+    f"SELECT {', '.join(f'{sql} AS {name}' for name, sql in sql_of(GroupSummary).items())} FROM {{}} GROUP BY seq"
+)
+"""The table `groups`, of a relation like `rows`."""
+_LAST_STEP_SQL = """SELECT coalesce(max(step) FILTER (status IN ('trained', 'failed')), max(step)) FROM groups
 WHERE NOT superseded"""
 """The newest step that is done: groups of the next step may be filtered or stale already. Where none was trained, the newest."""
 
 
-def _view_sql() -> str:
+def create_tables(connection: DuckDBPyConnection) -> None:
+    """The tables, empty, and the view over them."""
+    types = {column.name: column.type for column in COLUMNS}
+    indexed = ", ".join(f'"{name}" {types[name]}' for name in INDEXED)
+    every = ", ".join(f'"{name}" {types[name]}' for name in COLUMN_NAMES)
+    connection.execute(f"CREATE TABLE rows ({indexed}, superseded BOOLEAN, row_key BIGINT)")
+    connection.execute(f"CREATE TABLE unsealed ({every})")
+    connection.execute("CREATE TABLE groups AS " + GROUPS_SQL.format("rows"))
+    connection.execute(f"CREATE MACRO last_step() AS ({_LAST_STEP_SQL})")
     named = (*_ROLLOUT, *FLAGS, *_GROUP)
     replaced = ", ".join(f"{each.sql} AS {each.name}" for each in named if each.name in (*INDEXED, "superseded"))
     added = ", ".join(f'{each.sql} AS "{each.name}"' for each in named if each.name not in (*INDEXED, "superseded"))
-    return (
-        f"CREATE OR REPLACE VIEW rollouts AS SELECT r.* REPLACE ({replaced}), {added} "
-        "FROM rows AS r JOIN groups AS g ON r.seq = g.seq"
+    connection.execute(
+        f"CREATE VIEW rollouts AS SELECT r.* REPLACE ({replaced}), {added} FROM rows AS r JOIN groups AS g ON r.seq = g.seq"
     )
-
-
-VIEW_SQL = _view_sql()
-MACRO_SQL = f"CREATE OR REPLACE MACRO last_step() AS ({LAST_STEP_SQL})"
-BLOCK_SQL = ", ".join(f'{each.sql} AS "{each.name}"' for each in BLOCK_NAMES)
-"""The BLOCK names, of a relation with all columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,19 +214,8 @@ _EXAMPLES = (
     ("text ilike '%i cannot%' and advantage > 0", "refusals that were rewarded, in any case of letters"),
     ("columns['answer'] = '9' and group_reward < 0.8", "one answer of the data set"),
     ("staleness >= 2 or clipped_share > 0.1", "far off policy"),
-    ("step = last_step() and group_status in ('filtered', 'stale')", "what the newest step did not use"),
+    ("step = last and group_status in ('filtered', 'stale')", "what the newest step did not use"),
     ("reward is null", "without a reward; a comparison with a missing value holds for nothing"),
-)
-
-_SHORT_FORMS = (
-    HelpRow(syntax="step=last", meaning="step = last_step()", example="step=last"),
-    HelpRow(syntax="step=10..20", meaning="step BETWEEN 10 AND 20; 10.. and ..20 have no end", example="step=10..20"),
-    HelpRow(syntax="group.NAME", meaning="group_NAME", example="group.std=0"),
-    HelpRow(
-        syntax="rewards['NAME'], columns['NAME'], extra['NAME']",
-        meaning="where NAME is one word, also reward.NAME, columns.NAME, extra.NAME",
-        example="rewards['format'] < 1",
-    ),
 )
 
 
@@ -243,7 +235,6 @@ HELP: tuple[HelpSection, ...] = (
         title="A query is an SQL condition (DuckDB's)",
         rows=[HelpRow(syntax=query, meaning=meaning, example=query) for query, meaning in _EXAMPLES],
     ),
-    HelpSection(title="Short forms", rows=_SHORT_FORMS),
     HelpSection(title="True or false", rows=_rows(FLAGS)),
     HelpSection(title="Columns of a rollout", rows=_rows((*_ROLLOUT, *BLOCK_NAMES))),
     HelpSection(title="Columns of its group", rows=_rows(_GROUP)),

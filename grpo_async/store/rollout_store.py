@@ -9,8 +9,10 @@ was in the queue and the line that was being written.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import re
 import threading
 import time
@@ -29,7 +31,7 @@ from grpo_async.store.blocks import (
     WriterLock,
     add_branch,
     find_blocks,
-    leftover_lines,
+    open_name,
     read_branches,
     torn_bytes,
 )
@@ -80,7 +82,7 @@ class RolloutStore(Writer):
         self._changed = threading.Condition()
         self._queue: deque[Entry] = deque()
         self._is_writing = False  # an entry that is in the queue no more
-        self._next_seq: int | None = None  # None: the folder was not looked at yet
+        self._next_seq: int | None = None  # None: the folder was not read yet
         self._error: RunError | None = None  # for the next call
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -92,7 +94,7 @@ class RolloutStore(Writer):
 
     def stores(self, group_id: int, status: GroupStatus) -> bool:
         """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id."""
-        return status in _ALWAYS_STORED or _share_of(group_id) < self._settings.sample_rate
+        return status in _ALWAYS_STORED or _fraction_of(group_id) < self._settings.sample_rate
 
     def append(
         self,
@@ -122,15 +124,16 @@ class RolloutStore(Writer):
         with self._changed:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
-            self._begin()
+            self._open()
             if not self.stores(group.group_id, status):
-                self._metadata.sample_out(status.value)
+                with self._metadata.change() as now:
+                    now.sampled_out[status.value] = now.sampled_out.get(status.value, 0) + 1
                 return
             if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
-                self._metadata.lose()
+                self._lose_group()
                 raise self._hangs(f"group {group.group_id}", _WRITE_TIMEOUT_S)
             entry = Entry(
-                seq=self._take_seq(),  # not before: others append while this waits
+                seq=self._open(),  # not before: others append while this waits
                 group=group,
                 samples=samples,
                 status=status,
@@ -139,8 +142,11 @@ class RolloutStore(Writer):
                 scored=scored,
                 figures=figures,
             )
+            self._next_seq = entry.seq + 1
             self._queue.append(entry)
-            self._start_thread()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rollout-store", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
             self._raise_error()
 
@@ -156,25 +162,28 @@ class RolloutStore(Writer):
     def position(self) -> int:
         """The seq of the next group. What was appended before this call is on the disk. Raises as `flush`."""
         with self._changed:
-            seq = self._begin()
+            seq = self._open()
             self._flush()
-            self._metadata.mark(seq)
+            with self._metadata.change() as now:
+                now.note_checkpoint(seq)
         self._save_metadata()
         return seq
 
     def supersede_from(self, seq: int, *, step: int) -> None:
         """A run goes on from a checkpoint of `step`: what was written from the position on that it had then is no part of the run
-        any more. Nothing is removed: a line in branches.jsonl says so, and readers heed it. Call it before the first `append`.
+        any more. Nothing is removed: a line in branches.jsonl says so, which readers take into account. Call it before the first
+        `append`.
 
         Raises:
             RunError: the line cannot be written.
         """
         with self._changed:
-            until = self._next_seq = max(self._begin(), seq)
+            until = self._next_seq = max(self._open(), seq)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 add_branch(self._folder, Branch(step=step, from_seq=seq, until_seq=until))
-                self._metadata.go_back(seq)
+                with self._metadata.change() as now:
+                    now.go_back(seq)
             except OSError as error:
                 raise RunError(f"cannot write to {self._folder}: {error.strerror}; check its free space") from error
 
@@ -215,8 +224,8 @@ class RolloutStore(Writer):
 
     # -- with the lock
 
-    def _begin(self) -> int:
-        """The next seq; looks at the folder the first time."""
+    def _open(self) -> int:
+        """The next seq; reads the folder the first time."""
         if self._next_seq is None:
             self._metadata.load(self._settings.sample_rate)
             branches = read_branches(self._folder)
@@ -225,16 +234,6 @@ class RolloutStore(Writer):
                 max((branch.until_seq for branch in branches), default=0),
             )
         return self._next_seq
-
-    def _take_seq(self) -> int:
-        seq = self._begin()
-        self._next_seq = seq + 1
-        return seq
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollout-store", daemon=True)
-            self._thread.start()
 
     def _flush(self) -> None:
         def is_written() -> bool:
@@ -255,20 +254,18 @@ class RolloutStore(Writer):
     # -- the thread
 
     def _work(self) -> None:
-        try:
-            lock = WriterLock(self._folder)
-        except OSError:
-            lock = None  # the first write says why
-        try:
-            self._metadata.set_open(True)
-            self._save_metadata()
-            self._take_over()
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # the first write says why
+                stack.callback(WriterLock(self._folder).release)
+            self._save_open(True)
+            self._recover()
             self._write_all()
-            self._metadata.set_open(False)
-            self._save_metadata()
-        finally:
-            if lock is not None:
-                lock.release()
+            self._save_open(False)
+
+    def _save_open(self, is_open: bool) -> None:
+        with self._metadata.change() as now:
+            now.is_open = is_open
+        self._save_metadata()
 
     def _write_all(self) -> None:
         while True:
@@ -288,54 +285,50 @@ class RolloutStore(Writer):
                 self._changed.notify_all()
         self._finish_block(seals=self._seals_at_close)
 
-    def _take_over(self) -> None:
+    def _recover(self) -> None:
         """What an earlier writer left: cut torn lines off, after they are noted, and seal."""
         try:
-            for path in leftover_lines(self._folder):
-                path.unlink(missing_ok=True)
             for path in self._folder.glob(f"*{TEMPORARY_SUFFIX}"):
                 path.unlink(missing_ok=True)
             for block in find_blocks(self._folder):
-                if not block.is_sealed:
-                    self._take_over_lines(block)
+                if block.is_sealed:  # a kill came before its lines were removed, perhaps
+                    (self._folder / open_name(block.first_seq)).unlink(missing_ok=True)
+                else:
+                    self._recover_lines(block.path)
         except (OSError, RunError) as error:
             logger.warning("the rollout store cannot tidy up %s: %s", self._folder, error)
 
-    def _take_over_lines(self, block: Block) -> None:
-        torn = torn_bytes(block.path)
-        size = block.path.stat().st_size
+    def _recover_lines(self, path: Path) -> None:
+        torn, size = torn_bytes(path), path.stat().st_size
         if torn:
-            self._metadata.tear(block.path.name)
+            with self._metadata.change() as now:
+                now.torn = [*(each for each in now.torn if each != path.name), path.name]
             self._metadata.save()
-            logger.warning("%s: a kill had torn its last line, which is lost", block.path)
-            with block.path.open("r+b") as file:
-                file.truncate(size - torn)
+            logger.warning("%s: a kill had torn its last line, which is lost", path)
+            os.truncate(path, size - torn)
         if size == torn:
-            block.path.unlink()
+            path.unlink()
         else:
-            self._sealer.add(block.path)
+            self._sealer.add(path)
 
     def _write_patiently(self, entry: Entry) -> None:
+        """On a full disk it is tried again, for `_ROOM_TIMEOUT_S` in all: no event says when there is room."""
         line = line_of(entry)
         while True:
             try:
                 self._write(entry, line)
-            except OSError as error:
-                if not self._may_get_room(error):
-                    raise
-                time.sleep(_ROOM_RETRY_S)  # back-off, _ROOM_TIMEOUT_S in all
-            else:
                 self._full_since = None
                 return
-
-    def _may_get_room(self, error: OSError) -> bool:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return False
-        now = time.monotonic()
-        if self._full_since is None:
-            self._full_since = now
-            logger.warning("cannot write rollouts to %s: %s; they wait for room", self._folder, error.strerror)
-        return now - self._full_since < _ROOM_TIMEOUT_S
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if self._full_since is None:
+                    self._full_since = time.monotonic()
+                    logger.warning("cannot write rollouts to %s: %s; they wait for room", self._folder, error.strerror)
+                if time.monotonic() - self._full_since >= _ROOM_TIMEOUT_S:
+                    raise
+            with self._changed:
+                self._changed.wait(timeout=_ROOM_RETRY_S)
 
     def _write(self, entry: Entry, line: bytes) -> None:
         if self._file is None:
@@ -358,19 +351,23 @@ class RolloutStore(Writer):
             else:
                 self._rest = file.path
 
+    def _lose_group(self) -> None:
+        with self._metadata.change() as now:
+            now.lost += 1
+
     def _note(self, entry: Entry, error: Exception) -> None:
-        self._metadata.lose()
+        self._lose_group()
         if isinstance(error, OSError):
-            told = RunError(
+            failure = RunError(
                 f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions. "
                 f"Group {entry.group.group_id} is lost"
             )
         else:
-            told = RunError(f"group {entry.group.group_id} cannot be stored: {type(error).__name__}: {error}")
-        told.__cause__ = error
-        logger.error("%s", told)
+            failure = RunError(f"group {entry.group.group_id} cannot be stored: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        logger.error("%s", failure)
         with self._changed:
-            self._error = self._error or told
+            self._error = self._error or failure
 
     def _save_metadata(self) -> None:
         try:
@@ -390,7 +387,7 @@ def all_groups(settings: RolloutRecordSection) -> RolloutRecordSection:
     return settings.model_copy(update={"sample_rate": 1.0})
 
 
-def _share_of(group_id: int) -> float:
+def _fraction_of(group_id: int) -> float:
     """A number in [0, 1) that follows from the id (splitmix64): the same groups are left out in every attempt."""
     bits = (group_id * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF

@@ -1,10 +1,9 @@
 """The rows of the rollout store in Python: a group, its rollouts, their turns.
 
-    a JSON line, or the rows of one `seq` in Parquet -> GroupRow(RolloutRow(TurnRow...)...)
+    the rows of one `seq` (schema.COLUMNS) -> GroupRow(RolloutRow(TurnRow...)...)
 
 A row stands for itself: it holds the texts, the token ids and what training made of them, so that a rollout can be looked at
-without the data set or the model. Field names are the keys of the JSON lines (`lines` writes them). From a line and from a
-sealed block come equal rows.
+without the data set or the model. Field names are the keys of the JSON lines (`lines` writes them).
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import orjson
 
 from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
 from grpo_async.store.schema import SCHEMA
 
-_FLOAT_LISTS = ("logprobs", "trainer_logprobs", "proximal_logprobs", "weights", "entropies")
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "extra")
 
 
@@ -95,101 +92,45 @@ class GroupRow:
     prompt_id: int
     step: int | None
     status: GroupStatus
-    written_at: float  # seconds since the epoch: when the group was settled
+    written_at: float  # seconds since the epoch: when the group was finalized
     prompt_hash: str
     messages: Sequence[TaggedMessage]  # of the prompt
     columns: Mapping[str, Any]
     rollouts: Sequence[RolloutRow]
 
 
-def to_json(row: GroupRow) -> bytes:
-    """One JSON object, without a line end: every field of the row."""
-    return orjson.dumps(row)
-
-
-def from_json(line: bytes) -> GroupRow:
-    """The row of a line.
-
-    Raises:
-        ValueError: it is not JSON, or not a row of this schema.
-    """
-    content = orjson.loads(line)
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
-    try:
-        shared_ids = content.pop("prompt_ids", None)
-        return GroupRow(
-            **{
-                **content,
-                "status": GroupStatus(content["status"]),
-                "messages": _messages_from(content["messages"]),
-                "rollouts": [_rollout_from(rollout, shared_ids) for rollout in content["rollouts"]],
-            }
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"it lacks or misnames a field: {error}") from error
-
-
 def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
-    """The row of a group whose rollouts are `rows` of the view `rollouts` (schema.COLUMNS), in their order: every row of one
-    `seq`.
-
-    Raises:
-        ValueError: the rows are not those of one group, or lack a column.
-    """
-    try:
-        first = rows[0]
-        if any(row["seq"] != first["seq"] for row in rows):
-            raise ValueError(f"rows of several groups: seq {sorted({row['seq'] for row in rows})}")
-        return GroupRow(
-            schema=SCHEMA,
-            seq=first["seq"],
-            group_id=first["group_id"],
-            prompt_id=first["prompt_id"],
-            step=first["step"],
-            status=GroupStatus(first["group_status"]),
-            written_at=first["written_at"],
-            prompt_hash=first["prompt_hash"],
-            messages=_messages_from(orjson.loads(first["prompt_messages"])),
-            columns=orjson.loads(first["columns"]),
-            rollouts=[_rollout_from_columns(row) for row in rows if row["rollout_index"] is not None],
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"they lack or misname a column: {error!r}") from error
+    """The group whose rollouts are `rows` (schema.COLUMNS), in their order: every row of one `seq`."""
+    first = rows[0]
+    return GroupRow(
+        schema=SCHEMA,
+        seq=first["seq"],
+        group_id=first["group_id"],
+        prompt_id=first["prompt_id"],
+        step=first["step"],
+        status=GroupStatus(first["group_status"]),
+        written_at=first["written_at"],
+        prompt_hash=first["prompt_hash"],
+        messages=_messages_from(orjson.loads(first["prompt_messages"])),
+        columns=orjson.loads(first["columns"]),
+        rollouts=[_rollout_from(row) for row in rows if row["rollout_index"] is not None],
+    )
 
 
-def _rollout_from_columns(row: Mapping[str, Any]) -> RolloutRow:
+def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
     content = {name: row[name] for name in RolloutRow.__dataclass_fields__}
     content |= {name: None if row[name] is None else orjson.loads(row[name]) for name in _JSON_COLUMNS}
-    content["started_at"] = content["started_at"] or 0.0
-    return _rollout_from(content, None)
-
-
-def _rollout_from(content: dict[str, Any], shared_ids: list[int] | None) -> RolloutRow:
-    reset = content.get("reset_messages")
+    reset = content["reset_messages"]
     return RolloutRow(
         **{
             **content,
-            **{name: _as_float32(content.get(name)) for name in _FLOAT_LISTS},
             "status": RolloutStatus(content["status"]),
             "messages": _messages_from(content["messages"]),
             "reset_messages": None if reset is None else _messages_from(reset),
             "turns": [_turn_from(turn) for turn in content["turns"]],
-            "prompt_ids": shared_ids if content["prompt_ids"] is None else content["prompt_ids"],
+            "started_at": content["started_at"] or 0.0,
         }
     )
-
-
-def _as_float32(values: Sequence[float | None] | None) -> list[float | None] | None:
-    """The numbers that the text stands for: it is the shortest that gives the float32 again."""
-    if values is None:
-        return None
-    rounded = np.array(values, dtype=np.float32)  # None becomes NaN
-    found: list[float | None] = rounded.tolist()
-    if np.isnan(rounded).any():
-        return [None if value != value else value for value in found]
-    return found
 
 
 def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:

@@ -51,8 +51,8 @@ _TEXTS = "array_to_string(json_extract_string({}, '$[*].content'), chr(10))"
 _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
 
 
-def _share_marked(bits: int) -> str:
-    """Share of the tokens with a mark (the others are NULL) that have one of `bits`."""
+def _fraction_flagged(bits: int) -> str:
+    """The fraction of the tokens with a flag (the others are NULL) that have one of `bits`."""
     return f"list_avg(list_transform(r.marks, lambda mark: if(mark & {bits} > 0, 1.0, if(mark IS NULL, NULL, 0.0))))"
 
 
@@ -113,10 +113,10 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("ratio_mean", "DOUBLE", "Of `weights`", expression="list_avg(r.weights)"),
     _rollout("ratio_min", "DOUBLE", "Of `weights`", expression="list_min(r.weights)"),
     _rollout("ratio_max", "DOUBLE", "Of `weights`", expression="list_max(r.weights)"),
-    _rollout("clipped_share", "DOUBLE", "Share of the sampled tokens whose gradient the clip took",
-             expression=_share_marked(1 | 2)),
-    _rollout("masked_share", "DOUBLE", "Share of the sampled tokens left out for another reason (marks 4 to 32)",
-             expression=_share_marked(4 | 8 | 16 | 32)),
+    _rollout("clipped_share", "DOUBLE", "Fraction of the sampled tokens whose gradient the clip took",
+             expression=_fraction_flagged(1 | 2)),
+    _rollout("masked_share", "DOUBLE", "Fraction of the sampled tokens left out for another reason (marks 4 to 32)",
+             expression=_fraction_flagged(4 | 8 | 16 | 32)),
     _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
              expression=f"list_avg({_MISMATCHES})"),
     _rollout("started_at", "DOUBLE", "When its first request was made; NULL: not known", unit="s since 1970",
@@ -128,7 +128,7 @@ COLUMNS: tuple[Column, ...] = (
              expression="list_sum(json_extract(r.turns, '$[*].tool_execution_duration_s')::DOUBLE[])"),
     _rollout("waiting_duration_s", "DOUBLE", "From its end to written_at: the rest of its group, scoring, queue, step; NULL:"
              " not known", unit="s", expression=f"g.written_at - ({_ENDED_AT})"),
-    _group("written_at", "DOUBLE", "When the group was settled and stored", unit="s since 1970"),
+    _group("written_at", "DOUBLE", "When the group was finalized and stored", unit="s since 1970"),
     _rollout("prompt_ids", "INTEGER[]", "Token ids of the prompt",
              expression="if(r IS NULL, NULL, coalesce(r.prompt_ids, g.prompt_ids))"),
     _rollout("completion_ids", "INTEGER[]", "Token ids of the completion; the lists below have its length"),
@@ -146,48 +146,14 @@ COLUMNS: tuple[Column, ...] = (
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-_ROLLOUT_FIELDS: dict[str, str] = {
-    "rollout_id": "VARCHAR",
-    "status": "VARCHAR",
-    "truncated": "BOOLEAN",
-    "done": "BOOLEAN",
-    "error": "VARCHAR",
-    "num_tokens": "INTEGER",
-    "reward": "DOUBLE",
-    "advantage": "DOUBLE",
-    "rewards": "MAP(VARCHAR, DOUBLE)",
-    "messages": "JSON",
-    "reset_messages": "JSON",
-    "turns": "JSON",
-    "extra": "JSON",
-    "started_at": "DOUBLE",
-    "total_duration_s": "DOUBLE",
-    "prompt_ids": "INTEGER[]",
-    "completion_ids": "INTEGER[]",
-    "mask": "UTINYINT[]",
-    "logprobs": "FLOAT[]",
-    "versions": "INTEGER[]",
-    "trainer_logprobs": "FLOAT[]",
-    "proximal_logprobs": "FLOAT[]",
-    "weights": "FLOAT[]",
-    "entropies": "FLOAT[]",
-    "marks": "UTINYINT[]",
-}
-
-_LINE_FIELDS: dict[str, str] = {
-    "schema": "INTEGER",
-    "seq": "BIGINT",
-    "group_id": "BIGINT",
-    "prompt_id": "BIGINT",
-    "step": "BIGINT",
-    "status": "VARCHAR",
-    "written_at": "DOUBLE",
-    "prompt_hash": "VARCHAR",
-    "messages": "JSON",
-    "columns": "JSON",
-    "prompt_ids": "INTEGER[]",
-    "rollouts": "STRUCT(" + ", ".join(f'"{name}" {type_}' for name, type_ in _ROLLOUT_FIELDS.items()) + ")[]",
-}
+_TYPES = {column.name: column.type for column in COLUMNS} | {"schema": "INTEGER", "status": "VARCHAR"}
+_ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns extra
+started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies
+marks"""
+_ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_FIELDS.split()) + ")[]"
+_GROUP_FIELDS = "schema seq group_id prompt_id step status written_at prompt_hash messages columns prompt_ids"
+_LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollouts": _ROLLOUT_TYPE}
+"""What a line holds, by name and type."""
 
 
 def select_from_lines(num_bytes: int) -> str:

@@ -95,7 +95,7 @@ class Sealer:
         command = [sys.executable, "-m", "grpo_async.store.seal", str(os.getpid())]
         command += [str(self._settings.compression_level), str(self._folder.absolute())]
         names = [path.name for path in blocks]
-        began = time.monotonic()
+        started = time.monotonic()
         # a group of its own: Ctrl-C in the terminal is for the run, which ends its child itself
         child = subprocess.Popen(
             command + names,
@@ -107,18 +107,18 @@ class Sealer:
         )
         self._child = child
         try:
-            _, said = child.communicate(timeout=SEAL_TIMEOUT_S)
+            _, message = child.communicate(timeout=SEAL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate(timeout=_KILL_TIMEOUT_S)
-            said = f"it took more than {SEAL_TIMEOUT_S:.0f} s"
+            message = f"it took more than {SEAL_TIMEOUT_S:.0f} s"
         finally:
             self._child = None
         if child.returncode != 0 and not self._stopped.is_set():
-            told = said.strip() or f"exit status {child.returncode}"
-            logger.warning("rollouts in %s stay as JSON lines, which is no loss: %s", self._folder, told)
+            message = message.strip() or f"exit status {child.returncode}"
+            logger.warning("rollouts in %s stay as JSON lines, which is no loss: %s", self._folder, message)
         else:
-            logger.debug("%s sealed in %.2f s", ", ".join(names), time.monotonic() - began)
+            logger.debug("%s sealed in %.2f s", ", ".join(names), time.monotonic() - started)
 
     def _make_room(self) -> None:
         """Delete the oldest blocks until the store has no more than `max_gb`; the newest always stays."""
@@ -133,7 +133,9 @@ class Sealer:
                 block.path.unlink()
             total -= size
             logger.info("record.rollouts.max_gb: deleted the oldest block %s", block.path.name)
-            self._metadata.delete(until=following.first_seq)
+            with self._metadata.change() as now:
+                now.deleted_blocks += 1
+                now.deleted_until = following.first_seq
 
 
 def _size(block: Block) -> int:

@@ -1,13 +1,15 @@
 """What `RolloutTable` answers with: small frozen records, without tokens and with the beginnings of the texts only.
 
 Texts are as the model, the data and the tools wrote them: whoever shows them escapes them. Durations are seconds, times seconds
-since the epoch, entropies nats. None: not known, or there is none (an unscored rollout has no reward).
+since the epoch, entropies nats. None: not known, or there is none (an unscored rollout has no reward). `Annotated` has the SQL that
+makes a value of the rows of a group or a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, get_type_hints
 
 PREVIEW_CHARACTERS = 240
 """Length of `prompt_preview` and `completion_preview`, at most."""
@@ -76,39 +78,39 @@ class RolloutSummary:
 class GroupSummary:
     """One group: its rollouts taken together."""
 
-    seq: int
-    group_id: int
-    prompt_id: int
-    prompt_hash: str
-    step: int | None
-    status: str  # trained | filtered | stale | failed | cancelled
-    size: int
+    seq: Annotated[int, "seq"]
+    group_id: Annotated[int, "any_value(group_id)"]
+    prompt_id: Annotated[int, "any_value(prompt_id)"]
+    prompt_hash: Annotated[str, "any_value(prompt_hash)"]
+    step: Annotated[int | None, "any_value(step)"]
+    status: Annotated[str, "any_value(group_status)"]  # trained | filtered | stale | failed | cancelled
+    size: Annotated[int, "count(rollout_index)::INTEGER"]
     num_matching: int  # rollouts of the group that the query holds for
-    num_scored: int
-    reward_mean: float | None
-    reward_std: float | None
-    reward_min: float | None
-    reward_max: float | None
-    num_truncated: int
-    num_failed: int
-    num_tokens_mean: float
-    num_tokens_max: int
-    num_turns_mean: float
-    num_tool_calls: int
-    num_failed_tool_calls: int
+    num_scored: Annotated[int, "count(reward)::INTEGER"]
+    reward_mean: Annotated[float | None, "any_value(group_reward_mean)"]
+    reward_std: Annotated[float | None, "any_value(group_reward_std)"]
+    reward_min: Annotated[float | None, "min(reward)"]
+    reward_max: Annotated[float | None, "max(reward)"]
+    num_truncated: Annotated[int, "count_if(truncated)::INTEGER"]
+    num_failed: Annotated[int, "count_if(status = 'failed')::INTEGER"]
+    num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
+    num_tokens_max: Annotated[int, "coalesce(max(num_tokens), 0)::INTEGER"]
+    num_turns_mean: Annotated[float, "coalesce(avg(num_turns), 0.0)"]
+    num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::INTEGER"]
+    num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::INTEGER"]
     tool_names: Sequence[str]
-    version_min: int | None
-    version_max: int | None
-    staleness: int | None  # the highest
-    entropy_mean: float | None
-    ratio_max: float | None
-    clipped_share: float | None
-    masked_share: float | None
-    mismatch_mean: float | None
-    started_at: float | None  # the earliest
-    total_duration_s: float | None  # the longest
-    written_at: float | None
-    superseded: bool
+    version_min: Annotated[int | None, "min(version_min)"]
+    version_max: Annotated[int | None, "max(version_max)"]
+    staleness: Annotated[int | None, "max(staleness)"]
+    entropy_mean: Annotated[float | None, "avg(entropy_mean)"]
+    ratio_max: Annotated[float | None, "max(ratio_max)"]
+    clipped_share: Annotated[float | None, "avg(clipped_share)"]
+    masked_share: Annotated[float | None, "avg(masked_share)"]
+    mismatch_mean: Annotated[float | None, "avg(mismatch_mean)"]
+    started_at: Annotated[float | None, "min(started_at)"]
+    total_duration_s: Annotated[float | None, "max(total_duration_s)"]
+    written_at: Annotated[float | None, "any_value(written_at)"]
+    superseded: Annotated[bool, "any_value(superseded)"]
     prompt_preview: str = ""
 
 
@@ -116,38 +118,38 @@ class GroupSummary:
 class StepSummary:
     """The matching rollouts of one step; `step` None: those that no step saw."""
 
-    step: int | None
-    num_rollouts: int
-    num_groups: int
-    num_unscored: int
-    reward_mean: float | None
-    reward_std: float | None
-    reward_min: float | None
-    reward_q10: float | None
-    reward_q25: float | None
-    reward_median: float | None
-    reward_q75: float | None
-    reward_q90: float | None
-    reward_max: float | None
+    step: Annotated[int | None, "step"]
+    num_rollouts: Annotated[int, "count(rollout_index)"]
+    num_groups: Annotated[int, "count(DISTINCT seq)"]
+    num_unscored: Annotated[int, "count(rollout_index) - count(reward)"]
+    reward_mean: Annotated[float | None, "avg(reward)"]
+    reward_std: Annotated[float | None, "stddev_samp(reward)"]
+    reward_min: Annotated[float | None, "min(reward)"]
+    reward_q10: Annotated[float | None, "quantile_cont(reward, 0.1)"]
+    reward_q25: Annotated[float | None, "quantile_cont(reward, 0.25)"]
+    reward_median: Annotated[float | None, "quantile_cont(reward, 0.5)"]
+    reward_q75: Annotated[float | None, "quantile_cont(reward, 0.75)"]
+    reward_q90: Annotated[float | None, "quantile_cont(reward, 0.9)"]
+    reward_max: Annotated[float | None, "max(reward)"]
     rewards: Mapping[str, float]  # mean of each part that has one
-    num_tokens_mean: float
-    num_tokens_q10: float
-    num_tokens_median: float
-    num_tokens_q90: float
-    num_tokens_max: int
-    truncated_share: float
-    failed_share: float
-    num_turns_mean: float
-    num_tool_calls: int
-    num_failed_tool_calls: int
-    staleness_mean: float | None
-    staleness_max: int | None
-    entropy_mean: float | None
-    ratio_mean: float | None
-    clipped_share: float | None
-    masked_share: float | None
-    mismatch_mean: float | None
-    total_duration_mean_s: float | None
+    num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
+    num_tokens_q10: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.1), 0.0)::DOUBLE"]
+    num_tokens_median: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.5), 0.0)::DOUBLE"]
+    num_tokens_q90: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.9), 0.0)::DOUBLE"]
+    num_tokens_max: Annotated[int, "coalesce(max(num_tokens), 0)"]
+    truncated_share: Annotated[float, "coalesce(avg(truncated::INTEGER), 0.0)"]
+    failed_share: Annotated[float, "coalesce(avg((status = 'failed')::INTEGER), 0.0)"]
+    num_turns_mean: Annotated[float, "coalesce(avg(num_turns), 0.0)"]
+    num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::BIGINT"]
+    num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::BIGINT"]
+    staleness_mean: Annotated[float | None, "avg(staleness)"]
+    staleness_max: Annotated[int | None, "max(staleness)"]
+    entropy_mean: Annotated[float | None, "avg(entropy_mean)"]
+    ratio_mean: Annotated[float | None, "avg(ratio_mean)"]
+    clipped_share: Annotated[float | None, "avg(clipped_share)"]
+    masked_share: Annotated[float | None, "avg(masked_share)"]
+    mismatch_mean: Annotated[float | None, "avg(mismatch_mean)"]
+    total_duration_mean_s: Annotated[float | None, "avg(total_duration_s)"]
     group_statuses: Mapping[str, int]  # groups by status
 
 
@@ -181,3 +183,9 @@ class Extremes:
     worst: Sequence[RolloutSummary]
     improved: Sequence[PromptChange]
     worsened: Sequence[PromptChange]
+
+
+def sql_of(record: type) -> dict[str, str]:
+    """The SQL of every value of GroupSummary or StepSummary that has one, by its name."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}

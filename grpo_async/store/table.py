@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from grpo_async.store import table_sql
 from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
-from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER
+from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER, ROW_KEY
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, SCHEMA
 from grpo_async.store.seal import ROWS_PER_GROUP
@@ -42,7 +43,6 @@ from grpo_async.store.summaries import (
     RolloutSummary,
     StepSummary,
 )
-from grpo_async.store.tables import ROW_KEY
 
 _Answer = TypeVar("_Answer")
 _ROWS_AT_ONCE = 256
@@ -76,12 +76,11 @@ class RolloutTable:
             RunError: the store is of another version, or cannot be read at all. A damaged block only costs its own rows; `notes`
                 and `damage` name it.
         """
-        index = Index(folder, threads=threads, memory_bytes=memory_bytes, writable=writable)
-        try:
+        with ExitStack() as opened:
+            index = Index(folder, threads=threads, memory_bytes=memory_bytes, writable=writable)
+            opened.callback(index.close)
             index.refresh()
-        except BaseException:
-            index.close()
-            raise
+            opened.pop_all()
         return cls(index)
 
     def close(self) -> None:
@@ -195,7 +194,10 @@ class RolloutTable:
         Raises:
             RunError: there is none; the message names ids that there are.
         """
-        return self._whole(self._seq_of_group(group_id, with_superseded))
+        seq = self._newest("groups", "group_id", group_id, with_superseded)
+        if seq is None:
+            raise RunError(self._no_group(group_id))
+        return self._whole(seq)
 
     def group_at(self, seq: int) -> GroupRow:
         """As `group`, by the number of its line: for one of two with the same id. RunError: there is none."""
@@ -221,17 +223,10 @@ class RolloutTable:
         Raises:
             RunError: there is none; the message names ids that are near.
         """
-        seqs = self._index.fetch(
-            Sql(
-                "SELECT seq FROM rows WHERE rollout_id = ?"
-                + ("" if with_superseded else " AND NOT superseded")
-                + " ORDER BY superseded, seq DESC LIMIT 1",
-                (rollout_id,),
-            )
-        )
-        if not seqs:
+        seq = self._newest("rows", "rollout_id", rollout_id, with_superseded)
+        if seq is None:
             raise RunError(self._no_rollout(rollout_id))
-        group = self._whole(seqs[0][0])
+        group = self._whole(seq)
         return group, next(each for each in group.rollouts if each.rollout_id == rollout_id)
 
     # --------------------------------------------------------------------------------------------- figures
@@ -310,9 +305,14 @@ class RolloutTable:
         statuses: dict[int | None, dict[str, int]] = defaultdict(dict)
         for step, status, groups in self._fetch(query, table_sql.step_statuses_sql(where)):
             statuses[step][status] = groups
+        rows = self._fetch(query, table_sql.step_sql(where, with_unfinished=with_superseded))
         return [
-            table_sql.step_summary(row, dict(sorted(rewards[row[0]].items())), statuses[row[0]])
-            for row in self._fetch(query, table_sql.step_sql(where, with_unfinished=with_superseded))
+            StepSummary(
+                **dict(zip(table_sql.STEP_SQL, row, strict=True)),
+                rewards=dict(sorted(rewards[row[0]].items())),
+                group_statuses=statuses[row[0]],
+            )
+            for row in rows
         ]
 
     def same_prompt(self, prompt_hash: str, *, with_superseded: bool = False) -> list[GroupSummary]:
@@ -346,20 +346,16 @@ class RolloutTable:
 
     # ---------------------------------------------------------------------------------------------- export
 
-    def dump(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[Mapping[str, Any]]:
-        """Every column of every matching rollout and `superseded`, in the order of writing, a block in memory at a time. A group
-        without rollouts is one row, without an id of a rollout."""
-        for row in self._dumped(query, table_sql.DUMPED_SQL, with_superseded):
-            yield dict(zip(table_sql.DUMPED, row, strict=True))
-
     def dump_json(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[str]:
-        """As `dump`, each row as the text of a JSON object."""
-        for (text,) in self._dumped(query, table_sql.DUMPED_JSON_SQL, with_superseded):
-            yield text
+        """Every column of every matching rollout and `superseded` as the text of a JSON object, in the order of writing, a block in
+        memory at a time. A group without rollouts is one row, without an id of a rollout."""
+        for select in self._dumps(query, table_sql.DUMPED_JSON_SQL, with_superseded):
+            for (text,) in self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE, query):
+                yield text
 
     def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
-        """As `dump`, into a Parquet file (zstd). Its folder was named as `writable`. Without a sort, which would hold everything in
-        memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
+        """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Without a sort, which would hold
+        everything in memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
         selects = self._dumps(query, table_sql.DUMPED_SQL, with_superseded)
         none = f"SELECT {table_sql.DUMPED_SQL} FROM (SELECT *, false AS superseded FROM unsealed) LIMIT 0"
         whole = selects[0] if selects else Sql(none)
@@ -375,10 +371,6 @@ class RolloutTable:
             pass  # the number of rows
 
     # ------------------------------------------------------------------------------------------------ below
-
-    def _dumped(self, query: Query, columns: str, with_superseded: bool) -> Iterator[tuple[Any, ...]]:
-        for select in self._dumps(query, columns, with_superseded):
-            yield from self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE, query)
 
     def _dumps(self, query: Query, columns: str, with_superseded: bool) -> list[Sql]:
         """One SELECT for each block, in the order of writing."""
@@ -397,17 +389,13 @@ class RolloutTable:
 
     def _check_rewards(self, query: Query) -> None:
         """A part of the reward that no rollout has is a mistake, as soon as there are rollouts. Raises QueryError."""
-        asked = [
-            name.replace("''", "'") for name in re.findall(r"\brewards\['((?:[^']|'')*)'\]", query.sql, re.IGNORECASE)
-        ]
+        asked = [found.replace("''", "'") for found in re.findall(r"\brewards\['((?:[^']|'')*)'\]", query.sql, re.I)]
         names = self.reward_names() if asked else []
         for name in asked:
             if names and name not in names:
                 near = [f"rewards[{quote(each)}]" for each in get_close_matches(name, names, n=_NUM_NEAR)]
-                short = query.text.lower().find(f"reward.{name}".lower())
-                place = short if short >= 0 else max(query.text.find(name), 0)
                 problem = f"no rollout has a reward {name}; there are {', '.join(names)}"
-                raise QueryError(query.text, place, len(name), problem, near)
+                raise QueryError(query.text, max(query.text.find(name), 0), len(name), problem, near)
 
     def _reading(self, ask: Callable[[], _Answer]) -> _Answer:
         """`ask` reads blocks. One that was sealed or deleted meanwhile is found by looking again, once."""
@@ -428,8 +416,7 @@ class RolloutTable:
         return self._reading(lambda: self._index.read_blocks(columns, wanted, self._index.blocks_of(seqs)))
 
     def _whole(self, seq: int) -> GroupRow:
-        columns = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
-        rows = self._read(columns, [seq])
+        rows = self._read(", ".join(f'"{name}"' for name in COLUMN_NAMES), [seq])
         if not rows:
             raise RunError(f"the block of seq {seq} in {self.folder} was deleted meanwhile")
         return from_columns([dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows])
@@ -485,17 +472,12 @@ class RolloutTable:
             if first in groups and last in groups
         ]
 
-    def _seq_of_group(self, group_id: int, with_superseded: bool) -> int:
+    def _newest(self, table: str, column: str, value: object, with_superseded: bool) -> int | None:
+        """The seq of what has this id; None: there is none that counts."""
         condition = "" if with_superseded else " AND NOT superseded"
-        found = self._index.fetch(
-            Sql(
-                f"SELECT seq FROM groups WHERE group_id = ?{condition} ORDER BY superseded, seq DESC LIMIT 1",
-                (group_id,),
-            )
-        )
-        if found:
-            return int(found[0][0])
-        raise RunError(self._no_group(group_id))
+        select = f"SELECT seq FROM {table} WHERE {column} = ?{condition} ORDER BY superseded, seq DESC LIMIT 1"
+        found = self._index.fetch(Sql(select, (value,)))
+        return int(found[0][0]) if found else None
 
     def _no_group(self, group_id: int) -> str:
         """Why there is no group of that id, and which there are."""

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
-from grpo_async.config.record_sections import MlflowTracker, PrometheusTracker, TrackioTracker, WandbTracker
+from grpo_async.config.record_sections import (
+    MlflowTracker,
+    PrometheusTracker,
+    TensorboardTracker,
+    TrackerSection,
+    TrackioTracker,
+    WandbTracker,
+)
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
@@ -181,6 +188,21 @@ class Prometheus:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_PROMETHEUS_END_S)
+
+
+def open_tracker(section: TrackerSection, config: ExperimentConfig, rundir: RunDir) -> Tracker:
+    """Raises ConfigError where the library is missing, and what the library raises."""
+    match section:
+        case TensorboardTracker():
+            return Tensorboard(rundir)
+        case WandbTracker():
+            return Wandb(section, config, rundir)
+        case TrackioTracker():
+            return Trackio(section, config, rundir)
+        case MlflowTracker():
+            return Mlflow(section, config, rundir)
+        case PrometheusTracker():
+            return Prometheus(section, config)
 
 
 def _stored_id(rundir: RunDir, file: str, make: Any) -> str:

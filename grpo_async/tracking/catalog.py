@@ -7,7 +7,7 @@ holds. A metric that is no pattern's (a reward function's own `log_metric`) is a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -31,17 +31,16 @@ class Reduction(StrEnum):
         """
         if not values:
             raise ValueError(f"there is no value to take the {self.value} of")
-        match self:
-            case Reduction.MEAN:
-                return fmean(values)
-            case Reduction.MIN:
-                return min(values)
-            case Reduction.MAX:
-                return max(values)
-            case Reduction.SUM:
-                return sum(values)
-            case Reduction.LAST:
-                return values[-1]
+        return _REDUCE[self](values)
+
+
+_REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean,
+    "min": min,
+    "max": max,
+    "sum": sum,
+    "last": lambda values: values[-1],
+}
 
 
 class Better(StrEnum):
@@ -51,9 +50,9 @@ class Better(StrEnum):
     LOWER = "lower"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """One metric. `unit` is "" for pure numbers, "share" for 0 to 1."""
+    """One metric. `unit` is "" for pure numbers, "fraction" for 0 to 1."""
 
     name: str
     help: str
@@ -69,34 +68,18 @@ def describe(name: str) -> MetricInfo:
         match = pattern.fullmatch(name)
         if match:
             return replace(entry, name=name, help=entry.help.format(**match.groupdict()))
-    return MetricInfo(name=name, help="logged by the user's code, or unknown to this version", is_known=False)
+    return MetricInfo(name, "logged by the user's code, or unknown to this version", is_known=False)
 
 
 @cache
 def _compiled() -> list[tuple[re.Pattern[str], MetricInfo]]:
-    return [(_pattern(entry.name), entry) for entry in CATALOG]
-
-
-def _pattern(name: str) -> re.Pattern[str]:
     """ "rewards/{name}/mean" fits rewards/a/mean and rewards/a/b/mean."""
-    parts = re.split(r"\{(\w+)\}", name)
-    return re.compile(
-        "".join(f"(?P<{part}>.+)" if number % 2 else re.escape(part) for number, part in enumerate(parts))
-    )
-
-
-def _metric(
-    name: str,
-    help: str,
-    unit: str = "",
-    reduction: Reduction = Reduction.MEAN,
-    better: Better | None = None,
-) -> MetricInfo:
-    return MetricInfo(name=name, help=help, unit=unit, reduction=reduction, better=better)
+    return [(re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>.+)", re.escape(entry.name))), entry) for entry in CATALOG]
 
 
 _HIGHER, _LOWER = Better.HIGHER, Better.LOWER
-_MIN, _MAX, _SUM, _LAST, _MEAN = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.LAST, Reduction.MEAN
+_metric = MetricInfo
+_MIN, _MAX, _SUM, _LAST = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.LAST
 
 CATALOG: tuple[MetricInfo, ...] = (
     _metric("step", "finished optimizer steps", reduction=_LAST),
@@ -106,7 +89,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("reward_min", "lowest reward of the step", reduction=_MIN),
     _metric("reward_max", "highest reward of the step", reduction=_MAX),
     _metric("reward_p{percent}", "the {percent} % quantile of the step's rewards"),
-    _metric("frac_reward_zero_std", "share of groups whose rewards are all equal: they teach nothing", "share", better=_LOWER),
+    _metric("frac_reward_zero_std", "fraction of groups with equal rewards: they teach nothing", "fraction", better=_LOWER),
     _metric("rewards/{name}/mean", "mean of the reward `{name}`", better=_HIGHER),
     _metric("rewards/{name}/std", "standard deviation of the reward `{name}`"),
     _metric("advantage/abs_mean", "mean size of the advantages of trained samples"),
@@ -115,24 +98,24 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("completions/min_length", "shortest completion", "tokens", _MIN),
     _metric("completions/max_length", "longest completion", "tokens", _MAX),
     _metric("completions/p{percent}_length", "the {percent} % quantile of the lengths of completions", "tokens"),
-    _metric("completions/clipped_ratio", "share of completions that a limit ended", "share", better=_LOWER),
+    _metric("completions/clipped_ratio", "fraction of completions that a limit ended", "fraction", better=_LOWER),
     _metric("completions/mean_terminated_length", "sampled tokens of completions that ended by themselves", "tokens"),
     _metric("completions/min_terminated_length", "shortest of them", "tokens", _MIN),
     _metric("completions/max_terminated_length", "longest of them", "tokens", _MAX),
     # rollouts
-    _metric("rollout/truncated", "share of rollouts that a limit ended, those without a token among them", "share", better=_LOWER),
+    _metric("rollout/truncated", "fraction of rollouts that a limit ended, also without a token", "fraction", better=_LOWER),
     _metric("rollout/duration_s", "wall time of a rollout", "s"),
     _metric("rollout/generation_duration_s", "wall time of one turn's generation", "s"),
     _metric("rollout/num_turns", "turns of a rollout"),
-    _metric("rollout/done", "share of rollouts whose environment said that the episode is over", "share"),
+    _metric("rollout/done", "fraction of rollouts whose environment said that the episode is over", "fraction"),
     _metric("scoring/duration_s", "wall time of scoring a group", "s", better=_LOWER),
     _metric("tools/call_frequency", "tool calls of a completion"),
-    _metric("tools/failure_frequency", "share of a completion's calls that failed", "share", better=_LOWER),
-    _metric("tools/parse_error_frequency", "share of turns whose text could not be searched for calls", "share", better=_LOWER),
+    _metric("tools/failure_frequency", "fraction of a completion's calls that failed", "fraction", better=_LOWER),
+    _metric("tools/parse_error_frequency", "fraction of turns that could not be searched for calls", "fraction", better=_LOWER),
     _metric("tools/duration_s/mean", "wall time of a tool call", "s"),
     _metric("tools/duration_s/per_rollout", "wall time of all tool calls of a rollout", "s"),
     _metric("tools/{name}/call_frequency", "calls of `{name}` of a completion"),
-    _metric("tools/{name}/failure_frequency", "share of the calls of `{name}` that failed", "share", better=_LOWER),
+    _metric("tools/{name}/failure_frequency", "fraction of the calls of `{name}` that failed", "fraction", better=_LOWER),
     _metric("tools/{name}/duration_s", "wall time of a call of `{name}`", "s"),
     _metric("failures/{kind}", "failures of the kind `{kind}` since the run began", reduction=_LAST, better=_LOWER),
     # the update
@@ -145,32 +128,32 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("lr", "learning rate", reduction=_LAST),
     _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
     _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
-    _metric("training/padding_share", "share of the tokens computed that are padding", "share", better=_LOWER),
-    _metric("training/shared_share", "share of the samples' tokens that are another one's prompt", "share", better=_HIGHER),
-    _metric("clip_ratio/low_mean", "share of tokens that the lower clip took", "share"),
-    _metric("clip_ratio/low_min", "smallest such share of a sample", "share", _MIN),
-    _metric("clip_ratio/high_mean", "share of tokens that the upper clip took", "share"),
-    _metric("clip_ratio/high_max", "largest such share of a sample", "share", _MAX),
-    _metric("clip_ratio/region_mean", "share of tokens that a clip took", "share"),
-    _metric("masked/correction", "share of tokens that the off-policy correction left out", "share"),
-    _metric("masked/off_policy", "share of tokens in sequences that were too far off policy", "share"),
-    _metric("masked/low_entropy", "share of tokens that were left out for their low entropy", "share"),
+    _metric("training/padding_share", "fraction of the tokens computed that are padding", "fraction", better=_LOWER),
+    _metric("training/shared_share", "fraction of the samples' tokens that are another one's prompt", "fraction", better=_HIGHER),
+    _metric("clip_ratio/low_mean", "fraction of tokens that the lower clip took", "fraction"),
+    _metric("clip_ratio/low_min", "smallest such fraction of a sample", "fraction", _MIN),
+    _metric("clip_ratio/high_mean", "fraction of tokens that the upper clip took", "fraction"),
+    _metric("clip_ratio/high_max", "largest such fraction of a sample", "fraction", _MAX),
+    _metric("clip_ratio/region_mean", "fraction of tokens that a clip took", "fraction"),
+    _metric("masked/correction", "fraction of tokens that the off-policy correction left out", "fraction"),
+    _metric("masked/off_policy", "fraction of tokens in sequences that were too far off policy", "fraction"),
+    _metric("masked/low_entropy", "fraction of tokens that were left out for their low entropy", "fraction"),
     # trainer against sampler
     _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
     _metric("sampling/sampling_logp_difference/max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sampling/importance_sampling_ratio/mean", "mean importance weight; 1 on policy"),
     _metric("sampling/importance_sampling_ratio/min", "smallest importance weight", reduction=_MIN),
     _metric("sampling/importance_sampling_ratio/max", "largest importance weight", reduction=_MAX),
-    _metric("sampling/ess", "effective sample size as a share of the tokens (or samples); 1 on policy", "share", better=_HIGHER),
+    _metric("sampling/ess", "effective sample size / tokens (or samples); 1 on policy", "fraction", better=_HIGHER),
     _metric("sampling/chi_squared", "mean squared importance weight - 1; 0 on policy", better=_LOWER),
     # the pipeline
     _metric("async/staleness_mean", "finished steps between sampling a token and training it", "steps"),
     _metric("async/staleness_max", "largest of them", "steps", _MAX),
-    _metric("async/staleness/{steps}", "share of trained tokens with a staleness of {steps}", "share"),
-    _metric("pipeline/trainer_idle_ratio", "share of the step that the trainer waited for samples", "share", better=_LOWER),
-    _metric("pipeline/generator_idle_ratio", "share of the step that no server generated", "share", better=_LOWER),
-    _metric("pipeline/overlap_efficiency", "longer of generation and training / wall time; 1: no loss", "share", better=_HIGHER),
-    _metric("pipeline/{phase}_share", "share of the step's wall time: {phase}", "share"),
+    _metric("async/staleness/{steps}", "fraction of trained tokens with a staleness of {steps}", "fraction"),
+    _metric("pipeline/trainer_idle_ratio", "fraction of the step that the trainer waited for samples", "fraction", better=_LOWER),
+    _metric("pipeline/generator_idle_ratio", "fraction of the step that no server generated", "fraction", better=_LOWER),
+    _metric("pipeline/overlap_efficiency", "longer of generation and training / wall time; 1: no loss", "fraction", better=_HIGHER),
+    _metric("pipeline/{phase}_share", "fraction of the step's wall time: {phase}", "fraction"),
     _metric("step_time", "wall time of the step", "s", better=_LOWER),
     _metric("perf/trained_tokens_per_s", "trained tokens / wall time", "tokens/s", better=_HIGHER),
     _metric("perf/generated_tokens_per_s", "sampled tokens / wall time", "tokens/s", better=_HIGHER),
@@ -199,7 +182,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("servers/recovery_s", "seconds of the last recovery of a server", "s", _LAST, _LOWER),
     _metric("servers/running", "requests that servers generate for"),
     _metric("servers/waiting", "requests that wait inside servers", better=_LOWER),
-    _metric("servers/kv_usage", "share of the servers' key/value cache in use", "share"),
+    _metric("servers/kv_usage", "fraction of the servers' key/value cache in use", "fraction"),
     # checkpoints
     _metric("checkpoint/staged_s", "seconds that training stood still for a checkpoint", "s", better=_LOWER),
     _metric("checkpoint/written_s", "seconds until it was written, beside training", "s", better=_LOWER),
@@ -209,13 +192,13 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("eval/reward", "mean reward on held-out prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/reward_std", "standard deviation of these rewards", reduction=_LAST),
     _metric("eval/reward_stderr", "standard error of the mean over prompts", reduction=_LAST),
-    _metric("eval/majority_baseline", "share of the most frequent answer (evaluation.baseline_column)", "share", _LAST),
+    _metric("eval/majority_baseline", "fraction of the most frequent answer (evaluation.baseline_column)", "fraction", _LAST),
     _metric("eval/rewards/{name}", "mean of the reward `{name}` on held-out prompts", reduction=_LAST, better=_HIGHER),
-    _metric("eval/pass@{k}", "chance that one of {k} samples passes", "share", _LAST, _HIGHER),
-    _metric("eval/mean@{k}", "share of passing samples among {k}", "share", _LAST, _HIGHER),
-    _metric("eval/majority@{k}", "share of prompts whose most frequent answer of {k} passes", "share", _LAST, _HIGHER),
+    _metric("eval/pass@{k}", "chance that one of {k} samples passes", "fraction", _LAST, _HIGHER),
+    _metric("eval/mean@{k}", "fraction of passing samples among {k}", "fraction", _LAST, _HIGHER),
+    _metric("eval/majority@{k}", "fraction of prompts whose most frequent answer of {k} passes", "fraction", _LAST, _HIGHER),
     _metric("eval/mean_length", "sampled tokens of a held-out completion", "tokens", _LAST),
-    _metric("eval/truncated", "share of held-out completions that a limit ended", "share", _LAST, _LOWER),
+    _metric("eval/truncated", "fraction of held-out completions that a limit ended", "fraction", _LAST, _LOWER),
     _metric("eval/duration_s", "wall time of the evaluation", "s", _LAST),
     _metric("eval/mixed", "1: more than one policy version answered", reduction=_LAST),
     _metric("eval/{name}", "of the last evaluation: {name}", reduction=_LAST),

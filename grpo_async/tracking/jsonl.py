@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import RunError
+from grpo_async.rundir import write_atomically
 from grpo_async.utils.whole_lines import Writer
 
 logger = logging.getLogger(__name__)
@@ -22,15 +23,14 @@ _PATIENCE_S = 60.0
 
 
 class MetricsLog(Writer):
-    """Appends to a file; after a resume, lines of steps that will run again are dropped first. A file with lines that cannot be
-    read is kept beside it."""
+    """Appends to a file; after a resume, the lines of steps that will run again are dropped first."""
 
     def __init__(self, path: Path, *, first_step: int = 1) -> None:
         self._path = path
         self._waiting = b""
         self._failing_since: float | None = None
         if path.exists():
-            self._drop(first_step)
+            keep_steps(path, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -81,21 +81,20 @@ class MetricsLog(Writer):
             self._failing_since = now
             logger.warning("cannot write %s: %s; its lines wait, and training goes on", self._path, error.strerror)
 
-    def _drop(self, first_step: int) -> None:
-        content = self._path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1].splitlines()
-        steps = [read_line(line) for line in whole]
-        if None in steps:
-            kept = self._path.with_name(f"{self._path.name}.damaged")
-            shutil.copyfile(self._path, kept)
-            num_bad = steps.count(None)
-            logger.warning(
-                "%s: %d lines cannot be read and are left out; the whole file: %s", self._path, num_bad, kept
-            )
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        lines = (line + b"\n" for line, read in zip(whole, steps, strict=True) if read and read["step"] < first_step)
-        temporary.write_bytes(b"".join(lines))
-        temporary.replace(self._path)
+
+def keep_steps(path: Path, last_step: int) -> None:
+    """Of a file with one JSON object a line, drop the lines of steps after `last_step`, which a resume repeats, and a torn last
+    line. Where other lines cannot be read they are left out, too, and the whole file is kept beside it."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1].splitlines()
+    steps = [read_line(line) for line in whole]
+    if None in steps:
+        copy = path.with_name(f"{path.name}.damaged")
+        shutil.copyfile(path, copy)
+        num_bad = steps.count(None)
+        logger.warning("%s: %d lines cannot be read and are left out; the whole file: %s", path, num_bad, copy)
+    kept = [line.decode() for line, read in zip(whole, steps, strict=True) if read and read["step"] <= last_step]
+    write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
+from grpo_async.config.record_sections import TimelineSection
 from grpo_async.tracking.timeline_file import LOST, Event, EventFile, event_line
 
 logger = logging.getLogger(__name__)
@@ -32,16 +33,6 @@ _INTERVAL_S = 1.0
 _CLOSE_S = 5.0
 _MOST_PENDING = 100_000
 _BATCH = 5_000  # events made into text at once, so that the text stays small
-
-
-class TimelineSettings(Protocol):
-    """Of `record.timeline`."""
-
-    @property
-    def enabled(self) -> bool: ...
-
-    @property
-    def max_mb(self) -> int: ...
 
 
 class Span:
@@ -74,14 +65,14 @@ class Timeline:
 
     Args:
         path: events.jsonl; what is there is kept.
-        settings: `max_mb` is the room for the file.
+        max_mb: the room for the file.
     """
 
-    def __init__(self, path: Path, *, settings: TimelineSettings) -> None:
+    def __init__(self, path: Path, *, max_mb: int) -> None:
         self._events: deque[Event] = deque()
         self._num_lost = 0
         self._closing = threading.Event()
-        self._file = EventFile(path, max_bytes=settings.max_mb << 20)
+        self._file = EventFile(path, max_bytes=max_mb << 20)
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
 
@@ -204,6 +195,6 @@ NO_TIMELINE: Timeline = _NoTimeline()
 NO_TRACK = Track(NO_TIMELINE, "")
 
 
-def open_timeline(path: Path, settings: TimelineSettings) -> Timeline:
-    """The recorder that `settings` ask for."""
-    return Timeline(path, settings=settings) if settings.enabled else NO_TIMELINE
+def open_timeline(path: Path, settings: TimelineSection) -> Timeline:
+    """The recorder that `record.timeline` asks for."""
+    return Timeline(path, max_mb=settings.max_mb) if settings.enabled else NO_TIMELINE

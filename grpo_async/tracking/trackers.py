@@ -13,17 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.record_sections import (
-    MlflowTracker,
-    PrometheusTracker,
-    TensorboardTracker,
-    TrackerSection,
-    TrackioTracker,
-    WandbTracker,
-)
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
-from grpo_async.tracking.backends import Mlflow, Prometheus, Tensorboard, Tracker, Trackio, Wandb
+from grpo_async.tracking.backends import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +111,7 @@ def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
     trackers: list[tuple[str, Tracker]] = []
     for number, section in enumerate(config.tracking):
         try:
-            trackers.append((section.type, _open(section, config, rundir)))
+            trackers.append((section.type, open_tracker(section, config, rundir)))
         except Exception as error:
             for _, tracker in trackers:
                 tracker.close(failed=True)
@@ -127,17 +119,3 @@ def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
                 raise
             raise ConfigError(f"tracking.{number}: {section.type} cannot be set up: {error}") from error
     return Trackers(trackers)
-
-
-def _open(section: TrackerSection, config: ExperimentConfig, rundir: RunDir) -> Tracker:
-    match section:
-        case TensorboardTracker():
-            return Tensorboard(rundir)
-        case WandbTracker():
-            return Wandb(section, config, rundir)
-        case TrackioTracker():
-            return Trackio(section, config, rundir)
-        case MlflowTracker():
-            return Mlflow(section, config, rundir)
-        case PrometheusTracker():
-            return Prometheus(section, config)

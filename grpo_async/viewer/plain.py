@@ -21,7 +21,6 @@ from grpo_async.rundir import RunDir
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query, quote
-from grpo_async.store.rows import to_json
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.format import (
@@ -107,7 +106,7 @@ def write_json(run: RunDir, table: RolloutTable, selection: Selection, write: Ca
         return
     for summary in _summaries(table, selection):
         row = table.group_at(summary.seq)
-        write(_json_line({**orjson.loads(to_json(row)), "summary": summary}))
+        write(_json_line({**orjson.loads(orjson.dumps(row)), "summary": summary}))
 
 
 def _json_line(content: dict[str, Any]) -> bytes:

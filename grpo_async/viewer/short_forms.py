@@ -1,6 +1,6 @@
 """The options of `inspect-rollouts` that are short for a query. Pure.
 
---step 3..5 --status trained --max-reward 0 -> step=3..5 and group_status IN ('trained') and group_reward<=0
+--step 3..5 --status trained --max-reward 0 -> step BETWEEN 3 AND 5 and group_status IN ('trained') and group_reward<=0
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sort_order(text: str | None) -> str:
 
 
 def _steps(text: str) -> str:
-    """'3' -> 'step=3'; '3..5' -> 'step=3..5'; '3..' -> 'step>=3'; '..5' -> 'step<=5'."""
+    """'3' -> 'step=3'; '3..5' -> 'step BETWEEN 3 AND 5'; '3..' -> 'step>=3'; '..5' -> 'step<=5'."""
     if text.strip() == "last":
         return "step=last"
     match = _STEPS.fullmatch(text.replace(" ", ""))
@@ -73,7 +73,7 @@ def _steps(text: str) -> str:
         return f"step={one}"
     if first and last and int(last) < int(first):
         raise ConfigError(f"--step {text}: the range ends before it begins")
-    return f"step={first}..{last}" if first and last else f"step>={first}" if first else f"step<={last}"
+    return f"step BETWEEN {first} AND {last}" if first and last else f"step>={first}" if first else f"step<={last}"
 
 
 def _statuses(text: str) -> str:

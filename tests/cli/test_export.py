@@ -81,8 +81,8 @@ def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path)
     with RolloutStore(run / "rollouts", seals_at_close=False) as store:
         append_simple(store, 9, answer=hostile, rewards=(1.0,))
     file = tmp_path / "out.jsonl"
-    assert _export(str(run), "group.id=9", "--out", str(file))[0] == 0
-    for out in (_export(str(run), "group.id=9")[1], file.read_text(encoding="utf-8")):
+    assert _export(str(run), "group_id=9", "--out", str(file))[0] == 0
+    for out in (_export(str(run), "group_id=9")[1], file.read_text(encoding="utf-8")):
         assert not set("\x9b\x7f\u202e\u200f\u061c\x1b\x07") & set(out)
         assert json.loads(out)["completion_text"] == hostile
 

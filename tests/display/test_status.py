@@ -25,7 +25,7 @@ from grpo_async.display.status import MetricsTail, describe, newest_run, read_st
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
-from grpo_async.findings.pipeline_figures import PipelineSetup
+from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advising import Advisor
 from grpo_async.rundir import RunDir
 from tests.support.waiting import eventually

@@ -18,8 +18,8 @@ import httpx
 import psutil
 import pytest
 
-from grpo_async.store import scan_groups
 from tests.e2e.support import SMALL, Run, finish, free_port, make_run, rewards, serving_alone, wait_for
+from tests.support.stored import scan_groups
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def _assert_accounts(run: Run, process: subprocess.Popen[str], *, failures: int)
     assert summary["status"] == "finished"
     assert summary["ledger_closed"], summary["ledger"]
     assert [line["step"] for line in run.metrics()] == list(range(1, summary["steps"] + 1))
-    rows = [stored.row for stored in scan_groups(run.folder / "rollouts", with_superseded=True)]
+    rows = [stored.row for stored in scan_groups(run.folder / "rollouts")]
     trained = Counter(row.prompt_id for row in rows if row.status.value == "trained")
     assert trained, "nothing was trained"
     assert set(trained.values()) == {1}, "a prompt was trained twice"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.store import read_groups, scan_groups
 from tests.e2e.support import SMALL, Run, finish, make_run, rewards, status_of
+from tests.support.stored import read_groups, scan_groups
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def _run(folder: Path, *more: str) -> Run:
 def _statuses(run: Run) -> dict[int, list[str]]:
     """Statuses of every prompt in the order in which they were written."""
     statuses: dict[int, list[str]] = {}
-    for stored in scan_groups(run.folder / "rollouts", with_superseded=True):
+    for stored in scan_groups(run.folder / "rollouts"):
         statuses.setdefault(stored.row.prompt_id, []).append(stored.row.status.value)
     return statuses
 
@@ -61,7 +61,7 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
     assert f"(pid {process.pid}) is gone" in status["why"]
     last = run.checkpoints()[-1]
     state = json.loads((run.folder / "checkpoints" / f"step_{last}" / "state.json").read_text())
-    written_before = {stored.row.seq for stored in scan_groups(run.folder / "rollouts", with_superseded=True)}
+    written_before = {stored.row.seq for stored in scan_groups(run.folder / "rollouts")}
 
     run.complete("--resume", "--set", f"training.max_steps={last + 2}")
     issued = {row.prompt_id for row in read_groups(run.folder / "rollouts") if row.seq not in written_before}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from textual.pilot import Pilot
 
 from grpo_async.rundir import RunDir
-from grpo_async.store import read_groups
 from grpo_async.store.summaries import StepSummary
 from grpo_async.viewer.runs import find_evaluation
 from grpo_async.viewer.terminal.app import Inspector
@@ -13,6 +12,7 @@ from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.e2e.conftest import GoldenRun
+from tests.support.stored import read_groups
 from tests.viewer.terminal.support import drive, drive_session, on, press, shown
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.store import read_groups
 from grpo_async.tracking.timeline_file import read_events
 from grpo_async.viewer.timeline import lane_group, lay_out
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
+from tests.support.stored import read_groups
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.store import read_groups
 from tests.e2e.support import SMALL, Run, assert_ledger_closes_at_every_step, make_run
+from tests.support.stored import read_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from grpo_async.records import GroupStatus, TokenMark
-from grpo_async.store.reader import read_groups
 from grpo_async.store.rows import RolloutRow
 from tests.e2e.conftest import GoldenRun
+from tests.support.stored import read_groups
 
 
 def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_means(golden_run: GoldenRun) -> None:

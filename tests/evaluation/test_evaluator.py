@@ -18,8 +18,9 @@ from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.scoring.scorer import Scorer
-from grpo_async.store import RolloutStore, read_groups
+from grpo_async.store import RolloutStore
 from tests.support.records import make_completion, make_prompt
+from tests.support.stored import read_groups
 
 
 class _Producer:

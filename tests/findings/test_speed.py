@@ -1,42 +1,37 @@
-"""What bounds a run and what to change: each rule with figures worked by hand."""
+"""What bounds a run and what to change: each rule with numbers worked by hand."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from inspect import getsource
+from itertools import product
 from typing import Any
 
 import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.findings import Finding, speed
-from grpo_async.findings.pipeline_figures import PipelineFigures, PipelineSetup, figures_of, setup_of
-from grpo_async.findings.speed import RULES, advise
+from grpo_async.findings.speed import RULES, PipelineMetrics, PipelineSetup, advise, pipeline_metrics, setup_of
 
 # 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts
 SETUP = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=64)
-BUSY = PipelineFigures(
+BUSY = PipelineMetrics(
     num_steps=20, step_s=10.0, trainer_idle=0.05, generator_idle=0.05, running=60.0, waiting=0.0, kv_usage=0.5
 )
 
 
-def _advice(setup: PipelineSetup = SETUP, **figures: Any) -> Finding:
-    advice = advise(replace(BUSY, **figures), setup)
+def _advice(setup: PipelineSetup = SETUP, **metrics: Any) -> Finding:
+    advice = advise(replace(BUSY, **metrics), setup)
     assert advice is not None
     return advice
 
 
-def _change(advice: Finding) -> tuple[str | None, object, object]:
-    return advice.setting, advice.current, advice.suggested
-
-
-def test_few_steps_and_missing_figures_say_nothing() -> None:
-    assert advise(replace(BUSY, num_steps=2), SETUP) is None
-    assert advise(replace(BUSY, step_s=None), SETUP) is None
-    assert advise(replace(BUSY, trainer_idle=None), SETUP) is None
-    assert advise(replace(BUSY, generator_idle=None), SETUP) is None
-    assert advise(PipelineFigures(num_steps=0), SETUP) is None
+@pytest.mark.parametrize(
+    "missing", [{"num_steps": 2}, {"step_s": None}, {"trainer_idle": None}, {"generator_idle": None}]
+)
+def test_few_steps_and_missing_metrics_say_nothing(missing: dict[str, Any]) -> None:
+    assert advise(replace(BUSY, **missing), SETUP) is None
 
 
 IN_FLIGHT, STALENESS, SERVERS, RANKS = (
@@ -65,14 +60,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
      "98% full and 19 requests wait"),
     ({}, {"kv_usage": 0.98, "running": 45.0, "waiting": 0.5}, "nothing", None, ""),
     # dropped groups
-    ({}, {"stale_share": 0.12}, "dropped groups", (STALENESS, 1, 2), ""),
-    ({}, {"stale_share": 0.09}, "nothing", None, ""),
-    ({"max_staleness": 4}, {"stale_share": 0.5}, "nothing", None, ""),
+    ({}, {"stale_fraction": 0.12}, "dropped groups", (STALENESS, 1, 2), ""),
+    ({}, {"stale_fraction": 0.09}, "nothing", None, ""),
+    ({"max_staleness": 4}, {"stale_fraction": 0.5}, "nothing", None, ""),
     # 1 x 0.3 / 0.1 = 3 steps between pushes; max_staleness 1 allows 2, max_staleness 3 the 3
-    ({}, {"push_share": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 2), ""),
-    ({"max_staleness": 3}, {"push_share": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 3), ""),
-    ({"weight_sync_steps": 2}, {"push_share": 0.3}, "weight pushes", None, "rollout.max_staleness 1 allows no fewer"),
-    ({}, {"push_share": 0.19}, "nothing", None, ""),
+    ({}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 2), ""),
+    ({"max_staleness": 3}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 3), ""),
+    ({"weight_sync_steps": 2}, {"push_fraction": 0.3}, "weight pushes", None, "rollout.max_staleness 1 allows no fewer"),
+    ({}, {"push_fraction": 0.19}, "nothing", None, ""),
     # 60 s of 50 steps of 10 s: 0.12; 50 x 0.12 / 0.05 = 120
     ({}, {"checkpoint_s": 60.0}, "checkpoints", ("checkpoint.every_steps", 50, 120), ""),
     ({}, {"checkpoint_s": 45.0}, "nothing", None, ""),
@@ -96,11 +91,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"embedded_slots": 24, "on_gpu": False, "max_in_flight": 32}, {"trainer_idle": 0.4, "running": 24.0, "waiting": 40.0},
      "slots of the embedded engine", ("inference.embedded.max_slots", 24, 32), ""),
     # 64 / (1 - 0.6) = 160 in flight keep 64 generating; of 640, 256 may be started; nobody waits for the tools
-    ({}, {"trainer_idle": 0.5, "tool_share": 0.6}, "tools", (IN_FLIGHT, 64, 160), ""),
-    ({}, {"trainer_idle": 0.5, "tool_share": 0.9}, "tools", (IN_FLIGHT, 64, 256), ""),
-    ({"max_in_flight": 256}, {"trainer_idle": 0.5, "tool_share": 0.9}, "tools", None, "faster tools"),
-    ({}, {"tool_share": 0.9}, "nothing", None, ""),
-    ({}, {"trainer_idle": 0.5, "scoring_share": 0.5}, "scoring", None, "scoring takes 50%"),
+    ({}, {"trainer_idle": 0.5, "tool_fraction": 0.6}, "tools", (IN_FLIGHT, 64, 160), ""),
+    ({}, {"trainer_idle": 0.5, "tool_fraction": 0.9}, "tools", (IN_FLIGHT, 64, 256), ""),
+    ({"max_in_flight": 256}, {"trainer_idle": 0.5, "tool_fraction": 0.9}, "tools", None, "faster tools"),
+    ({}, {"tool_fraction": 0.9}, "nothing", None, ""),
+    ({}, {"trainer_idle": 0.5, "scoring_fraction": 0.5}, "scoring", None, "scoring takes 50%"),
     ({}, {"trainer_idle": 0.3, "generator_idle": 0.3, "kv_usage": None}, "the staleness limit", (STALENESS, 1, 2), ""),
     # t = 9.5 s on 1 GPU, g = 3 s on 3: work 9.5 and 9, so 2 and 2 of the 4 GPUs
     ({"replicas": 3}, FED, "training", (SERVERS, 3, 2), "and launch.num_trainer_ranks 1 -> 2"),
@@ -126,117 +121,86 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     # GPU of one machine, not of each
     ({"nodes": 3, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each machine"),
     ({"nodes": 3, "num_trainer_ranks": 2, "replicas": 3}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), ""),
-    ({"pack": False}, {"padding_share": 0.4}, "padding", ("training.pack", "false", "true"), "set training.pack false -> true"),
-    ({"pack": False}, {"padding_share": 0.2}, "nothing", None, ""),
-    ({}, {"padding_share": 0.4}, "nothing", None, ""),
+    ({"pack": False}, {"padding_fraction": 0.4}, "padding", ("training.pack", "false", "true"), "set training.pack false -> true"),
+    ({"pack": False}, {"padding_fraction": 0.2}, "nothing", None, ""),
+    ({}, {"padding_fraction": 0.4}, "nothing", None, ""),
     # 16 / (1 - 0.5) = 32; twice as many at most. They may be all right or all wrong: nothing is said of harder prompts
-    ({}, {"filtered_share": 0.5}, "equal rewards", ("rollout.groups_per_step", 16, 32), "neither always nor never solved"),
-    ({}, {"filtered_share": 0.9}, "equal rewards", ("rollout.groups_per_step", 16, 32), ""),
-    ({"zero_variance": "resample"}, {"filtered_share": 0.9}, "nothing", None, ""),
+    ({}, {"filtered_fraction": 0.5}, "equal rewards", ("rollout.groups_per_step", 16, 32), "neither always nor never solved"),
+    ({}, {"filtered_fraction": 0.9}, "equal rewards", ("rollout.groups_per_step", 16, 32), ""),
+    ({"zero_variance": "resample"}, {"filtered_fraction": 0.9}, "nothing", None, ""),
     # what is wasted comes before who waits
-    ({}, {"stale_share": 0.5, "push_share": 0.5, "trainer_idle": 0.6, "filtered_share": 0.9}, "dropped groups",
+    ({}, {"stale_fraction": 0.5, "push_fraction": 0.5, "trainer_idle": 0.6, "filtered_fraction": 0.9}, "dropped groups",
      (STALENESS, 1, 2), ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("setup", "figures", "key", "change", "words"), CASES)
+@pytest.mark.parametrize(("setup", "metrics", "key", "change", "words"), CASES)
 def test_what_bounds_a_run_and_the_change_that_would_help(
-    setup: dict[str, Any], figures: dict[str, Any], key: str, change: Change, words: str
+    setup: dict[str, Any], metrics: dict[str, Any], key: str, change: Change, words: str
 ) -> None:
-    advice = _advice(replace(SETUP, **setup), **figures)
+    advice = _advice(replace(SETUP, **setup), **metrics)
     assert advice.key == key
-    assert (advice.setting and _change(advice)) == change
+    assert (advice.setting and (advice.setting, advice.current, advice.suggested)) == change
     assert words in advice.text
 
 
 def test_every_rule_has_a_case() -> None:
-    said = {rule for setup, figures, *_ in CASES if (rule := _first_rule(replace(SETUP, **setup), figures))}
-    assert said == {rule.__name__ for rule in RULES}
+    cases = [(replace(BUSY, **metrics), replace(SETUP, **setup)) for setup, metrics, *_ in CASES]
+    assert {next(rule for rule in RULES if rule(*case) is not None) for case in cases} == set(RULES)
 
 
-def _first_rule(setup: PipelineSetup, figures: dict[str, Any]) -> str:
-    return next(rule.__name__ for rule in RULES if rule(replace(BUSY, **figures), setup) is not None)
+def test_what_comes_less_often_than_the_metrics_reach_counts_for_its_whole_interval() -> None:
+    def key(setup: PipelineSetup, **rare: float) -> str:
+        line = {"step_time": 10.0, "pipeline/trainer_idle_ratio": 0.05, "pipeline/generator_idle_ratio": 0.05}
+        advice = advise(pipeline_metrics([{**line, **rare}, *[line] * 19]), setup)
+        assert advice is not None
+        return f"{advice.key} {advice.suggested or ''}".strip()
 
-
-def test_what_comes_less_often_than_the_figures_reach_counts_for_its_whole_interval() -> None:
     # one checkpoint of 30 s in 20 steps of 10 s is 15% of them, and 6% of the 50 steps between two
-    lines: list[dict[str, float | None]] = [
-        {"step_time": 10.0, "pipeline/trainer_idle_ratio": 0.05, "pipeline/generator_idle_ratio": 0.05}
-        for _ in range(20)
-    ]
-    lines[9]["checkpoint/staged_s"] = 30.0
-    advice = advise(figures_of(lines), SETUP)
-    assert advice is not None
-    assert advice.key == "nothing"
-    often = advise(figures_of(lines), replace(SETUP, checkpoint_every_steps=20))
-    assert often is not None
-    assert _change(often) == ("checkpoint.every_steps", 20, 60)  # 20 x 0.15 / 0.05
+    saved = {"checkpoint/staged_s": 30.0}
+    assert key(SETUP, **saved) == "nothing"
+    assert key(replace(SETUP, checkpoint_every_steps=20), **saved) == "checkpoints 60"  # 20 x 0.15 / 0.05
     # the same for a push of 50 s: 25% of 20 steps, 12.5% of 40; every 20 steps it is measured
-    lines[9] = {**lines[9], "checkpoint/staged_s": None, "sync/push_s": 50.0}
     setup = replace(SETUP, weight_sync_steps=40, max_staleness=4)
-    rare, measured = advise(figures_of(lines), setup), advise(figures_of(lines), replace(setup, weight_sync_steps=20))
-    assert rare is not None
-    assert measured is not None
-    assert (rare.key, measured.key) == ("nothing", "weight pushes")
+    assert key(setup, **{"sync/push_s": 50.0}) == "nothing"
+    assert key(replace(setup, weight_sync_steps=20), **{"sync/push_s": 50.0}).startswith("weight pushes")
 
 
 def test_every_suggestion_differs_from_what_is_set_and_every_sentence_is_one_line() -> None:
-    shares = (None, 0.0, 0.3, 0.6, 0.97)
     seen = set()
-    for trainer in (0.0, 0.3, 0.6, 0.97):
-        for generator in (0.0, 0.3, 0.97):
-            for usage in shares:
-                for waiting in (None, 0.0, 30.0):
-                    for staleness in (0, 1, 4):
-                        for slots in (None, 64):
-                            setup = replace(SETUP, max_staleness=staleness, embedded_slots=slots)
-                            advice = _advice(
-                                setup, trainer_idle=trainer, generator_idle=generator, kv_usage=usage, waiting=waiting
-                            )
-                            seen.add(advice.key)
-                            assert "\n" not in advice.text
-                            assert advice.current != advice.suggested or advice.setting is None
-                            if advice.setting == "rollout.max_in_flight":
-                                assert isinstance(advice.suggested, int)
-                                assert 8 <= advice.suggested <= setup.most_in_flight
-                                assert advice.suggested % 8 == 0
+    for trainer, generator, usage, waiting, staleness, slots in product(
+        (0.0, 0.3, 0.6, 0.97), (0.0, 0.3, 0.97), (None, 0.0, 0.3, 0.6, 0.97), (None, 0.0, 30.0), (0, 1, 4), (None, 64)
+    ):
+        setup = replace(SETUP, max_staleness=staleness, embedded_slots=slots)
+        advice = _advice(setup, trainer_idle=trainer, generator_idle=generator, kv_usage=usage, waiting=waiting)
+        seen.add(advice.key)
+        assert "\n" not in advice.text
+        assert advice.current != advice.suggested or advice.setting is None
+        if advice.setting == "rollout.max_in_flight":
+            assert isinstance(advice.suggested, int)
+            assert 8 <= advice.suggested <= setup.most_in_flight
+            assert advice.suggested % 8 == 0
     assert len(seen) >= 7
 
 
-def test_figures_are_weighted_by_the_time_of_their_steps() -> None:
-    def line(step_time: float, idle: float, trained: float, stale: float, **more: float) -> dict[str, float | None]:
-        return {
-            "step_time": step_time,
-            "pipeline/trainer_idle_ratio": idle,
-            "pipeline/generator_idle_ratio": 0.25,
-            "sync/push_s": 1.0,
-            "ledger/groups/trained": trained,
-            "ledger/groups/filtered": 0.0,
-            "ledger/groups/stale": stale,
-            "ledger/groups/failed": 0.0,
-            "servers/kv_usage": 0.5,
-            **more,
-        }
-
-    figures = figures_of(
-        [
-            line(8.0, 0.0, 90.0, 10.0, **{"rollout/duration_s": 2.0, "tools/duration_s/per_rollout": 1.0}),
-            {**line(12.0, 0.5, 98.0, 12.0), "servers/kv_usage": None, "servers/running": float("nan")},
-        ]
-    )
-    assert figures.num_steps == 2
-    assert figures.step_s == 10.0
-    assert figures.trainer_idle == pytest.approx(0.3)  # 6 of 20 s
-    assert figures.generator_idle == 0.25
-    assert figures.push_share == pytest.approx(0.1)  # 2 of 20 s
-    assert (figures.push_s, figures.checkpoint_s) == (1.0, None)
-    assert figures.stale_share == pytest.approx(0.2)  # 2 of 8 + 2
-    assert figures.kv_usage == 0.5
-    assert figures.running is None
-    assert figures.tool_share == 0.5
-    assert figures.train_s == pytest.approx(7.0)
-    assert figures.generation_s == pytest.approx(7.5)
-    assert figures_of([]) == PipelineFigures(num_steps=0)
+def test_metrics_are_weighted_by_the_time_of_their_steps() -> None:
+    common = {"pipeline/generator_idle_ratio": 0.25, "sync/push_s": 1.0}
+    first = {"step_time": 8.0, "pipeline/trainer_idle_ratio": 0.0, "servers/kv_usage": 0.5,
+             "ledger/groups/trained": 90.0, "ledger/groups/stale": 10.0,
+             "rollout/duration_s": 2.0, "tools/duration_s/per_rollout": 1.0}  # fmt: skip
+    second = {"step_time": 12.0, "pipeline/trainer_idle_ratio": 0.5, "servers/kv_usage": None,
+              "ledger/groups/trained": 98.0, "ledger/groups/stale": 12.0, "servers/running": float("nan")}  # fmt: skip
+    metrics = pipeline_metrics([{**common, **first}, {**common, **second}])
+    assert metrics == PipelineMetrics(
+        num_steps=2, step_s=10.0,
+        trainer_idle=pytest.approx(0.3),  # 6 of 20 s
+        generator_idle=0.25,
+        push_fraction=pytest.approx(0.1), push_s=1.0,  # 2 of 20 s
+        stale_fraction=pytest.approx(0.2), filtered_fraction=0.0,  # 2 of 8 + 2
+        kv_usage=0.5, tool_fraction=0.5,
+    )  # fmt: skip
+    assert (metrics.train_s, metrics.generation_s) == (pytest.approx(7.0), pytest.approx(7.5))
+    assert pipeline_metrics([]) == PipelineMetrics(num_steps=0)
 
 
 def test_the_setup_is_read_from_the_configuration() -> None:

@@ -34,11 +34,11 @@ from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
-from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import FakeRenderer
 from tests.support.records import make_completion, make_prompt
+from tests.support.stored import read_groups
 
 Script = Callable[[str], Generation | Exception]
 

@@ -24,6 +24,7 @@ from grpo_async.records import (
     TurnRecord,
 )
 from grpo_async.store import RolloutStore
+from grpo_async.store.seal import seal_block
 
 OpenStore: TypeAlias = Callable[..., RolloutStore]
 
@@ -143,6 +144,20 @@ def append_simple(
     samples = [build_sample(group_id, each, reward) for each, reward in zip(completions, rewards, strict=True)]
     store.append(build_group(group_id, completions, text=text), samples, status, step)
     store.flush()
+
+
+def write_groups(folder: Path, *group_ids: int, seal: bool = False, **more: Any) -> None:
+    """A writer that comes and goes; `more` as `append_simple`. `seal`: its blocks become Parquet files."""
+    with RolloutStore(folder, seals_at_close=False) as store:
+        for group_id in group_ids:
+            append_simple(store, group_id, **more)
+    if seal:
+        seal_all(folder)
+
+
+def seal_all(folder: Path) -> None:
+    for lines in sorted(folder.glob("block-*.jsonl")):
+        seal_block(lines, compression_level=3)
 
 
 def small_blocks(**changes: Any) -> RolloutRecordSection:

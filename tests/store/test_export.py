@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import duckdb
 import orjson
 import pytest
 
-from grpo_async.errors import ConfigError, RunError
+from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
 from grpo_async.store.export import Format, export_rollouts
-from grpo_async.store.query import QueryError, parse_query
+from grpo_async.store.query import parse_query
 from grpo_async.store.schema import COLUMN_NAMES
 from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
@@ -32,7 +31,7 @@ EVERYTHING = parse_query("")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two sealed blocks and one of lines; group 9 has tools, 10 no rollout, 11 figures of the trainer."""
+    """Two sealed blocks and one of lines; group 9 has tools, 10 no rollout; 9 and 11 have the trainer's statistics."""
     found = tmp_path / "run" / "rollouts"
     for first in (0, 4):
         with RolloutStore(found, seals_at_close=False) as store:
@@ -41,7 +40,8 @@ def folder(tmp_path: Path) -> Path:
         for lines in found.glob("*.jsonl"):
             seal_block(lines, compression_level=3)
     with RolloutStore(found, seals_at_close=False) as store:
-        store.append(build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]}), [], GroupStatus.FAILED, None)
+        tools = build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]})  # mask 1 1 0 0 1
+        store.append(tools, [], GroupStatus.FAILED, None, figures={"9-0": build_figures(3)})
         store.append(build_group(10, []), [], GroupStatus.CANCELLED, None)
         rollout = build_rollout("11-0", text='say "hi"\n\x1b[2J漢', logprobs=[-0.1, -1e-8, -2.5])
         sample = build_sample(11, rollout, 0.5)
@@ -82,26 +82,10 @@ def test_an_export_has_every_row_and_column_in_the_order_of_writing(
     columns = tools["columns"] if format_ == "jsonl" else orjson.loads(tools["columns"])
     assert columns == {"answer": {"a": [1, None]}}
     assert tools["tool_names"] == ["add"]
-    assert tools["weights"] is None
-
-
-@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
-def test_tokens_of_tools_have_no_figures(tmp_path: Path, format_: Format) -> None:
-    folder, out = tmp_path / "rollouts", tmp_path / "out"
-    rollout = build_tool_rollout("1-0")  # mask 1 1 0 0 1
-    with RolloutStore(folder, seals_at_close=False) as store:
-        sample = build_sample(1, rollout, 0.5)
-        store.append(build_group(1, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"1-0": build_figures(3)})
-    export_rollouts(folder, out, format_, EVERYTHING)
-    (row,) = _read(out, format_)
-    assert row["weights"] == [1.0, 2.0, None, None, 3.0]
-    assert row["marks"] == [0, 1, None, None, 2]
-    assert row["entropies"] == [0.5, 1.5, None, None, 2.5]
-
-
-def test_json_lines_have_the_digits_that_single_precision_needs(folder: Path, tmp_path: Path) -> None:
-    export_rollouts(folder, tmp_path / "out.jsonl", "jsonl", parse_query("id='11-0'"))
-    assert b'"logprobs":[-0.1,' in (tmp_path / "out.jsonl").read_bytes()
+    assert (tools["weights"], tools["marks"]) == ([1.0, 2.0, None, None, 3.0], [0, 1, None, None, 2])
+    assert rows[0]["weights"] is None
+    if format_ == "jsonl":  # the digits that single precision needs
+        assert b'"logprobs":[-0.1,' in out.read_bytes()
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "parquet"])
@@ -131,12 +115,6 @@ def test_superseded_rows_are_exported_when_asked_for(tmp_path: Path, format_: Fo
     assert "superseded" in done.notes[0]
 
 
-def test_a_stream_gets_json_lines(folder: Path) -> None:
-    stream = io.BytesIO()
-    export_rollouts(folder, stream, "jsonl", parse_query("step=2"))
-    assert [orjson.loads(line)["rollout_id"] for line in stream.getvalue().splitlines()] == ["2-0", "2-1"]
-
-
 def test_what_is_damaged_ends_an_export_unless_it_may_be_left_out(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("as it was")
@@ -153,12 +131,9 @@ def test_what_is_damaged_ends_an_export_unless_it_may_be_left_out(folder: Path, 
 def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(
     folder: Path, tmp_path: Path, format_: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "made"
-    target.mkdir()
-    out = target / "out"
+    out = tmp_path / "made" / "out"
+    out.parent.mkdir()
     out.write_text("as it was")
-    with pytest.raises(QueryError):
-        export_rollouts(folder, out, format_, parse_query("reward.no<1"))
 
     def fail(*_: object, **__: object) -> None:
         raise RunError("the disk is gone")
@@ -167,10 +142,8 @@ def test_an_export_that_fails_leaves_the_old_file_and_nothing_else(
     monkeypatch.setattr(RolloutTable, "write_parquet", fail)
     with pytest.raises(RunError, match="the disk is gone"):
         export_rollouts(folder, out, format_, EVERYTHING)
-    assert [path.name for path in target.iterdir()] == ["out"]
+    assert list(out.parent.iterdir()) == [out]
     assert out.read_text() == "as it was"
-    with pytest.raises(ConfigError, match="there is no folder"):
-        export_rollouts(folder, tmp_path / "no" / "out", format_, EVERYTHING)
 
 
 @pytest.mark.parametrize("format_", ["jsonl", "parquet"])

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import GroupRow, RolloutStore, read_groups, scan_groups
+from grpo_async.store import GroupRow, RolloutStore
 from grpo_async.store.blocks import find_blocks
 from grpo_async.store.metadata import read_metadata
 from tests.store.builders import build_group, build_rollout, small_blocks
+from tests.support.stored import read_groups, scan_groups
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -48,7 +49,7 @@ for number in range(100000):
 
 @contextmanager
 def _writer(folder: Path, resume: int) -> Iterator[subprocess.Popen[str]]:
-    """A writer that has begun; killed at the end of the block."""
+    """A writer at work; killed at the end of the block."""
     command = [sys.executable, "-c", _WRITER, str(folder), str(resume)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -101,20 +102,20 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
         position = _kill_after(tmp_path, resume, moments.uniform(0.05, 1.5), wants_sealed=attempt == 2)
         # eventually: a sealing process that was just being started has the writer's lock until it becomes another program
         assert eventually(lambda: _says_killed(tmp_path), 10.0)
-        stored = list(scan_groups(tmp_path, with_superseded=True))
+        stored = scan_groups(tmp_path)
         rows = [each.row for each in stored if not each.superseded]
         assert all(_is_whole(row) for row in rows), attempt
         seqs = [each.row.seq for each in stored]
         last_seq = seqs[-1]
         assert seqs == sorted(set(seqs)), "a group is lost, doubled or out of order"
         assert seqs[-1] >= position - 1, "what was flushed is missing"
-        begun = next(row.seq for row in rows if row.seq >= first_seq)
-        written = [row.group_id for row in rows if row.seq >= begun]
+        first = next(row.seq for row in rows if row.seq >= first_seq)
+        written = [row.group_id for row in rows if row.seq >= first]
         assert written == list(range(len(written))), "a hole"
-        assert [row.group_id for row in rows if row.seq < begun] == expected
+        assert [row.group_id for row in rows if row.seq < first] == expected
         # a checkpoint of the last position: what came after it is given up
         resume = position
-        expected += [row.group_id for row in rows if begun <= row.seq < position]
+        expected += [row.group_id for row in rows if first <= row.seq < position]
     with RolloutStore(tmp_path, settings=small_blocks()) as last:
         last.supersede_from(resume, step=1)
         last.append(build_group(0, [build_rollout("0-0")]), [], GroupStatus.TRAINED, 1)

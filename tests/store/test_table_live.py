@@ -18,10 +18,8 @@ from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index, Sql
 from grpo_async.store.query import both, parse_query
-from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
-from grpo_async.store.tables import Tables
-from tests.store.builders import OpenStore, append_simple, small_blocks
+from tests.store.builders import OpenStore, append_simple, seal_all, small_blocks, write_groups
 
 _WRITER = """
 import sys
@@ -42,11 +40,6 @@ def _writer(folder: Path, groups: int) -> subprocess.Popen[str]:
     )
 
 
-def _seal_all(folder: Path) -> None:
-    for lines in sorted(folder.glob("block-*.jsonl")):
-        seal_block(lines, compression_level=3)
-
-
 @pytest.mark.parametrize("made", [True, False])
 def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> None:
     folder = tmp_path / "rollouts"
@@ -57,9 +50,9 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
         assert not table.page()
         assert not table.group_page()
         assert not table.by_step()
-        assert table.count(parse_query("reward.exact<1 and text like 'x' and columns.a='1'")).groups == 0
+        assert table.count(parse_query("rewards['exact']<1 and text like 'x' and columns['a']='1'")).groups == 0
         assert table.histogram("reward").counts == []
-        assert list(table.dump()) == []
+        assert list(table.dump_json()) == []
         assert not [*table.reward_names(), *table.column_names(), *table.same_prompt("00")]
         assert table.extremes().best == []
         (note,) = table.notes
@@ -97,13 +90,13 @@ def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) 
 
 def test_only_what_is_new_is_read(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = Index._add_chunk
+    original = Index._insert_lines
 
-    def noted(self: Index, block: Any, chunk: bytes) -> Any:
-        read.append(len(chunk))
-        return original(self, block, chunk)
+    def noted(self: Index, lines: Sequence[bytes]) -> int:
+        read.append(sum(map(len, lines)))
+        return original(self, lines)
 
-    monkeypatch.setattr(Index, "_add_chunk", noted)
+    monkeypatch.setattr(Index, "_insert_lines", noted)
     store = open_store(tmp_path)
     append_simple(store, 0)
     (lines,) = tmp_path.glob("*.jsonl")
@@ -116,52 +109,41 @@ def test_only_what_is_new_is_read(open_store: OpenStore, tmp_path: Path, monkeyp
         assert table.refresh()
         assert table.generation > generation
         assert read == [first, lines.stat().st_size - first]
-        _seal_all(tmp_path)
-        assert not table.refresh()  # the same groups under another name
-        assert table.group(0).group_id == 0
+        append_simple(store, 2)  # the block grows before it is sealed
+        store.close()
+        seal_all(tmp_path)
+        assert table.refresh()
+        assert not table.refresh()
+        assert [group.group_id for group in table.group_page(sort="seq")] == [0, 1, 2]
+        assert [each.rollout_id for each in table.group(2).rollouts] == ["2-0", "2-1"]
+        assert len(list(table.dump_json())) == 6
         assert len(read) == 2
 
 
-def test_a_block_that_grew_before_it_was_sealed_is_ingested_once(open_store: OpenStore, tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
-        with RolloutTable.open(tmp_path) as table:
-            append_simple(store, 1)
-            _seal_all(tmp_path)
-            assert table.refresh()
-            assert [group.group_id for group in table.group_page(sort="seq")] == [0, 1]
-            for group_id in (0, 1):
-                assert [each.rollout_id for each in table.group(group_id).rollouts] == [
-                    f"{group_id}-0",
-                    f"{group_id}-1",
-                ]
-            assert len(list(table.dump())) == 4
-
-
-def test_a_block_that_is_sealed_after_the_listing_is_found_by_its_new_name(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["_list", "_insert_lines"])
+def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
-    original = Index._list
+    """After the listing, or after its lines were ingested: each group is there once."""
+    write_groups(tmp_path, 0)
+    original = getattr(Index, name)
 
-    def listed_before(self: Index) -> object:
-        listing = original(self)
-        _seal_all(tmp_path)
-        return listing
+    def sealed_after(*arguments: Any) -> Any:
+        found = original(*arguments)
+        seal_all(tmp_path)
+        return found
 
-    monkeypatch.setattr(Index, "_list", listed_before)
+    monkeypatch.setattr(Index, name, sealed_after)
     with RolloutTable.open(tmp_path) as table:
         assert table.group(0).group_id == 0
-        assert table.count().groups == 1
+        assert (table.count().groups, len(list(table.dump_json()))) == (1, 2)
 
 
 def test_a_block_that_the_listing_misses_is_not_taken_for_deleted(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Listing a folder is no moment: one that is renamed meanwhile may be in it under neither name."""
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
+    write_groups(tmp_path, 0)
     with RolloutTable.open(tmp_path) as table:
         original, calls = Index._list, []
 
@@ -174,33 +156,18 @@ def test_a_block_that_the_listing_misses_is_not_taken_for_deleted(
         assert (table.count().groups, len(calls)) == (1, 2)
 
 
-def test_a_block_that_was_deleted_to_make_room_goes(open_store: OpenStore, tmp_path: Path) -> None:
+def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
     for group_id in range(3):
-        with open_store(tmp_path) as store:
-            append_simple(store, group_id, text=f"prompt {group_id}")
-        _seal_all(tmp_path)
+        write_groups(tmp_path, group_id, seal=True, text=f"prompt {group_id}")
     with RolloutTable.open(tmp_path) as table:
         assert table.count(parse_query("text like '%prompt%'")).groups == 3
         min(tmp_path.glob("*.parquet")).unlink()
         assert table.group(2).group_id == 2
-        assert table.refresh()
+        with pytest.raises(RunError):  # it goes between question and answer
+            table._whole(0)
         assert table.count(parse_query("text like '%prompt%'")).groups == 2
         with pytest.raises(RunError, match="no group 0"):
             table.group(0)
-
-
-def test_a_block_that_goes_between_question_and_answer_is_an_error_or_no_row(
-    open_store: OpenStore, tmp_path: Path
-) -> None:
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
-    _seal_all(tmp_path)
-    with RolloutTable.open(tmp_path) as table:
-        for path in tmp_path.glob("*.parquet"):
-            path.unlink()
-        with pytest.raises(RunError):
-            table.group(0)
-        assert table.count(parse_query("text ilike '%what%'")).groups == 0
 
 
 def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: Path) -> None:
@@ -244,10 +211,8 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
 
 
 @pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":3}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
-def test_a_damaged_line_costs_its_group_and_is_named(open_store: OpenStore, tmp_path: Path, damage: bytes) -> None:
-    with open_store(tmp_path) as store:
-        for group_id in range(3):
-            append_simple(store, group_id)
+def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: bytes) -> None:
+    write_groups(tmp_path, 0, 1, 2)
     (path,) = tmp_path.glob("*.jsonl")
     first, _, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + damage + third)
@@ -261,27 +226,21 @@ def test_a_damaged_line_costs_its_group_and_is_named(open_store: OpenStore, tmp_
 
 @pytest.mark.parametrize("kind", ["cut", "garbage"])
 def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
-    open_store: OpenStore, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[object] = []
-    original = Tables.stage_sealed
+    original = Index._insert_sealed
 
-    def noted(self: Tables, paths: Sequence[Path], *, after_seq: int = -1) -> None:
+    def noted(self: Index, paths: Sequence[Path], before: Any) -> None:
         tried.append(paths)
-        original(self, paths, after_seq=after_seq)
+        original(self, paths, before)
 
-    monkeypatch.setattr(Tables, "stage_sealed", noted)
+    monkeypatch.setattr(Index, "_insert_sealed", noted)
     for group_id in range(3):
-        with open_store(tmp_path) as store:
-            append_simple(store, group_id)
-        _seal_all(tmp_path)
+        write_groups(tmp_path, group_id, seal=True)
     path = sorted(tmp_path.glob("*.parquet"))[1]
     whole = path.read_bytes()
-    changed = {
-        "cut": whole[:2000],
-        "garbage": os.urandom(5000),
-    }
-    path.write_bytes(changed[kind])
+    path.write_bytes({"cut": whole[:2000], "garbage": os.urandom(5000)}[kind])
     with RolloutTable.open(tmp_path) as table:
         assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
         assert table.count(parse_query("text ilike '%what is%'")).groups == 2
@@ -296,11 +255,11 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
         assert (table.damage, table.count().groups) == ([], 3)
 
 
-def test_damage_in_the_tokens_is_an_error_that_names_the_file(open_store: OpenStore, tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
+def test_damage_in_the_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path, seals_at_close=False) as store:
         for group_id in range(200):
             append_simple(store, group_id, num_tokens=50, answer=os.urandom(300).hex())
-    _seal_all(tmp_path)
+    seal_all(tmp_path)
     (path,) = tmp_path.glob("*.parquet")
     with RolloutTable.open(tmp_path) as table:
         assert table.count().groups == 200
@@ -309,7 +268,7 @@ def test_damage_in_the_tokens_is_an_error_that_names_the_file(open_store: OpenSt
         content[place : place + 20_000] = b"\xff" * 20_000
         path.write_bytes(content)
         with pytest.raises(RunError, match=path.name):
-            list(table.dump())
+            list(table.dump_json())
 
 
 def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
@@ -324,52 +283,31 @@ def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
         assert table.count().groups == 1
 
 
-def test_stores_of_other_versions_are_refused(open_store: OpenStore, tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
+def test_stores_of_other_versions_are_refused(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0)
     (path,) = tmp_path.glob("*.jsonl")
     path.write_bytes(path.read_bytes().replace(b'"schema":3', b'"schema":9'))
     with pytest.raises(RunError, match=r"has format 9 .*this version reads 3"):
         RolloutTable.open(tmp_path)
-    path.unlink()
-    (tmp_path / "part-00000.jsonl").write_text("{}\n")
-    with pytest.raises(RunError, match="development version"):
-        RolloutTable.open(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["it's a[b]*?", 'q"uote ünï'])
-def test_a_folder_may_have_any_name(open_store: OpenStore, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name / "rollouts"
-    with open_store(folder) as store:
-        append_simple(store, 0)
-        append_simple(store, 1)
-        with RolloutTable.open(folder) as table:
-            assert table.group(1).group_id == 1
-            _seal_all(folder)
-            table.refresh()
-            assert table.group(1).group_id == 1
-            assert table.count(parse_query("text ilike '%what%'")).groups == 2
-
-
-@pytest.mark.parametrize("pattern", ["a[1]", "a?"])
-def test_a_folder_that_looks_like_a_pattern_is_no_pattern(open_store: OpenStore, tmp_path: Path, pattern: str) -> None:
-    """It would be read from `a1`, which holds something else."""
-    for name, group_id in (("a1", 7), (pattern, 0)):
-        append_simple(open_store(tmp_path / name), group_id)
-        _seal_all(tmp_path / name)
-    with RolloutTable.open(tmp_path / pattern) as table:
-        assert (table.damage, [each.group_id for each in table.group_page()]) == ([], [0])
-        assert table.count(parse_query("text ilike '%what%'")).rollouts == 2
-        assert table.group(0).group_id == 0
+@pytest.mark.parametrize("name", ["a[1]", "a?", "it's a[b]*?", 'q"uote ünï'])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """Taken for a pattern it would be read from `a1`, which holds something else."""
+    write_groups(tmp_path / "a1", 7, seal=True)
+    write_groups(tmp_path / name, 0, seal=True)
+    write_groups(tmp_path / name, 1)
+    with RolloutTable.open(tmp_path / name) as table:
+        assert (table.damage, [each.group_id for each in table.group_page()]) == ([], [1, 0])
+        assert table.count(parse_query("text ilike '%what%'")).rollouts == 4
+        assert [table.group(group_id).group_id for group_id in (0, 1)] == [0, 1]
 
 
 def test_a_search_reads_only_what_is_new(
     open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the viewer adds what it has shown so far, `seq <= N`; and tables that nothing asks for are dropped."""
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
-    _seal_all(tmp_path)
+    write_groups(tmp_path, 0, seal=True)
     store = open_store(tmp_path)
     read: list[int] = []
     original = Index.source
@@ -392,18 +330,23 @@ def test_a_search_reads_only_what_is_new(
         assert table.count(newest).groups == 1
         table.refresh()
         assert [each.group_id for each in table.group_page(newest)] == [4], "the newest step is another one"
+        assert table.count(query).groups == 5
+        store.close()
+        table.refresh()
+        seal_all(tmp_path)  # what was searched as lines is not searched again
+        assert not table.refresh()  # the same groups under another name
+        read.clear()
+        assert (table.count(query).groups, read) == (5, [])
         for number in range(40):
             table.count(parse_query(f"text ilike '%{number}%'"))
         ((tables,),) = table._index.fetch(Sql("SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'match%'"))
         assert tables == len(table._index._searches) < 40
 
 
-def test_a_block_that_comes_late_is_searched_too(open_store: OpenStore, tmp_path: Path) -> None:
+def test_a_block_that_comes_late_is_searched_too(tmp_path: Path) -> None:
     """It was damaged, and is restored after later ones were searched."""
     for group_id in range(2):
-        with open_store(tmp_path) as store:
-            append_simple(store, group_id)
-        _seal_all(tmp_path)
+        write_groups(tmp_path, group_id, seal=True)
     path = min(tmp_path.glob("*.parquet"))
     whole = path.read_bytes()
     path.write_bytes(whole[:2000])
@@ -415,12 +358,11 @@ def test_a_block_that_comes_late_is_searched_too(open_store: OpenStore, tmp_path
         assert table.count(query).groups == 2
 
 
-def test_a_table_leaves_nothing_behind(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    with open_store(tmp_path / "rollouts") as store:
-        append_simple(store, 0)
+    write_groups(tmp_path / "rollouts", 0)
     before = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     with RolloutTable.open(tmp_path / "rollouts") as table:
         table.group(0)
@@ -430,32 +372,10 @@ def test_a_table_leaves_nothing_behind(open_store: OpenStore, tmp_path: Path, mo
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == before
 
 
-def test_a_table_reaches_no_other_files(open_store: OpenStore, tmp_path: Path) -> None:
-    with open_store(tmp_path / "rollouts") as store:
-        append_simple(store, 0)
+def test_a_table_reaches_no_other_files(tmp_path: Path) -> None:
+    write_groups(tmp_path / "rollouts", 0)
     shutil.copytree(tmp_path / "rollouts", tmp_path / "other")
-    _seal_all(tmp_path / "other")
+    seal_all(tmp_path / "other")
     (other,) = (tmp_path / "other").glob("*.parquet")
     with RolloutTable.open(tmp_path / "rollouts") as table, pytest.raises(RunError, match=r"[Pp]ermission"):
         table._index.read_blocks("seq", table._where(parse_query(""), False), [other])
-
-
-def test_a_block_that_is_sealed_during_a_search_is_searched(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows are in the lines no more, and the file was not there when the search began."""
-    with open_store(tmp_path) as store:
-        append_simple(store, 0)
-    with RolloutTable.open(tmp_path) as table:
-        original = Index.source
-
-        def sealed_after(self: Index, files: Sequence[Path]) -> Any:
-            found = original(self, files)
-            if list(tmp_path.glob("*.jsonl")):
-                _seal_all(tmp_path)
-                self.refresh()
-            return found
-
-        monkeypatch.setattr(Index, "source", sealed_after)
-        assert table.count(parse_query("text ilike '%what is%'")).rollouts == 2
-        assert table.count(parse_query("text ilike '%what is%'")).rollouts == 2

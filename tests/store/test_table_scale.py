@@ -7,22 +7,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
+from grpo_async.records import GroupStatus
+from grpo_async.store import RolloutStore
+from grpo_async.store.blocks import find_blocks, sealed_name
 from grpo_async.store.query import parse_query
+from grpo_async.store.schema import SCHEMA
+from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
-from tests.store.large_store import make_store
+from tests.store.builders import build_figures, build_group, build_rollout, build_sample, build_tool_rollout
 
 pytestmark = pytest.mark.slow
 
-ROLLOUTS = 100_000
+GROUPS, GROUP_SIZE, COPIES, PER_BLOCK = 100, 8, 125, 25
+ROLLOUTS = GROUPS * GROUP_SIZE * COPIES
 FIRST_TABLE_S, FILTER_S = 2.0, 1.0
 SLACK = 5.0  # the machine of the tests does other things too
 FILTERS = (
     "reward<0.2 and truncated",
-    "'python' in tools and failed",
-    "rewards['format'] < 1",
-    "step between 100 and 120 and not finished",
+    "'add' in tools and failed",
+    "rewards['exact'] < 1",
+    "step between 20 and 40 and not finished",
     "group_std=0",
     "staleness>=2 or clipped_share>0.1",
     "columns['answer'] = '9'",
@@ -31,10 +38,44 @@ FILTERS = (
 )
 
 
+def _write_one_block(folder: Path) -> Path:
+    """Groups of all kinds, by the real writer."""
+    with RolloutStore(folder, seals_at_close=False) as store:
+        for group_id in range(GROUPS):
+            rollouts = [build_tool_rollout(f"g{group_id}-r0")]
+            for index in range(1, GROUP_SIZE):
+                rare = " zyzzyva" if (group_id + index) % 50 == 0 else ""
+                text = f"so therefore {group_id * index} is the answer{rare}" if index % 2 else f"wait{rare}"
+                rollouts.append(
+                    build_rollout(
+                        f"g{group_id}-r{index}", text=text, ids=range(24), truncated=index == 3, version=group_id // 5
+                    )
+                )
+            rewards = [0.0 if group_id % 10 == 0 else index % 5 / 4 for index in range(GROUP_SIZE)]
+            samples = [build_sample(group_id, each, reward) for each, reward in zip(rollouts, rewards, strict=True)]
+            group = build_group(group_id, rollouts, text=f"question {group_id % 30}", answer=group_id % 20)
+            figures = {each.rollout_id: build_figures(each.num_sampled_tokens) for each in rollouts[:2]}
+            step = group_id // 5 + 1 + group_id % 4
+            store.append(group, samples, GroupStatus.TRAINED, step, figures=figures)
+    (block,) = find_blocks(folder)
+    return seal_block(block.path, compression_level=3)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The groups of one block, again and again with other ids, steps and rewards of groups."""
     made: Path = tmp_path_factory.mktemp("scale") / "rollouts"
-    make_store(made, rollouts=ROLLOUTS, tokens=24)
+    source = _write_one_block(made)
+    with duckdb.connect() as connection:
+        for first in range(1, COPIES, PER_BLOCK):
+            last = min(first + PER_BLOCK, COPIES)
+            target = made / sealed_name(first * GROUPS, last * GROUPS - 1)
+            connection.execute(
+                f"COPY (SELECT * REPLACE (seq + k * {GROUPS} AS seq, group_id + k * {GROUPS} AS group_id, step + k * 20 AS step, "
+                f"'c' || k || rollout_id AS rollout_id, completion_text || ' ' || hash(seq, rollout_index, k) AS completion_text) "
+                f"FROM read_parquet('{source}'), range({first}, {last}) AS copies(k) ORDER BY seq, rollout_index) "
+                f"TO '{target}' (FORMAT parquet, COMPRESSION zstd, KV_METADATA {{grpo_async_schema: '{SCHEMA}'}})"
+            )
     return made
 
 
@@ -75,17 +116,4 @@ def test_pages_of_a_large_run_are_whole_and_disjoint(table: RolloutTable) -> Non
     assert len({each.rollout_id for each in found}) == len(found) == number
     rewards = [each.reward for each in found if each.reward is not None]
     assert rewards == sorted(rewards)
-    assert number == table.count(parse_query("completion like '%zyzzyva%'")).rollouts
-    assert table.count(parse_query("")).rollouts == ROLLOUTS
-
-
-def test_the_same_seed_makes_the_same_store(folder: Path, tmp_path: Path) -> None:
-    make_store(tmp_path / "small", rollouts=400, tokens=24)
-    make_store(tmp_path / "again", rollouts=400, tokens=24)
-    make_store(tmp_path / "other", rollouts=400, tokens=24, seed=1)
-
-    def rewards(name: str) -> list[float | None]:
-        with RolloutTable.open(tmp_path / name) as table:
-            return [each.reward for each in table.page(sort="seq,index", limit=300)]
-
-    assert rewards("small") == rewards("again") != rewards("other")
+    assert table.count().rollouts == ROLLOUTS

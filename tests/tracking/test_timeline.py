@@ -11,34 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_async.config.record_sections import TimelineSection
 from grpo_async.tracking import timeline as timeline_module
 from grpo_async.tracking import timeline_file
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, read_events
-
-
-@dataclass(frozen=True)
-class _Settings:
-    enabled: bool = True
-    max_mb: int = 1
+from tests.support.waiting import eventually
 
 
 def _open(path: Path, *, max_mb: int = 1) -> Timeline:
-    return Timeline(path, settings=_Settings(max_mb=max_mb))
-
-
-def _wait_for(is_done: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10.0
-    while not is_done():
-        assert time.monotonic() < until, "not within 10 s"
-        threading.Event().wait(0.02)
+    return Timeline(path, max_mb=max_mb)
 
 
 def _names(path: Path) -> list[str]:
@@ -55,9 +42,14 @@ def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> N
             span.details["tokens"] = 7
         timeline.instant("up", "server/0")
         timeline.add("send", "weights", 1.25, 2.5, bytes=8)
+        timeline.add("clock set back", "trainer", 20.0, 10.0)
+        with pytest.raises(KeyError), timeline.span("fails", "trainer"):
+            raise KeyError("x")
     events = list(read_events(path))
-    assert [event.name for event in events] == ["forward", "step", "up", "send"]
-    forward, step, up, send = events
+    assert [event.name for event in events] == ["forward", "step", "up", "send", "clock set back", "fails"]
+    forward, step, up, send, set_back, fails = events
+    assert fails.details == {"error": "KeyError"}
+    assert (set_back.start, set_back.end) == (20.0, 20.0)
     assert step.details == {"step": 3, "tokens": 7}
     assert before <= step.start <= forward.start <= forward.end <= step.end <= time.time()
     assert up.start == up.end
@@ -65,13 +57,6 @@ def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> N
     assert json.loads(path.read_text().splitlines()[3]) == {
         "name": "send", "lane": "weights", "start": 1.25, "end": 2.5, "details": {"bytes": 8},
     }  # fmt: skip
-
-
-def test_a_span_that_ends_by_an_error_says_so_and_lets_it_pass(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with _open(path) as timeline, pytest.raises(KeyError), timeline.span("forward", "trainer"):
-        raise KeyError("x")
-    assert [event.details for event in read_events(path)] == [{"error": "KeyError"}]
 
 
 def test_threads_and_coroutines_record_at_once(tmp_path: Path) -> None:
@@ -83,40 +68,28 @@ def test_threads_and_coroutines_record_at_once(tmp_path: Path) -> None:
                 with timeline.span(f"{number}/{turn}", f"rollout/{number}"):
                     pass
 
-        async def coroutines() -> None:
-            async def one(number: int) -> None:
-                with timeline.span(f"task {number}", "scoring"):
-                    await asyncio.sleep(0.001)
+        async def task(number: int) -> None:
+            with timeline.span(f"task {number}", "scoring"):
+                await asyncio.sleep(0.001)
 
-            await asyncio.gather(*(one(number) for number in range(20)))
+        async def tasks() -> None:
+            await asyncio.gather(*(task(number) for number in range(20)))
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
-        asyncio.run(coroutines())
+        asyncio.run(tasks())
         for thread in threads:
             thread.join(timeout=10.0)
-    expected = {f"{number}/{turn}" for number in range(4) for turn in range(200)} | {f"task {n}" for n in range(20)}
-    found = _names(path)
-    assert len(found) == len(expected)
-    assert set(found) == expected
-
-
-def test_events_are_there_while_the_run_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with _open(path) as timeline:
-        timeline.instant("now", "run")
-        _wait_for(path.exists)
-        _wait_for(lambda: _names(path) == ["now"])
+    expected = [f"{number}/{turn}" for number in range(4) for turn in range(200)] + [f"task {n}" for n in range(20)]
+    assert sorted(_names(path)) == sorted(expected)
 
 
 _KILLED = """
 import os, sys, time
 from pathlib import Path
 from grpo_async.tracking.timeline import Timeline
-class Settings:
-    enabled, max_mb = True, 64
-timeline = Timeline(Path(sys.argv[1]), settings=Settings())
+timeline = Timeline(Path(sys.argv[1]), max_mb=64)
 number = 0
 print("started", flush=True)
 while True:
@@ -131,7 +104,7 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
     path = tmp_path / "events.jsonl"
     process = subprocess.Popen([sys.executable, "-c", _KILLED, str(path)], stdout=subprocess.PIPE)
     try:
-        _wait_for(lambda: path.exists() and path.stat().st_size > 100_000)
+        assert eventually(lambda: path.exists() and path.stat().st_size > 100_000)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=10.0)
@@ -170,16 +143,14 @@ def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     path = tmp_path / "missing" / "events.jsonl"
     with caplog.at_level(logging.WARNING), _open(path) as timeline:
         timeline.instant("first", "run")
-        _wait_for(lambda: bool(caplog.messages))
+        assert eventually(lambda: bool(caplog.messages))
         timeline.instant("second", "run")
-        _wait_for(lambda: len(timeline._events) == 2)
+        assert eventually(lambda: len(timeline._events) == 2)
         timeline.instant("too many", "run")
-        _wait_for(lambda: timeline._num_lost == 1 or len(timeline._events) == 3)
-        assert [message for message in caplog.messages if "cannot write the timeline" in message] == [
-            caplog.messages[0]
-        ]
+        assert eventually(lambda: timeline._num_lost == 1 or len(timeline._events) == 3)
+        assert sum("cannot write the timeline" in message for message in caplog.messages) == 1
         path.parent.mkdir()
-        _wait_for(lambda: len(caplog.messages) == 2)
+        assert eventually(lambda: len(caplog.messages) == 2)
     events = list(read_events(path))
     assert [event.name for event in events][:2] == ["first", "second"]
     assert "can be written again" in caplog.messages[1]
@@ -198,7 +169,7 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
     with _open(path) as timeline:
         monkeypatch.setattr(timeline_file.os, "write", half)
         timeline.instant("first", "run")
-        _wait_for(lambda: is_full.is_set() and path.read_bytes() == b"")
+        assert eventually(lambda: is_full.is_set() and path.read_bytes() == b"")
         monkeypatch.undo()
         timeline.instant("second", "run")
     assert _names(path) == ["first", "second"]
@@ -256,27 +227,6 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
     assert path.stat().st_size < 12_000
 
 
-def test_of_the_events_that_are_dropped_only_the_last_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "events.jsonl"
-    file = timeline_file.EventFile(path, max_bytes=20_000)
-    parse, num_parsed = timeline_file.parse_event, 0
-
-    def count(line: bytes) -> Event | None:
-        nonlocal num_parsed
-        num_parsed += 1
-        return parse(line)
-
-    monkeypatch.setattr(timeline_file, "parse_event", count)
-    for number in range(200):
-        file.append(timeline_file.event_line(Event("span", "trainer", number, number, {"text": "x" * 80})), 1)
-    file.close()
-    monkeypatch.undo()
-    mark, first, *_ = read_events(path)
-    assert mark.name == DROPPED
-    assert mark.end == first.end - 1
-    assert num_parsed <= 6  # two each time
-
-
 def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,27 +241,19 @@ def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
     assert events[-1].details == {"events": 15}
 
 
-def test_a_clock_that_is_set_back_gives_no_negative_length(tmp_path: Path) -> None:
+def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with _open(path) as timeline:
-        timeline.add("span", "trainer", 20.0, 10.0)
-    assert [(event.start, event.end) for event in read_events(path)] == [(20.0, 20.0)]
-
-
-@pytest.mark.parametrize(
-    ("value", "kept"),
-    [
+    details: list[tuple[Any, Any]] = [
         (float("nan"), None), (float("inf"), None), (True, True), (None, None), ("a\nb\x1b[0m", "a\nb\x1b[0m"),
         ("x" * 300, "x" * 199 + "…"), (["y" * 300, 1], ["y" * 199 + "…", 1]), (Path("/a"), "/a"), (1 / 3, 0.333333),
         ("\ud800", "\ud800"),
-    ],
-)  # fmt: skip
-def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path, value: Any, kept: Any) -> None:
-    path = tmp_path / "events.jsonl"
+    ]  # fmt: skip
     with _open(path) as timeline:
-        timeline.instant("a", "b", detail=value)
-    assert [event.details["detail"] for event in read_events(path)] == [kept]
-    json.loads(path.read_text(), parse_constant=pytest.fail)
+        for value, _ in details:
+            timeline.instant("a", "b", detail=value)
+    assert [event.details["detail"] for event in read_events(path)] == [kept for _, kept in details]
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
 
 
 def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path) -> None:
@@ -337,13 +279,13 @@ def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path)
 
 def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = open_timeline(path, _Settings(enabled=False))
+    timeline = open_timeline(path, TimelineSection(enabled=False))
     assert timeline is NO_TIMELINE
     with timeline.span("a", "b"), timeline.slots("c").span("d"):
         timeline.instant("e", "f")
     timeline.close()
     assert not path.exists()
-    opened = open_timeline(path, _Settings())
+    opened = open_timeline(path, TimelineSection())
     opened.close()
     opened.close()
     opened.instant("too late", "run")

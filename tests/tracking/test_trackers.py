@@ -23,6 +23,23 @@ from grpo_async.tracking.backends import Prometheus
 from tests.e2e.support import wait_for
 
 
+class _Recording:
+    """A tracker that fails, or waits until it is released."""
+
+    def __init__(self, *, error: Exception | None = None, released: threading.Event | None = None) -> None:
+        self.steps: list[int] = []
+        self._error, self._released = error, released
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._released is not None:
+            self._released.wait(30.0)
+        if self._error is not None:
+            raise self._error
+        self.steps.append(step)
+
+    def close(self, *, failed: bool) -> None: ...
+
+
 def _config(*tracking: dict[str, Any]) -> ExperimentConfig:
     return ExperimentConfig.model_validate(
         {
@@ -61,20 +78,8 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
 
 
 def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    class Recording:
-        def __init__(self, error: Exception | None = None) -> None:
-            self.steps: list[int] = []
-            self._error = error
-
-        def log(self, step: int, metrics: Mapping[str, float]) -> None:
-            if self._error is not None:
-                raise self._error
-            self.steps.append(step)
-
-        def close(self, *, failed: bool) -> None: ...
-
-    good = Recording()
-    trackers = Trackers([("broken", Recording(OSError("no network"))), ("good", good)])
+    good = _Recording()
+    trackers = Trackers([("broken", _Recording(error=OSError("no network"))), ("good", good)])
     trackers.log(1, {"reward": 0.5})
     trackers.log(2, {"reward": 0.5})
     trackers.close()
@@ -157,29 +162,15 @@ def test_a_taken_port_stops_the_run_before_it_begins(tmp_path: Path) -> None:
         first.close(failed=False)
 
 
-class _Hanging:
-    """A tracker whose network is gone."""
-
-    def __init__(self) -> None:
-        self.released = threading.Event()
-        self.steps: list[int] = []
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.released.wait(30.0)
-        self.steps.append(step)
-
-    def close(self, *, failed: bool) -> None: ...
-
-
 def test_a_hanging_tracker_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    hanging = _Hanging()
-    trackers = Trackers([("slow", hanging)], close_s=0.2)
-    began = time.monotonic()
+    released = threading.Event()
+    trackers = Trackers([("slow", _Recording(released=released))], close_s=0.2)
+    started = time.monotonic()
     for step in range(1500):
         trackers.log(step, {"reward": 0.5})
     trackers.close()
-    assert time.monotonic() - began < 5.0
-    hanging.released.set()
+    assert time.monotonic() - started < 5.0
+    released.set()
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     # the thread may have taken the first step before the queue was full
     assert re.search(r"failures of it are not shown\): it is 1000 steps behind; step 100[01] is left out$", warning)

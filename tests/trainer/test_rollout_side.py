@@ -15,12 +15,12 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
-from grpo_async.store.reader import read_groups
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.training.checkpoint import TrainerState
 from tests.launcher.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 from tests.support.local_server import Refusal, Request, line, local_server
 from tests.support.records import make_scored
+from tests.support.stored import read_groups
 
 LONG_S = 500.0
 

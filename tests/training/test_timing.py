@@ -14,11 +14,6 @@ from grpo_async.tracking.timeline_file import read_events
 from grpo_async.training.timing import StepClock, Stopwatch
 
 
-class _Settings:
-    enabled = True
-    max_mb = 1
-
-
 class _Gpu:
     """Runs in order what it was told; an event is passed when all before it is done, at the second that `run_to` says."""
 
@@ -64,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
 def test_a_part_whose_end_the_gpu_has_not_passed_is_read_the_next_time(tmp_path: Path, gpu: _Gpu) -> None:
     path = tmp_path / "events.jsonl"
     began = time.time()
-    with Timeline(path, settings=_Settings()) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         clock = StepClock(timeline, torch.device("cuda"))
         clock.synchronised()
         gpu.run_to(10.0)

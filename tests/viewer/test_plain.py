@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
-from grpo_async.store import GroupRow, read_groups
+from grpo_async.store import GroupRow
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.plain import group_page, group_table, rollout_page, token_style
@@ -28,6 +28,7 @@ from tests.store.builders import (
     build_sample,
     build_tool_rollout,
 )
+from tests.support.stored import read_groups
 from tests.viewer.support import byte_tokenizer
 
 

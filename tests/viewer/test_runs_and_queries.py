@@ -52,7 +52,7 @@ def test_an_evaluation_is_found_by_its_step_or_as_the_last_one(tmp_path: Path) -
         ({}, ""),
         ({"query": "reward<1 or stale"}, "reward<1 or stale"),
         ({"query": "reward<1 or stale", "step": "3"}, "(reward<1 or stale) and step=3"),
-        ({"step": "3..5"}, "step=3..5"),
+        ({"step": "3..5"}, "step BETWEEN 3 AND 5"),
         ({"step": "3.."}, "step>=3"),
         ({"step": "..5"}, "step<=5"),
         ({"step": "last"}, "step=last"),

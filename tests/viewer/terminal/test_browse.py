@@ -128,7 +128,7 @@ def test_a_filter_is_typed_explained_where_it_is_wrong_and_taken_away(run: Path)
         assert len(_groups(app)) == 6
         for wrong, where, remedy in (
             ("trained and rewrd<0.2", "rewrd", "did you mean reward"),
-            ("reward.exat<1", "reward.exat", "there are exact"),
+            ("rewards['exat']<1", "exat", "there are exact"),
         ):
             await _type(pilot, wrong)
             lines = shown(app).splitlines()

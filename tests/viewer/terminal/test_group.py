@@ -8,7 +8,6 @@ import pytest
 from textual.pilot import Pilot
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import read_groups
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.group import (
@@ -21,6 +20,7 @@ from grpo_async.viewer.terminal.group import (
 )
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
+from tests.support.stored import read_groups
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
 
 

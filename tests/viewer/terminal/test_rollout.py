@@ -10,13 +10,13 @@ from textual.pilot import Pilot
 from tokenizers import pre_tokenizers
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import read_groups
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.lines import PageView
 from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import OpenStore, build_group, build_rollout, build_sample
+from tests.support.stored import read_groups
 from tests.viewer.support import byte_tokenizer
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
 

@@ -52,7 +52,7 @@ function rolloutColumns(rewardNames) {
       cell: (row) => (row.error ? `error: ${oneLine(row.error, 300)}` : oneLine(row.completion_preview, 300)),
     },
     numeric("reward", "reward", (row) => number(row.reward)),
-    ...parts.map((name) => numeric(`reward.${name}`, oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
+    ...parts.map((name) => numeric(`rewards['${name.replaceAll("'", "''")}']`, oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
     numeric("advantage", "adv.", (row) => signed(row.advantage, 2), { title: "advantage", from: 640 }),
     numeric("length", "length", (row) => number(row.num_tokens), { title: "tokens that the policy sampled", from: 440 }),
     numeric("turns", "turns", (row) => String(row.num_turns), { width: "4rem", from: 1320 }),
