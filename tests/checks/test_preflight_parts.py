@@ -220,6 +220,7 @@ def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str,
     [
         ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
         ("127.0.0.1", 200, "warn", "answers without a token"),
+        ("127.0.0.1", 404, "warn", "answers without a token"),
         # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: stands for an address on a network
         ("127.1", 401, "warn", "without TLS"),
         ("127.1", 200, "fail", "answers without a token"),
