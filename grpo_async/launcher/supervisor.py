@@ -36,7 +36,7 @@ from grpo_async.processes.failures import explain
 
 _NODES_TIMEOUT_S = 10.0  # for the other machines to say how their ranks ended
 _KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
-_LAST_MESSAGES_TIMEOUT_S = 5.0  # of a trainer that has ended
+_LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
 _KEEPER_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
 
 

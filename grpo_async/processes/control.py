@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 LAUNCHER_GONE = "the launcher is gone"
 
-_CLOSE_TIMEOUT_S = 5.0  # for the last messages (the summary) to leave the process
+_CLOSE_TIMEOUT_S = (
+    60.0  # for the last messages (the summary) to leave the process: a launcher on a busy machine is behind
+)
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
 _PROBE = b"\n"  # of the launcher to itself, see `read_the_rest`
@@ -92,7 +94,7 @@ class ControlClient:
                 self._outbox.put(line)
 
     def close(self) -> None:
-        """Deliver what is queued (a few seconds at most) and hang up. May be called more than once."""
+        """Deliver what is queued (a minute at most) and hang up. May be called more than once."""
         with self._lock:
             if self._socket is None or self._closed:
                 return

@@ -44,7 +44,7 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run:
     memory = events[-1]["summary"]["memory"]
     assert [peak > 100 << 20 for peak in memory["peaks"]] == [True]
     assert memory["estimated"] > 0
-    assert any(event["event"] == "note" and "by estimate" in event["text"] for event in events)
+    assert any(event["event"] == "note" and "after step 1" in event["text"] for event in events)
 
 
 def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:
