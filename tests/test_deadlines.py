@@ -24,10 +24,18 @@ NEED_A_TIMEOUT = re.compile(
 
 def _without_timeout(source: str) -> list[int]:
     """Lines of calls that wait for another process or thread for as long as that likes."""
+    tree = ast.parse(source)
+    limited = {
+        inner
+        for block in ast.walk(tree)
+        if isinstance(block, ast.AsyncWith) and "asyncio.timeout(" in ast.unparse(block.items[0])
+        for inner in ast.walk(block)
+    }
     return [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
+        and node not in limited
         and NEED_A_TIMEOUT.search(ast.unparse(node.func))
         and not any(keyword.arg in (None, "timeout") for keyword in node.keywords)
         and not (ast.unparse(node.func).endswith(".join") and node.args)  # of texts; of a thread, with its limit
@@ -39,6 +47,11 @@ def test_calls_that_wait_for_a_process_have_a_timeout() -> None:
         1, 2, 3, 4,
     ]  # fmt: skip
     assert not _without_timeout("subprocess.run(['ls'], timeout=1)\nthread.join(5)\n', '.join(names)\nrun(**options)")
+    limited, forever = (
+        "async with asyncio.timeout(5):\n    await process.communicate()",
+        "async with process:\n    process.communicate()",
+    )
+    assert (_without_timeout(limited), _without_timeout(forever)) == ([], [2])
     found = [f"{name}:{line}" for name, source in SOURCES.items() for line in _without_timeout(source)]
     assert not found, f"give each of these a `timeout`: {', '.join(found)}"
 
