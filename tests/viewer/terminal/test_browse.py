@@ -239,7 +239,12 @@ def test_the_other_screens_are_reached_and_left(run: Path) -> None:
         for _ in range(12):
             await press(pilot, "space")
             page += shown(app)
-        for expected in ("reward < 0.2 and truncated", "group_status", "columns['NAME']", "True or false"):
+        for expected in (
+            "reward < 0.2 and truncated",
+            "group_status",
+            "further columns of the data set",
+            "True or false",
+        ):
             assert expected in page
         await press(pilot, "q")
         await _type(pilot, "group_status='failed'")

@@ -117,7 +117,9 @@ async function show() {
       showError(error);
     }
   } finally {
-    main.removeAttribute("aria-busy");
+    if (!signal.aborted) {
+      main.removeAttribute("aria-busy"); // else the view that came after it is still being drawn
+    }
   }
 }
 
