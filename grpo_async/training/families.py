@@ -6,25 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_async.errors import ConfigError
+from grpo_async.servers.embedded.families import RECURRENT
 
 # what changes logits after the head and LogitTransform does not know
 _LOGIT_CHANGES = ("lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-_RECURRENT = {
-    "mamba",
-    "mamba2",
-    "falcon_mamba",
-    "rwkv",
-    "qwen3_next",
-    "qwen3_5_text",
-    "jamba",
-    "bamba",
-    "falcon_h1",
-    "nemotron_h",
-}
-"""Where config.json leaves `layer_types` out."""
 
 
 def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> None:
@@ -43,7 +29,7 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
                 "models of this family cannot be trained yet"
             )
     layer_types = set(config.get("layer_types") or ())
-    if not layer_types and config.get("model_type") in _RECURRENT:
+    if not layer_types and config.get("model_type") in RECURRENT:  # left out on the hub
         layer_types = {"linear_attention"}
     chunk = config.get("attention_chunk_size")
     if "chunked_attention" in layer_types and chunk is not None:

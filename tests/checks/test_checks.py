@@ -151,7 +151,7 @@ def test_what_would_fail_later_is_told_before_anything_starts(
     _model(tmp_path / "gpt_oss", config='{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 1}')
     _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')
     _model(tmp_path / "mistral", config='{"model_type": "mistral", "sliding_window": 32}')
-    _model(tmp_path / "mamba", config='{"model_type": "mamba"}')
+    _model(tmp_path / "mamba", config='{"model_type": "zamba2"}')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = make_config(tmp_path, **json.loads(json.dumps(sections).replace("{folder}", str(tmp_path))))
     (tmp_path / "model" / "config.json").write_text('{"vocab_size": 7}')

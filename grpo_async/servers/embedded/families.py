@@ -22,8 +22,11 @@ _OTHER_ATTENTION = {
     "gemma3n_text": "shares keys and values between layers",
     "gemma4_text": "has heads of several sizes",
 }
-# config.json on the hub may leave out `layer_types`, which transformers then derives
-_RECURRENT = {"qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"}
+RECURRENT = {
+    *("mamba", "mamba2", "falcon_mamba", "rwkv"),
+    *("qwen3_next", "qwen3_5_text", "jamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2"),
+}
+"""Families with recurrent layers: a config.json on the hub may leave out `layer_types`, which transformers then derives."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -67,4 +70,4 @@ def _other_layers(config: Mapping[str, Any], name: str) -> str:
     others = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if others:
         return f"has layers of the kind {', '.join(others)}"
-    return "has recurrent layers" if name in _RECURRENT and not config.get("layer_types") else ""
+    return "has recurrent layers" if name in RECURRENT and not config.get("layer_types") else ""
