@@ -148,8 +148,9 @@ def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the
 ) -> None:
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
         prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
-        running = [start(prompt, 350) for prompt in prompts]
-        assert all(stream.began.wait(30) for stream in running[:1])
+        running = [start(prompt, 350) for prompt in prompts[:-1]]
+        assert all(stream.began.wait(30) for stream in running)
+        running.append(start(prompts[-1], 350))
         _wait_until_queued(vllm_server, 1)
         pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
         held = start(LONG_PROMPT, 24)
