@@ -11,6 +11,7 @@ configuration are relative to the working directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -38,8 +39,10 @@ from grpo_async.config.document import (
 )
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.problems import report
-from grpo_async.config.shape import Shape, suggest_key
+from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
 from grpo_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _REMOVED = (("training", "row_tokens"),)
 """Section and name of settings that earlier versions had."""
@@ -116,6 +119,22 @@ def _without_removed(values: Any) -> Any:
     return values
 
 
+def _take_old_names(document: Document, problems: Problems) -> None:
+    """Give each setting that stands under its old name the one that it has now, and warn."""
+    for old, new in RENAMED_KEYS.items():
+        if old not in document.places:
+            continue
+        place = document.places.pop(old)
+        value = document.value(old[:-1]).pop(old[-1])
+        if new in document.places:
+            problems.add(place, f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is set, too; remove it")
+        else:
+            logger.warning(
+                "%s: %s is called %s now; the old name is taken by this version only", place, *map(".".join, (old, new))
+            )
+            document.put(new, Document(value, {(): place}, {()} if old in document.broken else set()))
+
+
 # ---- files ----
 
 
@@ -129,6 +148,7 @@ def _read_with_bases(
         known: files that were read already, which several may extend; is added to.
     """
     own = read_yaml_file(path, problems)
+    _take_old_names(own, problems)
     chain, merged = [*inside, path], Document({}, {})
     for place, name in _names_of_bases(own, problems):
         base = FilePath(os.path.normpath(path.parent / os.path.expanduser(str(name))))
@@ -198,6 +218,9 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
     place = Place(f"--set {shorten(override, 100).encode(errors='backslashreplace').decode()}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
+    if path in RENAMED_KEYS:
+        logger.warning("%s: %s is called %s now", place, dotted, ".".join(RENAMED_KEYS[path]))
+        path = RENAMED_KEYS[path]
     if not has_value or not all(path):
         problems.add(place, "an override is written section.key=value")
         return
@@ -211,6 +234,7 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
         problems.add(place, f"'{'.'.join(missing[0])}' has no entry '{key}', only {shorten(known)}")
     else:
         document.put(path, read_yaml(text, place, problems, has_lines=False))
+        _take_old_names(document, problems)
 
 
 # ---- the environment ----

@@ -9,6 +9,17 @@ from pydantic import Field, model_validator
 from grpo_async.config.base import ModelName, Reference, StrictModel, Weight, default_type
 
 Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+_REDUCTIONS: dict[str, Reduction] = {
+    "grpo": "grpo",
+    "bnpo": "bnpo",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo",
+    "gspo": "grpo",
+    "cispo": "dapo",
+    "sapo": "grpo",
+    "custom": "dapo",
+}
+"""Type of the loss -> its own reduction."""
 
 
 class AdvantageSection(StrictModel):
@@ -40,8 +51,8 @@ class AdvantageSection(StrictModel):
         return self
 
 
-class CorrectionSection(StrictModel):
-    """Weights of sampled tokens for the difference between who sampled them and the proximal policy:
+class ImportanceSamplingSection(StrictModel):
+    """Importance weights of sampled tokens, for the difference between the policy that sampled them and the proximal policy:
     w = exp(proximal - sampler), per token or (the sum over its tokens) per sequence. Applied to the loss, without gradient."""
 
     level: Literal["token", "sequence"] = "sequence"
@@ -64,6 +75,7 @@ class CorrectionSection(StrictModel):
 class BaseLoss(StrictModel):
     """What all losses have."""
 
+    type: str
     reduction: Reduction | None = None
     """How tokens are averaged; null = as the type says. grpo: mean over samples of the token mean. bnpo: token mean of each
     micro-batch (depends on how samples are packed). dr_grpo: sum / (samples x max_completion_tokens). dapo: sum / trained tokens of
@@ -73,7 +85,7 @@ class BaseLoss(StrictModel):
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
     the start of the step; costs a forward pass where training.minibatches is more than 1. log_linear: between the two by the age of
     each token's version, without a forward pass (A-3PO)."""
-    correction: CorrectionSection | None = None
+    correction: ImportanceSamplingSection | None = None
     """Importance weights between sampler and proximal policy; needs a `proximal` other than sampler."""
     off_policy_mask: float | None = Field(default=None, gt=0.0)
     """OPSM: completions with a negative advantage are left out when mean(sampler - policy logprob) over their tokens is above
@@ -85,14 +97,14 @@ class BaseLoss(StrictModel):
     cost), or the folder of a model."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
-    top_entropy_share: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
     """Train only this fraction of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a
-    forward pass. 1 = all."""
+    forward pass. 1 = all. As TRL's setting of this name."""
 
     @property
     def reduction_in_use(self) -> Reduction:
         """`reduction`, or that of the type."""
-        return self.reduction or "dapo"
+        return self.reduction or _REDUCTIONS[self.type]
 
 
 class ClippedLoss(BaseLoss):
@@ -119,10 +131,6 @@ class ClippedLoss(BaseLoss):
             )
         return self
 
-    @property
-    def reduction_in_use(self) -> Reduction:
-        return self.type
-
 
 class GspoLoss(BaseLoss):
     type: Literal["gspo"]
@@ -131,10 +139,6 @@ class GspoLoss(BaseLoss):
     """Lower clip: ratio >= 1 - epsilon."""
     epsilon_high: float = Field(default=4e-4, gt=0.0)
     """Upper clip: ratio <= 1 + epsilon_high."""
-
-    @property
-    def reduction_in_use(self) -> Reduction:
-        return self.reduction or "grpo"
 
 
 class CispoLoss(BaseLoss):
@@ -151,10 +155,6 @@ class SapoLoss(BaseLoss):
     """Steepness of the gate for advantages above 0."""
     temperature_negative: float = Field(default=1.05, gt=0.0)
     """Steepness of the gate for the others."""
-
-    @property
-    def reduction_in_use(self) -> Reduction:
-        return self.reduction or "grpo"
 
 
 class CustomLoss(BaseLoss):

@@ -19,6 +19,9 @@ from grpo_async.config.document import Path, index_of
 _CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
 _LONGEST_KEY = 60  # difflib's time grows with the square
 
+RENAMED_KEYS: dict[Path, Path] = {("loss", "top_entropy_share"): ("loss", "top_entropy_quantile")}
+"""Path of a setting in the version before -> its path. The old one is taken, with a warning; the schema calls it deprecated."""
+
 # Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
 FOREIGN_KEYS = {
     "adam_beta1": "optimizer.betas",

@@ -210,10 +210,16 @@ def _config(path: Path) -> Mapping[str, object]:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """Those of a mapping that are finite."""
+    """Those of a mapping that are finite; metrics of runs of the version before under their names of this one."""
     if not isinstance(values, Mapping):
         return {}
-    return {str(name): float(value) for name, value in values.items() if _is_number(value)}
+    return {_name_now(str(name)): float(value) for name, value in values.items() if _is_number(value)}
+
+
+def _name_now(name: str) -> str:
+    """ "pipeline/waiting_share" -> "pipeline/waiting_fraction"."""
+    is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
+    return f"{name.removesuffix('_share')}_fraction" if is_old else name
 
 
 def _is_number(value: Any) -> bool:

@@ -169,7 +169,7 @@ def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMet
         filtered_fraction=ended["filtered"] / num_ended if num_ended else None,
         tool_fraction=None if tool_s is None or not rollout_s else min(1.0, tool_s / rollout_s),
         scoring_fraction=None if scoring_s is None or not rollout_s else scoring_s / (scoring_s + rollout_s),
-        padding_fraction=mean("training/padding_share"),
+        padding_fraction=mean("training/padding_fraction"),
     )
 
 

@@ -360,6 +360,7 @@ class _Leader:
         source.start()
         finished = loop.run(first_step=self._start + 1)
         self._phases.begin("saving")
+        loop.activity.begin("ending the run")
         if finished < self._config.training.max_steps:
             loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
             source.stop_generating()

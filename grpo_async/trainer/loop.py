@@ -11,8 +11,7 @@ import copy
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_async.batching.minibatch import Minibatch, split_groups
@@ -24,9 +23,9 @@ from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
 from grpo_async.rollout.source import AsyncRolloutSource
-from grpo_async.tracking.timeline import NO_TIMELINE, Span, Timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.export import export_model, model_card
 from grpo_async.training.metrics import PipelineMeter, Reading
 from grpo_async.training.ranks import (
@@ -41,39 +40,11 @@ from grpo_async.training.ranks import (
     WaitCommand,
 )
 from grpo_async.training.step import StepResult
-from grpo_async.training.timing import Stopwatch
+from grpo_async.training.timing import Activity
 from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.weights.verify import TrainerScores
 
 logger = logging.getLogger(__name__)
-
-
-class Activity:
-    """What the main thread is doing, for whoever watches it. Written by that thread, read by any."""
-
-    def __init__(self) -> None:
-        self._now = "starting", time.monotonic()
-        self.num_begun = 0
-        """Grows with every `begin`."""
-
-    def begin(self, what: str) -> None:
-        """From now on the main thread is `what` ("training step 3")."""
-        self._now = what, time.monotonic()
-        self.num_begun += 1
-
-    @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Something in between; afterwards it is again what it was before, for as long as it was."""
-        before = self._now
-        self._now = what, time.monotonic()
-        try:
-            yield
-        finally:
-            self._now = before
-
-    def __str__(self) -> str:
-        what, since = self._now
-        return f"{what}, for {time.monotonic() - since:.0f} s"
 
 
 class LeaderLoop:
@@ -128,9 +99,8 @@ class LeaderLoop:
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
-        self._stopwatch = Stopwatch()
-        self.activity = Activity()
-        """What this thread is doing, for the stall guard."""
+        self.activity = Activity(timeline)
+        """What this thread does; the stall guard reads it."""
 
     @property
     def version(self) -> int:
@@ -153,8 +123,7 @@ class LeaderLoop:
         gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
         self._version = version
         self._push_is_held = False
-        activity = self.activity.during(f"pushing version {version} to the servers")
-        with self._stopwatch.during("pushing"), activity, self._span("push", version=version):
+        with self.activity.during(f"pushing version {version} to the servers", "push", "pushing", version=version):
             metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
         if metrics is None:
             return {"sync/skipped": 1.0}
@@ -199,22 +168,22 @@ class LeaderLoop:
             RunError: too many steps in a row were not finite, generation died, a deadline passed.
         """
         config = self._config
-        self._stopwatch.take()  # what was before is in no step
+        self.activity.take_seconds()  # what was before is in no step
         for step in range(first_step, config.training.max_steps + 1):
+            self.activity.begin(f"in step {step}")
             self._context.checkpoints.poll()
             began, wait_began = time.time(), time.monotonic()
-            with self._stopwatch.during("waiting"):
-                groups = self._take(step)
+            groups = self._take(step)
             if groups is None:
                 return step - 1
             waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
             minibatches = split_groups(groups, config.training.minibatches)
             self._sync.sleep_servers()
-            with self._stopwatch.during("training"), self._span("train", step=step):
+            with self.activity.during(f"training step {step}", "train", "training", step=step):
                 result, statistics = self._train(minibatches, step)
             self._version = step
-            with self._span("close groups", step=step):
+            with self._timeline.span("close groups", "trainer", step=step):
                 empty = [group for group in groups if not group.samples]
                 self._source.settle_step(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(minibatches, result, statistics, step)
@@ -232,7 +201,7 @@ class LeaderLoop:
                     trained_tokens=result.num_tokens,
                     staleness=_staleness(trained, step - 1),
                     reward=metrics.get("reward"),
-                    spent=self._stopwatch.take(),
+                    spent=self.activity.take_seconds(),
                 )
             )
             metrics.update(self._source.gauges())
@@ -242,20 +211,19 @@ class LeaderLoop:
                 metrics.update(self._push_or_save(step))
             if self._evaluations is not None:
                 self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
-            with self._span("log", step=step):
+            with self._timeline.span("log", "trainer", step=step):
                 self._on_step(step, metrics)
             self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
-                with self._stopwatch.during("checkpoint"):
-                    self.save(step)
+                self.save(step)
         return config.training.max_steps
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
-        self.activity.begin(f"waiting for the samples of step {step}")
+        waiting = f"waiting for the samples of step {step}"
         try:
-            with self._span("wait for samples", step=step):
+            with self.activity.during(waiting, "wait for samples", "waiting", step=step):
                 return self._source.take(
                     self._config.rollout.groups_per_step,
                     trainer_version=step - 1,
@@ -274,7 +242,6 @@ class LeaderLoop:
 
     def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenFigures]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
-        self.activity.begin(f"training step {step}")
         config, context = self._config, self._context
         lr = config.optimizer.lr * config.lr_factor(step - 1)
         parts: list[list[list[MicroBatch]]] = [[] for _ in range(context.num_ranks)]  # [num_ranks][num_minibatches]
@@ -310,8 +277,8 @@ class LeaderLoop:
         context.channel.send([StepCommand(minibatches=part, lr=lr, token_room=tokens.room) for part in parts])
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
         result = context.step(parts[0], lr, tokens.room)
-        result.metrics["training/padding_share"] = 1.0 - (num_tokens - num_shared) / num_computed
-        result.metrics["training/shared_share"] = num_shared / num_tokens
+        result.metrics["training/padding_fraction"] = 1.0 - (num_tokens - num_shared) / num_computed
+        result.metrics["training/shared_fraction"] = num_shared / num_tokens
         collected = result.token_statistics
         return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
 
@@ -355,34 +322,32 @@ class LeaderLoop:
         Raises:
             CheckpointError: this one, or the last one, could not be written.
         """
-        context = self._context
+        context, activity = self._context, self.activity
         if step != self._saved_step:
-            self.activity.begin("waiting for the last checkpoint to be written")
-            with self._span("wait for the last checkpoint"):
+            last = "waiting for the last checkpoint to be written"
+            with activity.during(last, "wait for the last checkpoint", "checkpoint"):
                 context.checkpoints.prepare(self.heartbeat)
-            self.activity.begin(f"copying the checkpoint of step {step}")
-            state = TrainerState.of(
-                step,
-                self._source.resume_state(),
-                progress={**copy.deepcopy(self._progress), "totals": self._meter.totals.as_dict()},
-                counters={"bad_steps": self._bad_steps},
-            )
-            self._command_all(SaveCommand(step=step))
-            with self._span("copy checkpoint", step=step):
+            with activity.during(f"copying the checkpoint of step {step}", "copy checkpoint", "checkpoint", step=step):
+                state = CheckpointState.of(
+                    step,
+                    self._source.resume_state(),
+                    progress={**copy.deepcopy(self._progress), "totals": self._meter.totals.as_dict()},
+                    counters={"bad_steps": self._bad_steps},
+                )
+                self._command_all(SaveCommand(step=step))
                 context.checkpoints.begin(step, context.policy, context.optimizer, state, on_written=self._on_saved)
             self._saved_step = step
         if wait:
-            self.activity.begin(f"waiting for the checkpoint of step {step} to be written")
-            with self._span("wait for the checkpoint", step=step):
+            this = f"waiting for the checkpoint of step {step} to be written"
+            with activity.during(this, "wait for the checkpoint", "checkpoint", step=step):
                 context.checkpoints.wait(self.heartbeat)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
         self.save(step, wait=True)
-        self.activity.begin("exporting the model")
-        self._command_all(ExportCommand())
         context = self._context
-        with self._span("export the model"):
+        with self.activity.during("exporting the model", "export the model", "checkpoint"):
+            self._command_all(ExportCommand())
             export_model(
                 context.run_dir.model,
                 context.policy,
@@ -401,9 +366,6 @@ class LeaderLoop:
     def heartbeat(self) -> None:
         """Tell the other ranks, which wait with a deadline, that this one waits too."""
         self._command_all(WaitCommand())
-
-    def _span(self, name: str, **details: int) -> Span:
-        return self._timeline.span(name, "trainer", **details)
 
     def _command_all(self, command: Command) -> None:
         self._context.channel.send([command] * self._context.num_ranks)

@@ -29,7 +29,7 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import make_client
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def build_rollout_side(
     fleet: Fleet | FixedServers,
     renderer: ChatRenderer,
     store: RolloutStore,
-    state: TrainerState | None,
+    state: CheckpointState | None,
     timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
     """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.

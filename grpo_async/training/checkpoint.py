@@ -69,7 +69,7 @@ DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointExc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerState:
+class CheckpointState:
     """What a resume needs beside tensors. `step` = finished training steps = policy version.
 
     Attributes:
@@ -88,7 +88,7 @@ class TrainerState:
     @classmethod
     def of(
         cls, step: int, rollouts: ResumeState, *, progress: dict[str, Any], counters: dict[str, int]
-    ) -> TrainerState:
+    ) -> CheckpointState:
         """Of one instant: `step` is trained, and the next has not begun."""
         return cls(step=step, rollouts=rollouts.small(), lines=rollouts.lines(), progress=progress, counters=counters)
 
@@ -106,7 +106,7 @@ class TrainerState:
             ) from error
 
 
-def write_state(folder: Path, state: TrainerState) -> None:
+def write_state(folder: Path, state: CheckpointState) -> None:
     """Write state.json and rollouts.jsonl.
 
     Raises:
@@ -123,7 +123,7 @@ def write_state(folder: Path, state: TrainerState) -> None:
     write_synced(folder / STATE, [json.dumps(content)])
 
 
-def load_state(run_dir: RunDir, step: int) -> TrainerState:
+def load_state(run_dir: RunDir, step: int) -> CheckpointState:
     """The part of a checkpoint that is no tensor.
 
     Raises:
@@ -136,7 +136,7 @@ def load_state(run_dir: RunDir, step: int) -> TrainerState:
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} has another format than this version reads ({FORMAT})")
         lines = (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()
-        return TrainerState(lines=lines, **content)
+        return CheckpointState(lines=lines, **content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 
@@ -263,7 +263,7 @@ class CheckpointWriter:
         step: int,
         policy: Policy,
         optimizer: torch.optim.Optimizer,
-        state: TrainerState | None,
+        state: CheckpointState | None,
         *,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
@@ -348,7 +348,7 @@ class CheckpointWriter:
     def _partial(self, step: int) -> Path:
         return self._run_dir.checkpoints / f"{_PREFIX}step_{step}"
 
-    def _write(self, step: int, staged: dict[str, Any], state: TrainerState | None) -> None:
+    def _write(self, step: int, staged: dict[str, Any], state: CheckpointState | None) -> None:
         began = time.monotonic()
         partial = self._partial(step)
         dcp.save(staged, checkpoint_id=str(partial), process_group=self._group)
@@ -359,7 +359,7 @@ class CheckpointWriter:
                 "checkpoint/bytes": float(num_bytes),
             }
 
-    def _complete(self, step: int, partial: Path, state: TrainerState) -> int:
+    def _complete(self, step: int, partial: Path, state: CheckpointState) -> int:
         """Rank 0, when every rank has written: the rest, and the name."""
         write_state(partial, state)
         num_bytes = write_manifest(partial, step=step, world_size=dist.get_world_size())

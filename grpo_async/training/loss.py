@@ -25,7 +25,7 @@ from grpo_async.config.loss_sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,
-    CorrectionSection,
+    ImportanceSamplingSection,
     CustomLoss,
     GspoLoss,
     SapoLoss,
@@ -35,7 +35,7 @@ from grpo_async.training.logprobs import TokenObjective
 from grpo_async.training.model import PolicyOutput
 from grpo_async.user_code.references import resolve_plain_function
 
-_LARGEST_LOG = 80.0
+_MAX_LOG_RATIO = 80.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
     Args:
         log_ratio: (N,) float32
     """
-    return torch.exp(log_ratio.clamp(max=_LARGEST_LOG))
+    return torch.exp(log_ratio.clamp(max=_MAX_LOG_RATIO))
 
 
 def sequence_mean(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tensor:
@@ -107,9 +107,10 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
         rho = exp(logprob - old_logprob)
         loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
 
-    Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291).
+    Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291),
+    and so takes its gradient: it counts as clipped high, as TRL does not count it.
     Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
-    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8.
+    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, clipped high.
     """
     ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
@@ -129,11 +130,12 @@ def clipped_surrogate(
     clamped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
     loss = -torch.minimum(capped * advantages, clamped * advantages)
     known = ratio.detach()
+    highest = torch.where(advantages > 0, 1.0 + epsilon_high, math.inf if delta is None else delta)
     return TokenLoss(
         loss=loss,
         ratio=capped.detach(),
         clipped_low=(known < 1.0 - epsilon) & (advantages < 0),
-        clipped_high=(known > 1.0 + epsilon_high) & (advantages > 0),
+        clipped_high=(known > highest) & (advantages != 0),
         is_per_sequence=is_per_sequence,
     )
 
@@ -258,9 +260,11 @@ def log_linear_logprobs(
     return sampler_logprobs + age / (age + 1.0) * (logprobs.detach() - sampler_logprobs)
 
 
-def importance_weights(inputs: LossInputs, correction: CorrectionSection) -> torch.Tensor:
+def importance_weights(
+    inputs: LossInputs, correction: ImportanceSamplingSection
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight of each token, without gradient, for the difference between the sampler and the proximal policy: pi_prox / pi_smp of
-    decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS). (N,)
+    decoupled PPO (arXiv 2505.24298), truncated (TIS) or masked (MIS); and which are masked, bool, None but for MIS. (N,) each
 
         w = exp(old - sampler)                      level token
         w = exp(sum of (old - sampler))             level sequence, over the trained tokens of the sample
@@ -275,13 +279,11 @@ def importance_weights(inputs: LossInputs, correction: CorrectionSection) -> tor
         difference = sequence_sum(difference, inputs.sample_index)
     weights = torch.exp(difference)
     if correction.action == "truncate":
-        return weights.clamp(min=floor, max=cap)
+        return weights.clamp(min=floor, max=cap), None
     if correction.action == "mask":
-        outside = weights > cap
-        if floor is not None:
-            outside |= weights < floor
-        return weights.masked_fill(outside, 0.0)
-    return weights
+        is_masked = (weights > cap) | (weights < (floor or 0.0))
+        return weights.masked_fill(is_masked, 0.0), is_masked
+    return weights, None
 
 
 def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
@@ -300,23 +302,21 @@ def entropy_threshold(entropy: torch.Tensor, *, fraction: float) -> torch.Tensor
     """The entropy that a token must have to be among the `fraction` with the highest (arXiv 2506.01939). () float64
 
     It is the (1 - fraction) quantile, between two values by linear interpolation, as numpy's and TRL's.
-    Worked example: entropies [0.1, 0.5, 0.2, 0.9, 0.4], fraction 0.4: place 0.6 x 4 = 2.4 of [.1, .2, .4, .5, .9] -> 0.44: 0.5 and
-    0.9 stay.
+    Worked example: entropies [.1, .2, .4, .5, .9], fraction 0.4: index 0.6 x 4 = 2.4 -> 0.4 + 0.4 x 0.1 = 0.44: 0.5 and 0.9 stay.
 
     Args:
-        entropy: of all trained tokens of the minibatch, of all ranks; may be empty. (n,)
-        fraction: 0 < fraction <= 1.
+        entropy: of all trained tokens of the minibatch, of all ranks, ascending; may be empty. (n,) float64
+        fraction: 0 to 1.
     """
     if entropy.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=entropy.device)
-    values = torch.sort(entropy.detach().double()).values
-    place = (1.0 - fraction) * (values.numel() - 1)
-    below = int(place)
-    above = min(below + 1, values.numel() - 1)
-    return values[below] + (place - below) * (values[above] - values[below])
+        return entropy.new_zeros(())
+    index = (1.0 - fraction) * (entropy.numel() - 1)
+    below = int(index)
+    above = min(below + 1, entropy.numel() - 1)
+    return entropy[below] + (index - below) * (entropy[above] - entropy[below])
 
 
-def all_entropies(entropy: torch.Tensor, *, num_tokens: int, most_rank_tokens: int) -> torch.Tensor:
+def sorted_entropies(entropy: torch.Tensor, *, num_tokens: int, most_rank_tokens: int) -> torch.Tensor:
     """The entropies of a minibatch on all ranks, the same on each of them, ascending. (num_tokens,) float64
 
     A collective where there are several ranks. How many each has need not be told to the host: they are filled up to the same
@@ -353,7 +353,7 @@ class OldPolicy:
     """What the policy at the start of the step says of one micro-batch's N tokens (the old log-probabilities pass)."""
 
     logprobs: torch.Tensor  # (N,) of the policy at the start of the step
-    has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_share keeps; None = all
+    has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_quantile keeps; None = all
     num_kept: torch.Tensor | None  # () how many those are in the whole minibatch, on all ranks; None = all
 
     def of_tokens(self, rows: slice) -> OldPolicy:
@@ -374,7 +374,7 @@ class ObjectiveOutput:
     kl: torch.Tensor | None
     is_importance_masked: torch.Tensor | None  # bool, left out by the mask of `loss.correction`
     is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
-    has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_share
+    has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_quantile
     router_loss: torch.Tensor | None  # ()
 
 
@@ -408,7 +408,7 @@ class Objective:
     def needs_old_policy(self) -> bool:
         """Whether a step begins with a forward without gradient over all its micro-batches."""
         recomputes = self.section.proximal == "recomputed" and self._num_minibatches > 1
-        return recomputes or self.section.top_entropy_share < 1.0
+        return recomputes or self.section.top_entropy_quantile < 1.0
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -424,7 +424,7 @@ class Objective:
         return not isinstance(self.section, SapoLoss | CustomLoss)
 
     @property
-    def weighs_sequences(self) -> bool:
+    def has_sequence_weights(self) -> bool:
         """Whether the importance weights in use belong to whole samples: metrics then count each sample once."""
         correction = self.section.correction
         return isinstance(self.section, GspoLoss) if correction is None else correction.level == "sequence"
@@ -499,12 +499,8 @@ class Objective:
         loss, weights = token_loss.loss, token_loss.ratio
         is_importance_masked = is_off_policy = has_low_entropy = None
         if section.correction is not None:
-            correction = section.correction
-            weights = importance_weights(inputs, correction)
-            loss = loss * weights
-            if correction.action == "mask":
-                is_importance_masked = weights == 0.0
-                loss = loss.masked_fill(is_importance_masked, 0.0)  # a loss that overflowed, times 0, is not 0
+            weights, is_importance_masked = importance_weights(inputs, section.correction)
+            loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # a loss that overflowed, times 0, is not 0
         if section.off_policy_mask is not None:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)

@@ -10,7 +10,7 @@ over samples, those of tokens over tokens.
     trainer idle    = seconds blocked on samples / wall            generator idle = 1 - seconds generating / wall
     overlap         = max(generation, training) / wall             1.0 is perfect overlap
     tokens/s        = tokens of the window / seconds of the window
-    *_share         fractions of the trainer's wall time: waiting for samples, training, pushing, checkpoint, other; together 1
+    *_fraction      of the trainer's wall time: waiting for samples, training, pushing, checkpoint, other; together 1
 
 Idle and the fraction of waiting differ by the pushes to servers that came back while the trainer waited: those are pushing.
 """
@@ -57,7 +57,7 @@ class UpdateSums:
         zeros = torch.zeros_like(logprobs)
         nothing = torch.zeros((), device=logprobs.device)
         of_sample = 1.0 / sequence_sum(ones, inputs.sample_index)  # adds up to 1 over the tokens of a sample
-        per_weight = of_sample if self._objective.weighs_sequences else ones
+        per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
         difference = (logprobs - inputs.sampler_logprobs).abs()
         weights = output.importance_weights.double()
@@ -177,7 +177,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         metrics["masked/correction"] = total["importance_masked"] / num_tokens
     if section.off_policy_mask is not None:
         metrics["masked/off_policy"] = total["off_policy"] / num_tokens
-    if section.top_entropy_share < 1.0:
+    if section.top_entropy_quantile < 1.0:
         metrics["masked/low_entropy"] = total["low_entropy"] / num_tokens
     if objective.needs_router_loss:
         metrics["router_loss"] = total["router_loss"] / num_updates
@@ -272,7 +272,7 @@ class PipelineMeter:
             "pipeline/overlap_efficiency": max(busy, wall - waited_s) / wall,
             "perf/trained_tokens_per_s": trained_tokens / wall,
             "perf/generated_tokens_per_s": generated / wall,
-            **{f"pipeline/{what}_share": part for what, part in _fractions(spent, wall).items()},
+            **{f"pipeline/{what}_fraction": part for what, part in _fractions(spent, wall).items()},
         }
         num_tokens = sum(staleness.values())
         if num_tokens:
@@ -295,7 +295,7 @@ class PipelineMeter:
             "overlap_efficiency": max(totals.generation_busy_s, wall - totals.waited_s) / wall,
             "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
             "staleness_max": totals.staleness_max,
-            **{f"{what}_share": part for what, part in _fractions(totals.spent_s, wall).items()},
+            **{f"{what}_fraction": part for what, part in _fractions(totals.spent_s, wall).items()},
         }
         if totals.first_rewards:
             summary["reward_first"] = fmean(totals.first_rewards)

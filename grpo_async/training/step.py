@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.loss import Objective, OldPolicy, all_entropies, entropy_threshold
+from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold, sorted_entropies
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.training.reference import Reference
@@ -171,7 +171,7 @@ def _ask_old_policy(
     policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], objective: Objective, device: torch.device
 ) -> list[list[OldPolicy | None]]:
     """Log-probabilities, and which tokens have a high entropy, under the policy at the start of the step; as `minibatches`."""
-    fraction = objective.section.top_entropy_share
+    fraction = objective.section.top_entropy_quantile
     results: list[list[OldPolicy | None]] = []
     with torch.no_grad():
         for micro_batches in minibatches:
@@ -179,7 +179,7 @@ def _ask_old_policy(
             if fraction == 1.0:
                 results.append([OldPolicy(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
                 continue
-            entropies = all_entropies(
+            entropies = sorted_entropies(
                 torch.cat([output.entropy for output in outputs]),
                 num_tokens=micro_batches[0].minibatch_tokens,
                 most_rank_tokens=micro_batches[0].most_rank_tokens,

@@ -1,4 +1,4 @@
-"""When the parts of a training step ran (StepClock), what a thread's seconds went into (Stopwatch), and the peak of memory."""
+"""When the parts of a training step ran (StepClock), what the main thread does (Activity), and the peak of memory."""
 
 from __future__ import annotations
 
@@ -78,43 +78,64 @@ NO_CLOCK = StepClock(NO_TIMELINE, torch.device("cpu"))
 """Times nothing."""
 
 
-class Stopwatch:
-    """Adds up seconds by what was done in them. What is done inside something else is not counted there.
+class Activity:
+    """What a thread does: told to whoever asks (`str`), recorded in the timeline, and its seconds added up by kind. Written by that
+    thread, read by any.
 
-    Worked example: 5 s of waiting, in the middle of which 2 s go into a push -> {"waiting": 3.0, "pushing": 2.0}.
+    Worked example: 5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}.
 
     Args:
         clock: seconds, never going back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, timeline: Timeline = NO_TIMELINE, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeline = timeline
         self._clock = clock
+        self._now = "starting", clock()
+        self._kinds: list[str] = []  # of what is going on, the innermost last
         self._spent: dict[str, float] = {}
-        self._running: list[str] = []  # the innermost last
         self._counted_until = clock()
+        self.num_begun = 0
+        """Grows with everything that begins but pushes: those to servers that come and go are no progress."""
+
+    def begin(self, what: str) -> None:
+        """From now on the thread is `what` ("evaluating after training")."""
+        self._now = what, self._clock()
+        self.num_begun += 1
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Count the block as `what`."""
+    def during(self, what: str, span: str, kind: str, **details: int) -> Iterator[None]:
+        """The thread is `what` in this block, which is called `span` in the timeline. Afterwards it is again what it was before, for as
+        long as it was."""
+        before = self._now
         self._count()
-        self._running.append(what)
+        self._now = what, self._clock()
+        self.num_begun += kind != "pushing"
+        self._kinds.append(kind)
         try:
-            yield
+            with self._timeline.span(span, "trainer", **details):
+                yield
         finally:
             self._count()
-            self._running.pop()
+            self._kinds.pop()
+            self._now = before
 
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call, by what was done in them; those in which nothing was named are missing."""
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds since the last call, by kind; those outside of all blocks are missing."""
         self._count()
         spent, self._spent = self._spent, {}
         return spent
 
+    def __str__(self) -> str:
+        """ "training step 3, for 12 s"."""
+        what, since = self._now
+        return f"{what}, for {self._clock() - since:.0f} s"
+
     def _count(self) -> None:
         now = self._clock()
-        if self._running:
-            what = self._running[-1]
-            self._spent[what] = self._spent.get(what, 0.0) + now - self._counted_until
+        if self._kinds:
+            kind = self._kinds[-1]
+            self._spent[kind] = self._spent.get(kind, 0.0) + now - self._counted_until
         self._counted_until = now
 
 

@@ -275,8 +275,8 @@ def _line(step: int, wall: float, *, trainer_idle: float, generator_idle: float)
         "step_time": wall,
         "pipeline/trainer_idle_ratio": trainer_idle,
         "pipeline/generator_idle_ratio": generator_idle,
-        "pipeline/training_share": 0.5,
-        "pipeline/pushing_share": 0.1,
+        "pipeline/training_fraction": 0.5,
+        "pipeline/pushing_fraction": 0.1,
         "perf/trained_tokens_per_s": 100.0 * step,
         "async/staleness_mean": 1.0,
     }

@@ -44,6 +44,25 @@ def test_a_setting_that_is_gone_is_overlooked_where_it_said_nothing(tmp_path: Pa
     assert "training.no_such" in problem
 
 
+def test_an_old_name_is_taken_with_a_warning_from_files_and_overrides(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = _write(tmp_path, MINIMAL + "loss:\n  top_entropy_share: 0.2\n", "base.yaml")
+    assert load_config(base).loss.top_entropy_quantile == 0.2
+    assert f"{base}:9: loss.top_entropy_share is called loss.top_entropy_quantile now" in caplog.text
+    child = _write(tmp_path, "extends: base.yaml\nloss: {top_entropy_quantile: 0.3}\n")
+    assert load_config(child).loss.top_entropy_quantile == 0.3
+    for override in ("loss.top_entropy_share=0.4", "loss={top_entropy_share: 0.4}"):
+        caplog.clear()
+        assert load_config(child, [override]).loss.top_entropy_quantile == 0.4
+        assert f"--set {override}: loss.top_entropy_share is called loss.top_entropy_quantile now" in caplog.text
+    both = _write(tmp_path, MINIMAL + "loss:\n  top_entropy_share: 0.2\n  top_entropy_quantile: 0.2\n")
+    assert _problems(both) == [
+        "x.yaml:9: loss.top_entropy_share: is the old name of loss.top_entropy_quantile, which is set, too; remove it"
+    ]
+    assert _problems(_write(tmp_path, MINIMAL + "loss: {top_entropy_share: 2}\n"))[0].startswith("x.yaml:8: ")
+
+
 def test_a_minimal_file_gets_every_default(tmp_path: Path) -> None:
     config = load_config(_write(tmp_path, MINIMAL))
     assert config.run.name == "demo"

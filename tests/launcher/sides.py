@@ -14,7 +14,7 @@ from grpo_async.inference.router import FixedServers
 from grpo_async.records import ScoredGroup
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line
 
@@ -65,7 +65,7 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
 
 @contextmanager
 def open_side(
-    config: ExperimentConfig, server: LocalServer | str, state: TrainerState | None = None
+    config: ExperimentConfig, server: LocalServer | str, state: CheckpointState | None = None
 ) -> Iterator[RolloutSide]:
     """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
     scored.clear()

@@ -29,10 +29,10 @@ def _writer(run: str) -> tuple[RunDir, CheckpointWriter]:
     return run_dir, CheckpointWriter(run_dir, timeout_s=60.0)
 
 
-def _state(step: int) -> checkpoint.TrainerState | None:
+def _state(step: int) -> checkpoint.CheckpointState | None:
     """Rank 0's."""
     rollouts = {"data": {"next": 5}}
-    return checkpoint.TrainerState(step=step, rollouts=rollouts, lines=["{}"]) if dist.get_rank() == 0 else None
+    return checkpoint.CheckpointState(step=step, rollouts=rollouts, lines=["{}"]) if dist.get_rank() == 0 else None
 
 
 def _draws() -> list[float]:

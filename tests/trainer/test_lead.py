@@ -25,7 +25,7 @@ from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer import loop as loop_module
 from grpo_async.trainer.lead import lead
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
 from tests.support.local_server import local_server
 from tests.trainer.fakes import FakeSource, FakeSync
@@ -165,8 +165,8 @@ class _Stub:
         self.meets_in = private
         return SimpleNamespace(close=lambda: self.closed.append("weight group"))
 
-    def _state(self, step: int) -> TrainerState:
-        return TrainerState(step=step, rollouts={})
+    def _state(self, step: int) -> CheckpointState:
+        return CheckpointState(step=step, rollouts={})
 
     def _preflight(self, context: PreflightContext) -> list[Check]:
         self.events.append("preflight")

@@ -14,7 +14,7 @@ from grpo_async.records import ScoredGroup
 from grpo_async.rundir import RunDir
 from grpo_async.trainer import loop as loop_module
 from grpo_async.trainer.loop import LeaderLoop
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.ranks import SaveCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
@@ -26,7 +26,7 @@ class _Stub(FakeSource):
 
     def __init__(self, *, steps: int = 4, every: int = 2) -> None:
         self.events: list[str] = []
-        self.states: list[TrainerState] = []
+        self.states: list[CheckpointState] = []
         self.failure: CheckpointError | None = None
         self.config = loop_config(training={"max_steps": steps}, checkpoint={"every_steps": every})
         self.lines: list[dict[str, float]] = []
@@ -58,7 +58,7 @@ class _Stub(FakeSource):
         self.events.append("prepare")
 
     def begin(
-        self, step: int, policy: Any, optimizer: Any, state: TrainerState, *, on_written: Callable[[], None]
+        self, step: int, policy: Any, optimizer: Any, state: CheckpointState, *, on_written: Callable[[], None]
     ) -> None:
         self.events.append(f"begin {step}")
         self.states.append(state)

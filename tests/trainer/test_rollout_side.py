@@ -16,7 +16,7 @@ from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store.rollout_store import RolloutStore
-from grpo_async.training.checkpoint import TrainerState
+from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 from tests.support.local_server import Refusal, Request, line, local_server
 from tests.support.records import make_scored
@@ -243,7 +243,7 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
     folder = config.run_path / "rollouts"
     with local_server(_silent) as server:
         with open_side(config, server) as side:
-            state = TrainerState.of(1, side.source.resume_state(), progress={}, counters={})
+            state = CheckpointState.of(1, side.source.resume_state(), progress={}, counters={})
         scored = make_scored(0)
         with RolloutStore(folder, seals_at_close=False) as store:
             store.append(scored.group, scored.samples, GroupStatus.TRAINED, 2, scored=scored)

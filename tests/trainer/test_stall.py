@@ -19,7 +19,6 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.failures import explain, first_failure
 from grpo_async.rollout.thread import LoopThread
-from grpo_async.trainer.loop import Activity
 from grpo_async.trainer.stall import StallGuard, thread_stacks
 from tests.launcher.support import REPOSITORY
 
@@ -114,15 +113,6 @@ def test_nothing_is_noticed_while_there_is_an_excuse_and_the_clock_starts_after_
     assert watched.stalled.wait(timeout=10.0)
     assert time.monotonic() - ended >= TIMEOUT_S - TIMEOUT_S / 5  # it looks ten times in a timeout
     assert watched.stalls[0] < 5 * TIMEOUT_S
-
-
-def test_an_activity_in_between_is_followed_by_the_one_before() -> None:
-    activity = Activity()
-    activity.begin("waiting for the samples of step 2")
-    with activity.during("pushing version 1"):
-        assert str(activity) == "pushing version 1, for 0 s"
-    assert str(activity) == "waiting for the samples of step 2, for 0 s"
-    assert activity.num_begun == 1
 
 
 @pytest.mark.parametrize(

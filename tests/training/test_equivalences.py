@@ -18,7 +18,7 @@ _COMMON: dict[str, Any] = {
     "beta": 0.1,
     "off_policy_mask": 0.05,
     "entropy_bonus": 0.01,
-    "top_entropy_share": 0.7,
+    "top_entropy_quantile": 0.7,
 }
 # the off-policy mask looks at whole samples: without it a loss with weights by token is a sum over tokens
 _SUM = _COMMON | {"off_policy_mask": None}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_async.config.loss_sections import CorrectionSection
+from grpo_async.config.loss_sections import ImportanceSamplingSection
 from grpo_async.training.loss import (
     LossInputs,
     TokenLoss,
@@ -129,7 +129,7 @@ def test_correction_weights_equal_the_formula(
         old_logprobs=torch.tensor([-0.5, -1.0, -1.2], requires_grad=True),
         sampler_logprobs=torch.tensor([-1.0, -2.0, -1.0]),
     )
-    section = CorrectionSection.model_validate({"level": level, "action": action, "cap": cap, "floor": floor})
+    section = ImportanceSamplingSection.model_validate({"level": level, "action": action, "cap": cap, "floor": floor})
     weights = importance_weights(inputs, section)
     assert weights.tolist() == pytest.approx(expected, abs=1e-4)
     assert not weights.requires_grad

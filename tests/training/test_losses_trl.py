@@ -14,7 +14,7 @@ from grpo_async.config.loss_sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,
-    CorrectionSection,
+    ImportanceSamplingSection,
     GspoLoss,
     SapoLoss,
 )
@@ -90,10 +90,10 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     (micro_batch,) = pack_rank(samples, weights, plan, 0, trainer_version=0)
     kept = batch.mask.bool()
     entropy = batch.entropy[kept]
-    has_high = entropy.detach().double() >= entropy_threshold(entropy, fraction=section.top_entropy_share)
+    has_high = entropy.detach().double() >= entropy_threshold(entropy, fraction=section.top_entropy_quantile)
     old = OldPolicy(
         logprobs=batch.old[kept],
-        has_high_entropy=has_high if section.top_entropy_share < 1.0 else None,
+        has_high_entropy=has_high if section.top_entropy_quantile < 1.0 else None,
         num_kept=has_high.sum(),
     )
     _assert_same_order(micro_batch, batch)
@@ -195,15 +195,15 @@ def test_kl_with_a_reference(section: BaseLoss, trl: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
 @pytest.mark.parametrize("fraction", [0.2, 0.5])
 def test_entropy_mask_with_the_kl_left_on_all_tokens(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
-    section = section.model_copy(update={"top_entropy_share": fraction, "beta": 0.07})
-    _assert_equal(section, top_entropy_share=fraction, beta=0.07, **trl)
+    section = section.model_copy(update={"top_entropy_quantile": fraction, "beta": 0.07})
+    _assert_equal(section, top_entropy_quantile=fraction, beta=0.07, **trl)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
 def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
-    section = section.model_copy(update={"top_entropy_share": fraction, "entropy_bonus": 0.3, "beta": 0.07})
-    both = _assert_equal(section, top_entropy_share=fraction, entropy_bonus=0.3, beta=0.07, **trl)
+    section = section.model_copy(update={"top_entropy_quantile": fraction, "entropy_bonus": 0.3, "beta": 0.07})
+    both = _assert_equal(section, top_entropy_quantile=fraction, entropy_bonus=0.3, beta=0.07, **trl)
     assert "policy_loss" in both
 
 
@@ -221,7 +221,7 @@ def test_off_policy_mask(section: BaseLoss, trl: dict[str, Any]) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
 def test_corrections(section: BaseLoss, trl: dict[str, Any], level: Any, action: Any, floor: float | None) -> None:
-    correction = CorrectionSection(level=level, action=action, cap=1.5, floor=floor)
+    correction = ImportanceSamplingSection(level=level, action=action, cap=1.5, floor=floor)
     section = section.model_copy(update={"correction": correction, "beta": 0.07})
     _assert_equal(section, correction=f"{level}_{action}", cap=1.5, floor=floor, beta=0.07, **trl)
 
@@ -233,7 +233,7 @@ def test_the_figures_of_the_weights_are_those_of_the_weights_in_use(level: Any) 
     section = ClippedLoss(
         type="grpo",
         proximal="recomputed",
-        correction=CorrectionSection(level=level, action="truncate", cap=1.5),
+        correction=ImportanceSamplingSection(level=level, action="truncate", cap=1.5),
     )
     theirs = trl_loss(batch, loss_type="grpo", correction=f"{level}_truncate", cap=1.5).correction
     assert theirs is not None
@@ -248,8 +248,8 @@ def test_the_figures_of_the_weights_are_those_of_the_weights_in_use(level: Any) 
 
 
 def test_everything_at_once() -> None:
-    correction = CorrectionSection(level="token", action="mask", cap=1.5, floor=0.6)
-    values = {"beta": 0.1, "off_policy_mask": 0.05, "top_entropy_share": 0.5, "entropy_bonus": 0.2}
+    correction = ImportanceSamplingSection(level="token", action="mask", cap=1.5, floor=0.6)
+    values = {"beta": 0.1, "off_policy_mask": 0.05, "top_entropy_quantile": 0.5, "entropy_bonus": 0.2}
     _assert_equal(
         ClippedLoss(type="dapo", delta=1.5).model_copy(update={**values, "correction": correction}),
         loss_type="dapo", delta=1.5, correction="token_mask", cap=1.5, floor=0.6, **values,

@@ -50,11 +50,11 @@ def test_the_figures_of_a_step() -> None:
             "async/staleness_max": 1.0,
             "async/staleness/0": 1 / 3,
             "async/staleness/1": 2 / 3,
-            "pipeline/waiting_share": 0.1875,  # 0.75 / 4
-            "pipeline/training_share": 0.5625,  # 2.25 / 4
-            "pipeline/pushing_share": 0.125,
-            "pipeline/checkpoint_share": 0.0,
-            "pipeline/other_share": 0.125,  # 4 - 3.5 = 0.5 s
+            "pipeline/waiting_fraction": 0.1875,  # 0.75 / 4
+            "pipeline/training_fraction": 0.5625,  # 2.25 / 4
+            "pipeline/pushing_fraction": 0.125,
+            "pipeline/checkpoint_fraction": 0.0,
+            "pipeline/other_fraction": 0.125,  # 4 - 3.5 = 0.5 s
         }
     )
 
@@ -70,10 +70,10 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["staleness_mean"] == pytest.approx(4 / 300)  # the step's tokens are what was trained: 300
         assert summary["staleness_max"] == 2.0
         assert summary["reward_first"] == pytest.approx(0.4)
-        assert summary["waiting_share"] == pytest.approx(0.75 / 6)
-        assert summary["training_share"] == pytest.approx(3.25 / 6)
-        assert summary["checkpoint_share"] == pytest.approx(0.5 / 6)
-        assert summary["other_share"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
+        assert summary["waiting_fraction"] == pytest.approx(0.75 / 6)
+        assert summary["training_fraction"] == pytest.approx(3.25 / 6)
+        assert summary["checkpoint_fraction"] == pytest.approx(0.5 / 6)
+        assert summary["other_fraction"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
 
 
 def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
@@ -85,8 +85,8 @@ def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_m
     assert meter.totals.generated_tokens == 6000
     spent = {"waiting": 1.0, "training": 3.1}
     line = meter.step(_reading(9.0, 0.0, 0), waited_s=1.0, trained_tokens=0, staleness={}, reward=None, spent=spent)
-    assert sum(value for name, value in line.items() if name.endswith("_share")) == pytest.approx(1.0)
-    assert line["pipeline/training_share"] == pytest.approx(3.1 / 4.1)
+    assert sum(value for name, value in line.items() if name.endswith("_fraction")) == pytest.approx(1.0)
+    assert line["pipeline/training_fraction"] == pytest.approx(3.1 / 4.1)
 
 
 def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> None:

@@ -63,7 +63,7 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
         ({"proximal": "recomputed"}, 1, False, False, False),  # the forward of the update is that of the start
         ({"proximal": "recomputed"}, 2, False, True, False),
         ({"proximal": "log_linear"}, 2, False, False, False),
-        ({"top_entropy_share": 0.2}, 1, False, True, False),
+        ({"top_entropy_quantile": 0.2}, 1, False, True, False),
         ({"entropy_bonus": 0.01}, 1, False, False, True),
         ({"type": "custom", "function": "tests.training.test_losses_user:reinforce"}, 1, False, False, True),
     ],
@@ -118,7 +118,7 @@ def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
 def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
     """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, token 3 has low entropy,
     so token 2 alone has a policy loss: rho = 1, -2 / 4 = -0.5. Together -0.5 + 4 x 0.1 x 0.148721 / 4 = -0.485128."""
-    section = _section(beta=0.1, off_policy_mask=0.2, top_entropy_share=0.75)
+    section = _section(beta=0.1, off_policy_mask=0.2, top_entropy_quantile=0.75)
     policy = _policy([-1.0] * 4)
     batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
     old = OldPolicy(
@@ -143,7 +143,7 @@ def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction
     assert output.policy_loss.item() == 0.0
     assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
     kept = OldPolicy(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
-    masked = Objective(_section(entropy_bonus=0.5, top_entropy_share=0.5))(policy, batch, old=kept)
+    masked = Objective(_section(entropy_bonus=0.5, top_entropy_quantile=0.5))(policy, batch, old=kept)
     assert masked.total.item() == pytest.approx(-0.125)
     assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
@@ -168,7 +168,7 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
         {"type": "grpo"}, {"type": "bnpo"}, {"type": "dr_grpo"}, {"type": "dapo", "delta": 4.0}, {"type": "cispo"},
         {"type": "sapo"}, {"beta": 0.1}, {"entropy_bonus": 0.1}, {"proximal": "log_linear"},
         {"proximal": "recomputed", "correction": {"level": "token"}},
-        {"top_entropy_share": 0.5, "entropy_bonus": 0.1},
+        {"top_entropy_quantile": 0.5, "entropy_bonus": 0.1},
     ],
 )  # fmt: skip
 def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(values: dict[str, Any]) -> None:

@@ -174,7 +174,9 @@ def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> 
     clip = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
     assert _step(policy, optimizer, batch, _section()).metrics.keys() == always | clip
     assert _step(policy, optimizer, batch, _section(type="sapo")).metrics.keys() == always
-    masked = _section(proximal="recomputed", correction={"action": "mask"}, off_policy_mask=0.1, top_entropy_share=0.5)
+    masked = _section(
+        proximal="recomputed", correction={"action": "mask"}, off_policy_mask=0.1, top_entropy_quantile=0.5
+    )
     names = {"masked/correction", "masked/off_policy", "masked/low_entropy"}
     assert _step(policy, optimizer, batch, masked).metrics.keys() == always | clip | names
 
@@ -190,7 +192,9 @@ def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(tiny_m
     assert each["weights"] == pytest.approx(once["weights"], rel=1e-4, abs=2e-3)
 
 
-@pytest.mark.parametrize("values", [{}, {"entropy_bonus": 0.1}, {"type": "cispo"}, {"top_entropy_share": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{}, {"entropy_bonus": 0.1}, {"type": "cispo"}, {"top_entropy_quantile": 0.5}], ids=str
+)
 def test_a_step_is_the_same_whether_the_head_knows_the_objective_or_not(
     tiny_model: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

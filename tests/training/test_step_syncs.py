@@ -33,7 +33,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         "type": "grpo", "beta": 0.1, "proximal": "recomputed", "entropy_bonus": 0.01, "off_policy_mask": 0.01,
         "correction": {"level": "sequence", "action": "mask", "cap": 1.5, "floor": 0.8},
     },
-    "entropy mask": {"type": "dapo", "top_entropy_share": 0.5},
+    "entropy mask": {"type": "dapo", "top_entropy_quantile": 0.5},
 }  # fmt: skip
 CUTS = {"whole": {}, "many micro-batches": {"micro_batch_tokens": 64}, "two updates": {"minibatches": 2}}
 

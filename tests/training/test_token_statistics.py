@@ -43,7 +43,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sequence mask": {"type": "dr_grpo", **_RECOMPUTED, "correction": {**_SEQUENCES, "action": "mask"}},
     "log_linear": {"type": "dapo", "proximal": "log_linear", "correction": {"level": "token", "action": "none"}},
     "off_policy_mask": {"type": "dapo", "off_policy_mask": 0.001},
-    "top_entropy_share": {"type": "dapo", "top_entropy_share": 0.6, "off_policy_mask": 0.001},
+    "top_entropy_quantile": {"type": "dapo", "top_entropy_quantile": 0.6, "off_policy_mask": 0.001},
 }
 
 
@@ -114,7 +114,7 @@ def _alone(
         outputs = starts if now is None else [now(batch) for batch in batches]
     rows = {}
     entropies = torch.cat([output.entropy for output in starts])
-    threshold = entropy_threshold(entropies, fraction=section.top_entropy_share)
+    threshold = entropy_threshold(entropies, fraction=section.top_entropy_quantile)
     for sample, batch, start, output in zip(samples, batches, starts, outputs, strict=True):
         has_high = start.entropy.double() >= threshold
         old = OldPolicy(logprobs=start.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
@@ -166,7 +166,7 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
     assert {mark for mark in TokenMark if mark & bits} == set(TokenMark) - {TokenMark.SKIPPED}, "the cases say little"
 
 
-@pytest.mark.parametrize("name", ["recomputed", "log_linear", "top_entropy_share"])
+@pytest.mark.parametrize("name", ["recomputed", "log_linear", "top_entropy_quantile"])
 def test_the_second_update_of_a_step_has_the_policy_that_the_first_one_made(tiny_model: Path, name: str) -> None:
     """And the proximal policy of the start of the step, or what its own forward gives."""
     section = _section({"recomputed": {"type": "dapo", **_RECOMPUTED, "correction": _TOKENS}, **LOSSES}[name])
@@ -186,7 +186,7 @@ def test_the_second_update_of_a_step_has_the_policy_that_the_first_one_made(tiny
 
 def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
     """To the last bit: a synchronous run is the same whether it stores figures or not."""
-    section = _section({"type": "dapo", **_RECOMPUTED, "correction": _TOKENS, "top_entropy_share": 0.7})
+    section = _section({"type": "dapo", **_RECOMPUTED, "correction": _TOKENS, "top_entropy_quantile": 0.7})
     samples = _samples()
     halves = [samples[:6], samples[6:]]
     with_figures, without = (
@@ -214,7 +214,7 @@ _EVERY = {
     "beta": 0.1,
     "off_policy_mask": 0.001,
     "entropy_bonus": 0.01,
-    "top_entropy_share": 0.7,
+    "top_entropy_quantile": 0.7,
 }
 ON_RANKS: dict[str, dict[str, Any]] = {
     "grpo": {"type": "grpo", **_EVERY, "correction": _TOKENS},

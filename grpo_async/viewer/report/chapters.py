@@ -123,7 +123,7 @@ CHAPTERS: tuple[Chapter, ...] = (
               Line("pipeline/generator_idle_ratio", "no server generates")),
              format="percent", include=_WHOLE),
         Plot("shares", "What the trainer does", "fraction of the step's wall time",
-             pattern=("pipeline/", "_share"), order=("training", "pushing", "checkpoint", "other", "waiting"),
+             pattern=("pipeline/", "_fraction"), order=("training", "pushing", "checkpoint", "other", "waiting"),
              kind="stacked", format="percent", include=_WHOLE),
         Plot("step-time", "Time of a step", "seconds",
              (Line("step_time", "step"), Line("sync/push_s", "weight push"), Line("checkpoint/staged_s", "checkpoint")),
