@@ -25,9 +25,9 @@ from grpo_async.config.loss_sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,
-    ImportanceSamplingSection,
     CustomLoss,
     GspoLoss,
+    ImportanceSamplingSection,
     SapoLoss,
 )
 from grpo_async.errors import RunError
@@ -66,6 +66,7 @@ class TokenLoss:
     ratio: torch.Tensor  # importance weight as the loss uses it, before clipping (`clipped_low`, `clipped_high`)
     clipped_low: torch.Tensor | None = None  # bool; None for losses that do not clip
     clipped_high: torch.Tensor | None = None
+    is_capped: torch.Tensor | None = None  # bool; `delta` took the gradient; None for losses without one
     is_per_sequence: bool = False  # the ratio is that of the whole sample: metrics count samples, not tokens
 
 
@@ -108,9 +109,9 @@ def clipped_loss(inputs: LossInputs, *, epsilon: float, epsilon_high: float, del
         loss = -min(min(rho, delta) A, clamp(rho, 1 - epsilon, 1 + epsilon_high) A)
 
     Without delta a bad token (A < 0) that became likelier has an unbounded loss; delta bounds it (INTELLECT-2, arXiv 2505.07291),
-    and so takes its gradient: it counts as clipped high, as TRL does not count it.
+    and so takes its gradient; TRL's clip metrics do not count it.
     Worked example: A = 2, rho = 1.5, epsilon_high = 0.28: loss = -min(3.0, 2.56) = -2.56, clipped high.
-    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, clipped high.
+    A = -2, rho = 5: loss = -min(-10, -2.56) = 10; with delta = 4: -min(-8, -2.56) = 8, capped.
     """
     ratio = ratio_of(inputs.logprobs - inputs.old_logprobs)
     return clipped_surrogate(ratio, inputs.advantages, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
@@ -130,12 +131,12 @@ def clipped_surrogate(
     clamped = ratio.clamp(1.0 - epsilon, 1.0 + epsilon_high)
     loss = -torch.minimum(capped * advantages, clamped * advantages)
     known = ratio.detach()
-    highest = torch.where(advantages > 0, 1.0 + epsilon_high, math.inf if delta is None else delta)
     return TokenLoss(
         loss=loss,
         ratio=capped.detach(),
         clipped_low=(known < 1.0 - epsilon) & (advantages < 0),
-        clipped_high=(known > highest) & (advantages != 0),
+        clipped_high=(known > 1.0 + epsilon_high) & (advantages > 0),
+        is_capped=None if delta is None else (known > delta) & (advantages < 0),
         is_per_sequence=is_per_sequence,
     )
 

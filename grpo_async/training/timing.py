@@ -105,8 +105,7 @@ class Activity:
 
     @contextmanager
     def during(self, what: str, span: str, kind: str, **details: int) -> Iterator[None]:
-        """The thread is `what` in this block, which is called `span` in the timeline. Afterwards it is again what it was before, for as
-        long as it was."""
+        """The thread is `what` in this block, `span` in the timeline; afterwards what it was before, for as long as it was."""
         before = self._now
         self._count()
         self._now = what, self._clock()

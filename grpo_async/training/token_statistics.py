@@ -50,6 +50,7 @@ class TokenCollector:
         for flag, holds in (
             (TokenMark.CLIPPED_LOW, output.token_loss.clipped_low),
             (TokenMark.CLIPPED_HIGH, output.token_loss.clipped_high),
+            (TokenMark.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
             (TokenMark.CORRECTED_AWAY, output.is_importance_masked),
             (TokenMark.OFF_POLICY, output.is_off_policy),
             (TokenMark.LOW_ENTROPY, output.has_low_entropy),

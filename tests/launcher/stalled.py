@@ -12,8 +12,8 @@ from typing import Any
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.control import ControlClient
 from grpo_async.trainer import stall
-from grpo_async.training.timing import Activity
 from grpo_async.trainer.stall import StallGuard
+from grpo_async.training.timing import Activity
 
 STALL_S = 1.0
 

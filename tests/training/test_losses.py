@@ -56,6 +56,10 @@ def test_delta_bounds_the_loss_of_a_bad_token_that_became_much_likelier() -> Non
     assert unbounded.loss.tolist() == pytest.approx([10.0, 10.0])
     bounded = clipped_loss(inputs, epsilon=0.2, epsilon_high=0.28, delta=4.0)
     assert bounded.loss.tolist() == pytest.approx([8.0, 8.0])
+    assert bounded.is_capped is not None
+    assert bounded.is_capped.tolist() == [True, True], "a token without gradient would look as if it had one"
+    assert bounded.clipped_high is not None
+    assert not bounded.clipped_high.any(), "TRL does not count them"
     assert _gradient(bounded, inputs) == [0.0, 0.0]
 
 
@@ -130,9 +134,26 @@ def test_correction_weights_equal_the_formula(
         sampler_logprobs=torch.tensor([-1.0, -2.0, -1.0]),
     )
     section = ImportanceSamplingSection.model_validate({"level": level, "action": action, "cap": cap, "floor": floor})
-    weights = importance_weights(inputs, section)
+    weights, is_masked = importance_weights(inputs, section)
     assert weights.tolist() == pytest.approx(expected, abs=1e-4)
     assert not weights.requires_grad
+    assert (None if is_masked is None else is_masked.tolist()) == (
+        [value == 0.0 for value in expected] if action == "mask" else None
+    )
+
+
+def test_a_weight_that_underflows_is_not_masked() -> None:
+    """exp(-200) is 0 in float32, and there is no floor: nothing was left out by the rule."""
+    inputs = replace(
+        make_inputs([1.0] * 2, [1.0] * 2),
+        old_logprobs=torch.tensor([-201.0, 0.0]),
+        sampler_logprobs=torch.tensor([-1.0, -2.0]),
+    )
+    section = ImportanceSamplingSection(level="token", action="mask", cap=3.0)
+    weights, is_masked = importance_weights(inputs, section)
+    assert weights.tolist() == [0.0, 0.0]
+    assert is_masked is not None
+    assert is_masked.tolist() == [False, True]
 
 
 def test_only_bad_completions_that_drifted_are_left_out() -> None:
@@ -148,10 +169,11 @@ def test_only_bad_completions_that_drifted_are_left_out() -> None:
 
 
 def test_the_entropy_threshold_is_the_quantile() -> None:
-    """[.1, .2, .4, .5, .9], place 0.6 x 4 = 2.4: 0.4 + 0.4 x 0.1 = 0.44."""
-    entropy = torch.tensor([0.1, 0.5, 0.2, 0.9, 0.4])
+    """Index 0.6 x 4 = 2.4: 0.4 + 0.4 x 0.1 = 0.44; of a fraction of 0 the highest entropy is left."""
+    entropy = torch.tensor([0.1, 0.2, 0.4, 0.5, 0.9])
     assert entropy_threshold(entropy, fraction=0.4).item() == pytest.approx(0.44)
-    many = torch.rand(1001)
+    assert entropy_threshold(entropy, fraction=0.0).item() == pytest.approx(0.9)
+    many = torch.rand(1001).sort().values
     assert entropy_threshold(many, fraction=0.2).item() == pytest.approx(torch.quantile(many, 0.8).item(), rel=1e-5)
 
 

@@ -14,8 +14,8 @@ from grpo_async.config.loss_sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,
-    ImportanceSamplingSection,
     GspoLoss,
+    ImportanceSamplingSection,
     SapoLoss,
 )
 from grpo_async.records import RolloutSample
@@ -90,7 +90,8 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     (micro_batch,) = pack_rank(samples, weights, plan, 0, trainer_version=0)
     kept = batch.mask.bool()
     entropy = batch.entropy[kept]
-    has_high = entropy.detach().double() >= entropy_threshold(entropy, fraction=section.top_entropy_quantile)
+    entropies = entropy.detach().double()
+    has_high = entropies >= entropy_threshold(entropies.sort().values, fraction=section.top_entropy_quantile)
     old = OldPolicy(
         logprobs=batch.old[kept],
         has_high_entropy=has_high if section.top_entropy_quantile < 1.0 else None,

@@ -113,7 +113,7 @@ def _alone(
         starts = [policy(batch) for batch in batches]
         outputs = starts if now is None else [now(batch) for batch in batches]
     rows = {}
-    entropies = torch.cat([output.entropy for output in starts])
+    entropies = torch.cat([output.entropy for output in starts]).double().sort().values
     threshold = entropy_threshold(entropies, fraction=section.top_entropy_quantile)
     for sample, batch, start, output in zip(samples, batches, starts, outputs, strict=True):
         has_high = start.entropy.double() >= threshold
@@ -125,6 +125,7 @@ def _alone(
         for mark, holds in (
             (TokenMark.CLIPPED_LOW, terms.token_loss.clipped_low),
             (TokenMark.CLIPPED_HIGH, terms.token_loss.clipped_high),
+            (TokenMark.CLIPPED_HIGH, terms.token_loss.is_capped),
             (TokenMark.CORRECTED_AWAY, terms.is_importance_masked),
             (TokenMark.OFF_POLICY, terms.is_off_policy),
             (TokenMark.LOW_ENTROPY, ~has_high),
