@@ -16,7 +16,7 @@ SAMPLES = (
     "Ünïcode: 你好, мир 🙂\n\n\ttabs  and   blanks",
     "def f(x):\n    return x**2  # code",
 )
-_MOST_TOKENS = 16  # control tokens that are tried as text
+_MAX_TOKENS = 16  # control tokens that are tried as text
 _ANSWER = "kqanswerzq"
 _HARMLESS = "kqtextzq"
 
@@ -114,7 +114,7 @@ def _check_guard(renderer: ChatRenderer) -> Iterator[Found]:
         return Counter(token for token in renderer.prompt_ids([message]) if token in special)
 
     expected = control_ids(_HARMLESS)
-    for text in renderer.tokenizer.all_special_tokens[:_MOST_TOKENS]:
+    for text in renderer.tokenizer.all_special_tokens[:_MAX_TOKENS]:
         if control_ids(f"{_HARMLESS}{text}{_HARMLESS}") != expected:
             yield "fail", f"the text {text!r} in a message of a tool or environment becomes a control token"
             return

@@ -28,6 +28,7 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.inference.api import token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
+from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.participants import Participants, load_participants, startup_notes, token_counter
@@ -64,7 +65,7 @@ def check_inputs(
         engine: what serves.
         node_rank: of this machine; addresses are those of node 0.
         trains: false where it is only evaluated: the trainer's needs are no one's.
-        deep: load the tokenizer, too (seconds), and measure prompts with it, as the trainer does when it runs.
+        deep: load the tokenizer in any case (seconds), and measure prompts with it; else only where one may be too long.
 
     Raises:
         ConfigError: all problems, one a line, each with its dotted path.
@@ -76,8 +77,11 @@ def check_inputs(
     found.check_devices()
     train_rows, held_out_rows = found.check_data()
     participants = found.check_participants(train_rows, held_out_rows)
-    if participants is not None and has_model and (participants.tool_sets or deep):
-        found.check_text(participants, train_rows, deep=deep)
+    if participants is not None and has_model:
+        prompts = found.measured_prompts(train_rows)
+        deep = deep or found.may_be_too_long(prompts)
+        if participants.tool_sets or deep:
+            found.check_text(participants, prompts, deep=deep)
     for name in ("baseline_column", "group_by"):
         column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
         if rows and column is not None and column not in rows[0]:
@@ -255,25 +259,36 @@ class _Findings:
                     self.problems.extend(f"{key}, {problem}" for problem in found)
         return participants
 
-    def check_text(self, participants: Participants, rows: Rows | None, *, deep: bool) -> None:
-        """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
-        inference.max_model_len."""
+    def measured_prompts(self, rows: Rows | None) -> list[Prompt]:
+        """Evenly over the data; none where a rollout function makes its own."""
         from grpo_async.data import make_prompt
 
+        prompts: list[Prompt] = []
+        if rows and self.config.rollout_function is None:
+            with self.collecting():
+                chosen = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED)))
+                prompts += [make_prompt(row, 0, self.config.data.train.system_prompt) for row in chosen]
+        return prompts
+
+    def may_be_too_long(self, prompts: Sequence[Prompt]) -> bool:
+        """Whether one has as many bytes as a sequence may have tokens: a token has at least one, but for those of the template."""
+        longest = self.config.inference.max_model_len
+        return any(sum(len(each.content.encode(errors="replace")) for each in p.messages) >= longest for p in prompts)
+
+    def check_text(self, participants: Participants, prompts: Sequence[Prompt], *, deep: bool) -> None:
+        """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
+        inference.max_model_len."""
         config = self.config
         train, longest = config.data.train, config.inference.max_model_len
-        lengths: list[int] = []
         try:
             renderer, folder = load_renderer(config), Path(config.model.path)
             for schemas in participants.tool_sets:
                 self.note(renderer.check_tools(schemas))
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
-            if not deep or not rows or config.rollout_function is not None:
+            if not deep or not prompts:
                 return
-            count = token_counter(renderer, participants)
-            for row in rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED))):
-                lengths.append(count(make_prompt(row, 0, train.system_prompt)))
+            lengths = list(map(token_counter(renderer, participants), prompts))
         except (ConfigError, ChatError) as error:
             self.problems.append(str(error))
             return

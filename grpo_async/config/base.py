@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
-_LARGEST_INT = (1 << 32) - 1
-_SMALLEST_FLOAT = 1e-30
+_MAX_INT = (1 << 32) - 1
+_MIN_FLOAT = 1e-30
 
 
 class StrictModel(BaseModel):
@@ -31,12 +31,10 @@ class StrictModel(BaseModel):
     @classmethod
     def _is_a_number_to_compute_with(cls, value: Any) -> Any:
         """Of every field, also those that set no bounds: what torch and vLLM hold in 32 bits neither overflows nor vanishes."""
-        if isinstance(value, int) and abs(value) > _LARGEST_INT:
-            raise ValueError(f"{value} is more than {_LARGEST_INT}, the largest whole number that can be set")
-        if isinstance(value, float) and value and not _SMALLEST_FLOAT <= abs(value) <= 1 / _SMALLEST_FLOAT:
-            raise ValueError(
-                f"{value:g} is out of range; a number lies between {_SMALLEST_FLOAT:g} and {1 / _SMALLEST_FLOAT:g}"
-            )
+        if isinstance(value, int) and abs(value) > _MAX_INT:
+            raise ValueError(f"{value} is more than {_MAX_INT}, the largest whole number that can be set")
+        if isinstance(value, float) and value and not _MIN_FLOAT <= abs(value) <= 1 / _MIN_FLOAT:
+            raise ValueError(f"{value:g} is out of range; a number lies between {_MIN_FLOAT:g} and {1 / _MIN_FLOAT:g}")
         return value
 
 
@@ -46,7 +44,7 @@ def default_type(name: str) -> BeforeValidator:
 
 
 _REFERENCE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
-_LONGEST_NAME, _LONGEST_PATH = 255, 4096  # bytes that Linux takes
+_MAX_NAME, _MAX_PATH = 255, 4096  # bytes that Linux takes
 
 
 def _check_reference(text: str) -> str:
@@ -68,9 +66,9 @@ def _check_path_text(text: str) -> str:
     if full.startswith("~"):
         raise ValueError(f"there is no home folder for {full.split('/')[0]}; write the whole path")
     longest = max((os.fsencode(part) for part in full.split("/")), key=len)
-    if len(longest) > _LONGEST_NAME or len(os.fsencode(full)) > _LONGEST_PATH:
+    if len(longest) > _MAX_NAME or len(os.fsencode(full)) > _MAX_PATH:
         raise ValueError(
-            f"a name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}; this one has {len(longest)} and "
+            f"a name has at most {_MAX_NAME} bytes, a path {_MAX_PATH}; this one has {len(longest)} and "
             f"{len(os.fsencode(full))}"
         )
     return full

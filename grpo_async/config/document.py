@@ -16,8 +16,8 @@ import yaml
 
 Path: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
-_MOST_VALUES = 20_000  # of a configuration, aliases unfolded: a few lines of them can stand for billions
-_MOST_DIGITS = 24  # enough for 64 bits in every notation; int() refuses thousands of them in words of its own
+_MAX_VALUES = 20_000  # of a configuration, aliases unfolded: a few lines of them can stand for billions
+_MAX_DIGITS = 24  # enough for 64 bits in every notation; int() refuses thousands of them in words of its own
 _UNUSABLE = re.compile("[\x00\ud800-\udfff]")  # no file name, process or encoder takes them
 _PREFIX = "tag:yaml.org,2002:"
 YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
@@ -38,7 +38,7 @@ YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 
 def index_of(key: str) -> int | None:
     """The index of a list entry that a key of a path means: "12" -> 12; None for anything else, such as "²" or 5,000 digits."""
-    return int(key) if key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS else None
+    return int(key) if key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS else None
 
 
 def shorten(text: str, longest: int = 80) -> str:
@@ -218,7 +218,7 @@ def _construct(tag: str, text: Any) -> Any:
             return text.lower() == "true"
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    number = int(text, 0 if text.startswith(("0o", "0x")) else 10) if len(text) <= _MOST_DIGITS else 1 << 63
+    number = int(text, 0 if text.startswith(("0o", "0x")) else 10) if len(text) <= _MAX_DIGITS else 1 << 63
     if not -(1 << 63) <= number < 1 << 63:
         raise ValueError(f"{shorten(text)} is beyond 64 bits; write a smaller number, or quote it if it is text")
     return number
@@ -235,8 +235,8 @@ class _Reader:
 
     def convert(self, node: yaml.Node, path: Path) -> Any:
         self.num_values += 1
-        if self.num_values > _MOST_VALUES:
-            problem = f"aliases unfold to more than {_MOST_VALUES} values; share settings by `extends`"
+        if self.num_values > _MAX_VALUES:
+            problem = f"aliases unfold to more than {_MAX_VALUES} values; share settings by `extends`"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         self.document.places.setdefault(path, self._place_of(node))
         if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":

@@ -17,15 +17,15 @@ from grpo_async.config.shape import Shape, did_you_mean, suggest_key
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
-_MOST_TOLD = 100  # looking for the nearest key takes 10 ms each
+_MAX_TOLD = 100  # looking for the nearest key takes 10 ms each
 
 
 def report(error: ValidationError, document: Document, shape: Shape, problems: Problems) -> None:
     """Add every error of `error`, at the place that has to change. Values that were reported before are left out."""
     faults = error.errors(include_url=False)
-    if len(faults) > _MOST_TOLD:
-        problems.add(document.place(()), f"{len(faults)} values are wrong; told are the first {_MOST_TOLD}")
-    for fault in faults[:_MOST_TOLD]:
+    if len(faults) > _MAX_TOLD:
+        problems.add(document.place(()), f"{len(faults)} values are wrong; told are the first {_MAX_TOLD}")
+    for fault in faults[:_MAX_TOLD]:
         path, section = _path_of(fault["loc"], fault["type"], shape)
         if not any(path[:length] in document.broken for length in range(len(path) + 1)):
             for place, message in _explain(dict(fault), path, section, document, shape):

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from grpo_async.config.document import Path, index_of
 
 _CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
-_LONGEST_KEY = 60  # difflib's time grows with the square
+_MAX_KEY = 60  # difflib's time grows with the square
 
 RENAMED_KEYS: dict[Path, Path] = {("loss", "top_entropy_share"): ("loss", "top_entropy_quantile")}
 """Path of a setting in the version before -> its path. The old one is taken, with a warning; the schema calls it deprecated."""
@@ -133,7 +133,7 @@ class Shape:
 
 def did_you_mean(word: str, known: list[str]) -> str:
     """`; did you mean 'x'?`, or nothing when no known word is near."""
-    near = get_close_matches(word, known, n=1, cutoff=_CLOSE_ENOUGH) if len(word) <= _LONGEST_KEY else []
+    near = get_close_matches(word, known, n=1, cutoff=_CLOSE_ENOUGH) if len(word) <= _MAX_KEY else []
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
@@ -165,7 +165,7 @@ def _of_another_trainer(key: str) -> str:
 def _anywhere(root: Shape, path: Path) -> str:
     """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
     dotted, last = ".".join(path), path[-1]
-    if len(dotted) > 2 * _LONGEST_KEY:
+    if len(dotted) > 2 * _MAX_KEY:
         return ""
 
     def score(candidate: str) -> float:

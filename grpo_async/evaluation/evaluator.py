@@ -34,7 +34,7 @@ from grpo_async.store.rollout_store import RolloutStore
 logger = logging.getLogger(__name__)
 
 _NOTED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
-_MOST_GROUPS = 64
+_MAX_GROUPS = 64
 """Values of `evaluation.group_by`: each has a dozen metrics of its own."""
 
 
@@ -221,10 +221,10 @@ def _groups(prompts: Sequence[Prompt], column: str | None) -> list[str | None]:
             f"evaluation.group_by: {column} is not one of the columns {sorted(lacking.columns)} of row {lacking.prompt_id}"
         )
     groups = [str(prompt.columns[column]) for prompt in prompts]
-    if len(set(groups)) > _MOST_GROUPS:
+    if len(set(groups)) > _MAX_GROUPS:
         raise ConfigError(
             f"evaluation.group_by: {column} has {len(set(groups))} different values; results are reported for each, so take a "
-            f"column with at most {_MOST_GROUPS}"
+            f"column with at most {_MAX_GROUPS}"
         )
     return list(groups)
 

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_async.scoring.advantages import sample_std
 from grpo_async.scoring.passes import Vote, majority_at_k, pass_at_k, powers_up_to
 
-_LEAST_ANSWERED = 0.5
+_MIN_ANSWERED = 0.5
 """majority@k is left out where an answer can be read in fewer of the completions: it would say how rarely one can be."""
 
 
@@ -138,7 +138,7 @@ def _pass_metrics(
         return metrics
     metrics[f"mean@{samples}"] = fmean(means)
     metrics["answered"] = fmean(float(vote.answer is not None) for each in votes for vote in each)
-    if metrics["answered"] >= _LEAST_ANSWERED:
+    if metrics["answered"] >= _MIN_ANSWERED:
         for k in [k for k in powers_up_to(samples) if k > 2]:  # a vote of one or two is pass@1
             if enough := [each for each in votes if len(each) >= k]:
                 metrics[f"majority@{k}"] = fmean(majority_at_k(each, k) for each in enough)

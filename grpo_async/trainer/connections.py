@@ -1,7 +1,7 @@
 """What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who listens to it, and who sends requests.
 
-Listeners of the fleet: the launcher hears state and load of all servers, and in words what becomes of those that others run; the
-timeline gets a lane for each server.
+Listeners of the fleet: the launcher hears state and load of all servers, and in a message what becomes of those that others run; the
+timeline gets a track for each server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.retry import RetryPolicy
 
-_LEAST_INTERVAL_S = 1.0
+_MIN_INTERVAL_S = 1.0
 
 
 def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlClient, stack: ExitStack) -> Fleet:
@@ -97,7 +97,7 @@ class ServerReport:
 
     def on_load(self) -> None:
         """For `Fleet.subscribe_load`."""
-        if time.monotonic() - self._told_at >= _LEAST_INTERVAL_S:
+        if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
 
     def _describe(self, server: Server) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class ServerNews:
 
 
 class ServerStates:
-    """A listener of the fleet: a lane for each server, with a span for each state that it was in, and an instant when it changes (a
+    """A listener of the fleet: a track for each server, with a span for each state that it was in, and an instant when it changes (a
     span stands in the file when it is over)."""
 
     def __init__(self, fleet: Fleet, timeline: Timeline) -> None:

@@ -31,7 +31,7 @@ from grpo_async.trainer.loop import LeaderLoop
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_INTERVAL_S = 5.0
+_MAX_INTERVAL_S = 5.0
 _CHECKS_PER_TIMEOUT = 10
 _REPORT_S = 10.0
 """For the last message to be written before the process is ended, should the disk or the launcher hang, too."""
@@ -80,7 +80,7 @@ class StallGuard:
 
     def _watch(self) -> None:
         timeout_s = self._config.training.stall_timeout_s
-        interval_s = min(_LONGEST_INTERVAL_S, timeout_s / _CHECKS_PER_TIMEOUT)
+        interval_s = min(_MAX_INTERVAL_S, timeout_s / _CHECKS_PER_TIMEOUT)
         seen: object = None
         changed_at = slept_at = time.monotonic()
         while not self._ended.wait(timeout=interval_s):  # until `stop`; a daemon thread

@@ -30,7 +30,7 @@ from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype,
 
 logger = logging.getLogger(__name__)
 
-_MOST_UNEXPLAINED = 3
+_MAX_UNEXPLAINED = 3
 """Pushes that fail in a row although no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
@@ -69,7 +69,7 @@ class FleetSync:
         self._verify_now = False
         self._has_served = False
         self._group: list[tuple[str, str]] = []  # who meets in the transport's group
-        self._resting: list[Server] = []
+        self._sleeping: list[Server] = []
 
     @property
     def has_joiners(self) -> bool:
@@ -99,7 +99,7 @@ class FleetSync:
             except PushFailedError as error:
                 self._transport.close()
                 unexplained = 0 if self._fence(members, error) else unexplained + 1
-                if unexplained >= _MOST_UNEXPLAINED:
+                if unexplained >= _MAX_UNEXPLAINED:
                     raise
                 logger.warning("%s; pushing again", error)
                 continue
@@ -169,7 +169,7 @@ class FleetSync:
         for name, cause in error.failures.items():
             server = next(server for server in members if server.control.name == name)
             reason = f"{error.phase} of a weight push failed: {cause}"
-            if is_answer(cause) and self._is_another_life(server):
+            if is_answer(cause) and self._was_restarted(server):
                 continue
             if not isinstance(cause, RequestRejectedError):
                 self._fleet.fence(server, reason)
@@ -180,7 +180,7 @@ class FleetSync:
                 raise error
         return bool(error.failures)
 
-    def _is_another_life(self, server: Server) -> bool:
+    def _was_restarted(self, server: Server) -> bool:
         """Whether the server was restarted since it was found; the fleet is told. What answers now knows nothing of the push, and
         serves the weights that it was started with."""
         try:
@@ -256,7 +256,7 @@ class FleetSync:
             versions = {answer.policy_version for answer in answers}
             difference = compare_logprobs(expected.logprobs, [answer.logprobs for answer in answers])
             if versions != {self._version} or not difference.mean <= limit:
-                if self._is_another_life(server):
+                if self._was_restarted(server):
                     continue
                 raise RunError(
                     f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it says "
@@ -279,11 +279,11 @@ class FleetSync:
             return
         for server in self._fleet.serving():
             self._try(server, "sleep", server.control.sleep)
-            self._resting.append(server)
+            self._sleeping.append(server)
 
     def _wake_up(self) -> None:
-        resting, self._resting = self._resting, []
-        for server in resting:
+        sleeping, self._sleeping = self._sleeping, []
+        for server in sleeping:
             self._try(server, "wake up", server.control.wake_up)
 
     def _try(self, server: Server, what: str, call: Callable[..., Any]) -> None:

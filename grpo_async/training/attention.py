@@ -32,8 +32,8 @@ _QUERY_BLOCK = 256  # queries that attend at a time in a window, soft-capped, or
 
 AttentionName = Literal["mask", "varlen"]
 
-_LEAST_FILLED = 0.75  # of the longest sample: as long are those that it attends together with
-_MOST_STRETCH_KEYS = 8192  # of samples that attend together, their copies of the prompt included
+_MIN_FILLED = 0.75  # of the longest sample: as long are those that it attends together with
+_MAX_STRETCH_KEYS = 8192  # of samples that attend together, their copies of the prompt included
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM = 256
 # what a model family may hand to its attention that changes the outcome and that neither function applies
@@ -135,8 +135,8 @@ def _stretches(
 
 def _fits(lengths: Sequence[int], length: int, num_prompt_tokens: int) -> bool:
     longest, shortest = max(*lengths, length), min(*lengths, length)
-    is_alike = shortest >= _LEAST_FILLED * longest
-    return is_alike and (len(lengths) + 1) * (num_prompt_tokens + longest) <= _MOST_STRETCH_KEYS
+    is_alike = shortest >= _MIN_FILLED * longest
+    return is_alike and (len(lengths) + 1) * (num_prompt_tokens + longest) <= _MAX_STRETCH_KEYS
 
 
 _LAYOUTS: WeakSet[SampleLayout] = WeakSet()

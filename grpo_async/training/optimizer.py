@@ -28,7 +28,7 @@ from grpo_async.training.parameters import rows_of
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 _BLOCKS = (256, 128, 64)
-_SMALLEST = 4096
+_MIN_QUANTIZED = 4096
 """Parameters of fewer elements keep float32 moments."""
 
 
@@ -245,7 +245,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def block_size(parameter: torch.Tensor) -> int:
     """Elements that share a magnitude: the largest of 256, 128 and 64 that divides the parameter's rows; 0 = float32 moments."""
-    if parameter.ndim < 2 or parameter.numel() < _SMALLEST:
+    if parameter.ndim < 2 or parameter.numel() < _MIN_QUANTIZED:
         return 0
     return next((block for block in _BLOCKS if parameter.shape[-1] % block == 0), 0)
 

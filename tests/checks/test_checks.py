@@ -203,6 +203,24 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
             check_inputs(config, engine=EMBEDDED, deep=True)
 
 
+def test_a_start_takes_the_tokenizer_only_where_a_prompt_may_be_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = _write(tmp_path / "rows.jsonl", [{"prompt": "1 + 2 = " * 30}])
+    sections: dict[str, Any] = {
+        "data": {"train": {"type": "jsonl", "path": str(train)}},
+        "rewards": [{"function": "grpo_async.rewards.format:think_format"}],
+        "rollout": {"max_completion_tokens": 4},
+    }
+    config = make_config(tmp_path, **sections, inference={"max_model_len": 8})
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500}))
+    with pytest.raises(ConfigError, match="1 of 1 prompts measured have 8 tokens or more"):
+        check_inputs(config, engine=EMBEDDED)
+    monkeypatch.setattr("grpo_async.checks.config_checks.load_renderer", lambda _: pytest.fail("seconds for nothing"))
+    check_inputs(make_config(tmp_path, **sections, inference={"max_model_len": 241}), engine=EMBEDDED)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
