@@ -1,6 +1,6 @@
 """What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who listens to it, and who sends requests.
 
-Listeners of the fleet: the launcher hears state and load of all servers, and in a message what becomes of those that others run; the
+Listeners of the fleet: the launcher hears state and load of all servers, and what becomes of those that others run; the
 timeline gets a track for each server.
 """
 
@@ -155,7 +155,7 @@ class ServerNews:
 
 
 class ServerStates:
-    """A listener of the fleet: a track for each server, with a span for each state that it was in, and an instant when it changes (a
+    """A listener of the fleet: a track for each server, with a span for each state that it was in, and an instant for a change (a
     span stands in the file when it is over)."""
 
     def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
