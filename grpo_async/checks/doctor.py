@@ -13,13 +13,11 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 from grpo_async.checks.memory import format_bytes
@@ -32,7 +30,6 @@ _LIMIT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slo
 _FULL_LIMIT_S = 120.0  # vLLM's import takes half a minute on a busy machine
 _IMPORT_LIMIT_S = 100.0
 _NVIDIA_SMI_LIMIT_S = 8.0
-_LOOPBACK_LIMIT_S = 3.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
 """A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
@@ -41,25 +38,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")
 _CUDA_EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
 """Of torch: built for another torch, their import fails and takes transformers down with it."""
-_NAMED = re.compile(
-    r"(CUDA|PYTORCH|TORCH|NCCL|GLOO|OMP|MKL|VLLM|HF|TRANSFORMERS|GRPO|WANDB|SSL_CERT)_.+|.*_PROXY|LD_PRELOAD|TMPDIR",
-    re.I,
-)
-_ON = r"(?!0?$).*"
-_EXPANDABLE = r".*expandable_segments:true.*"
-_NOT_SHARED = (
-    "expandable segments: vLLM's sleep mode refuses them, and weights.transport: ipc may not be able to share them"
-)
-_HARMFUL = (
-    ("VLLM_ALLOW_INSECURE_SERIALIZATION", _ON, "whoever reaches vLLM's sockets runs code as this user; nothing here needs it"),
-    ("CUDA_VISIBLE_DEVICES", r"(-1)?", "it hides every GPU, so the run uses the CPU"),
-    ("CUDA_LAUNCH_BLOCKING", _ON, "good for finding errors, several times slower"),
-    ("LD_PRELOAD", r".+", "its library is loaded into every process, the sandbox's too"),
-    ("TORCH_DISTRIBUTED_DEBUG", r"DETAIL", "each collective is checked by another one, which is slow"),
-    ("PYTORCH_ALLOC_CONF", _EXPANDABLE, _NOT_SHARED),
-    ("PYTORCH_CUDA_ALLOC_CONF", _EXPANDABLE, _NOT_SHARED),
-)  # fmt: skip
-"""Variable, a pattern of the values that do harm, and which."""
 
 
 def run_doctor(*, full: bool = False) -> list[Check]:
@@ -76,17 +54,6 @@ def run_doctor(*, full: bool = False) -> list[Check]:
 
 
 # ---- the machine ----
-
-
-def check_system() -> Iterator[Found]:
-    """Linux is what everything runs on; macOS runs the embedded engine."""
-    name = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    if platform.system() == "Linux":
-        yield "pass", name
-    elif platform.system() == "Darwin":
-        yield "warn", f"{name}: inference.engine: embedded works here; vLLM and the sandbox's restrictions need Linux"
-    else:
-        yield "fail", f"{name}: not supported; use Linux (WSL 2 on Windows)"
 
 
 def check_cpus() -> Iterator[Found]:
@@ -230,8 +197,8 @@ def check_disk() -> Iterator[Found]:
 
 
 def check_python() -> Iterator[Found]:
-    """The interpreter."""
-    message = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
+    """The interpreter, and the system that it runs on."""
+    message = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}, {platform.platform()}"
     if sys.prefix == sys.base_prefix:
         yield "warn", f"{message}: not in a virtual environment, other programs change its packages; python -m venv"
     else:
@@ -348,43 +315,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-# ---- network, environment, sandbox ----
-
-
-def check_network() -> Iterator[Found]:
-    """Processes of a run meet on 127.0.0.1, on ports that the system gives out; `localhost` and the host's name are looked up now
-    and then."""
-    try:
-        with ExitStack() as held:
-            server = held.enter_context(socket.create_server(("127.0.0.1", 0)))
-            server.settimeout(_LOOPBACK_LIMIT_S)
-            address = server.getsockname()
-            held.enter_context(socket.create_connection(address, timeout=_LOOPBACK_LIMIT_S))
-            held.enter_context(server.accept()[0])  # within the listener's time limit, set above
-    except OSError as error:
-        yield "fail", f"127.0.0.1 cannot be bound and reached ({error}); a firewall on loopback?"
-    for name, remedy in (
-        ("localhost", "write 127.0.0.1 in configs, or repair /etc/hosts"),
-        (socket.gethostname(), "put it into /etc/hosts"),
-    ):
-        try:
-            found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, 80, type=socket.SOCK_STREAM)}
-        except OSError as error:
-            yield "warn", f"{name} does not resolve ({error}); {remedy}"
-            continue
-        is_odd = name == "localhost" and ("127.0.0.1" not in found or found - {"127.0.0.1", "::1"})
-        yield (
-            ("warn" if is_odd else "pass"),
-            f"{name} resolves to {', '.join(sorted(found))}{f': {remedy}' if is_odd else ''}",
-        )
-
-
-def check_environment(environment: Mapping[str, str] = os.environ) -> Iterator[Found]:
-    """Variables that change what a run does, by name: some of their values are secrets."""
-    yield "pass", ", ".join(filter(_NAMED.fullmatch, sorted(environment))) or "nothing that changes a run is set"
-    for name, harmful, why in _HARMFUL:
-        if name in environment and re.fullmatch(harmful, environment[name].replace(" ", ""), re.IGNORECASE):
-            yield "warn", f"{name}: {why}; unset it"
+# ---- the sandbox ----
 
 
 def check_sandbox() -> Iterator[Found]:
@@ -405,7 +336,6 @@ def check_sandbox() -> Iterator[Found]:
 
 _CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
     "python": check_python,
-    "system": check_system,
     "cpus": check_cpus,
     "memory": check_memory,
     "gpus": check_gpus,
@@ -414,7 +344,5 @@ _CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
     "vllm": check_vllm,
     "limits": check_limits,
     "disk": check_disk,
-    "network": check_network,
-    "environment": check_environment,
     "sandbox": check_sandbox,
 }

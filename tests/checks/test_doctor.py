@@ -16,7 +16,6 @@ import pytest
 from grpo_async import sandbox
 from grpo_async.checks import doctor
 from grpo_async.checks.doctor import (
-    check_environment,
     check_requirements,
     check_torch,
     check_vllm,
@@ -39,8 +38,7 @@ def test_this_machine_is_looked_at_and_a_check_that_breaks_is_one_failed_line(mo
     monkeypatch.setitem(doctor._CHECKS, "broken", breaks)
     checks = run_doctor()
     assert list(dict.fromkeys(check.name for check in checks)) == [
-        "python", "system", "cpus", "memory", "gpus", "packages", "torch", "vllm", "limits", "disk", "network", "environment",
-        "sandbox", "broken",
+        "python", "cpus", "memory", "gpus", "packages", "torch", "vllm", "limits", "disk", "sandbox", "broken",
     ]  # fmt: skip
     assert all(check.detail for check in checks)
     assert [check for check in checks if "Error" in check.detail] == [
@@ -67,7 +65,7 @@ main(["doctor"])
     assert done.returncode == 1, done.stderr  # torch is there by its metadata and cannot be imported
     lines = {" ".join(line.split()[:2]): line for line in done.stdout.splitlines()}
     assert "cannot be imported (No module named 'torch')" in lines["fail torch"]
-    assert "pass network" in lines
+    assert "pass disk" in lines or "warn disk" in lines
 
 
 # Hardware.
@@ -226,48 +224,6 @@ def test_extensions_of_another_torch_are_a_warning(installed: dict[str, str]) ->
 
 
 # Network and environment.
-
-
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}, "runs code as this user"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "hides every GPU"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, "hides every GPU"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,expandable_segments:True"}, "expandable segments"),
-        ({"CUDA_LAUNCH_BLOCKING": "1"}, "several times slower"),
-        ({"LD_PRELOAD": "/x.so"}, "LD_PRELOAD"),
-    ],
-)
-def test_variables_that_do_harm_are_warnings(variables: dict[str, str], words: str) -> None:
-    found = list(check_environment(variables))
-    assert _statuses(found) == ["pass", "warn"]
-    assert words in found[1][1]
-
-
-def test_variables_are_shown_by_name_only_for_some_are_secrets() -> None:
-    variables = {
-        "HF_TOKEN": "hf_abcdef",
-        "https_proxy": "http://user:pa55@proxy:3128",
-        "NCCL_DEBUG": "INFO",
-        "EDITOR": "vi",
-    }
-    assert list(check_environment(variables)) == [("pass", "HF_TOKEN, NCCL_DEBUG, https_proxy")]
-
-
-@pytest.mark.parametrize(
-    ("function", "statuses"), [("getaddrinfo", ["fail", "warn", "warn"]), ("create_server", ["fail", "pass", "pass"]),
-                               ("create_connection", ["fail", "pass", "pass"])],
-)  # fmt: skip
-def test_a_network_that_does_not_work_is_reported(
-    monkeypatch: pytest.MonkeyPatch, function: str, statuses: list[str]
-) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise OSError("Permission denied")
-
-    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(doctor.socket, function, refuse)
-    assert _statuses(doctor.check_network()) == statuses
 
 
 def test_restrictions_that_the_sandbox_lacks_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

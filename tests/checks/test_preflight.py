@@ -32,8 +32,7 @@ from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
 NAMES = [
-    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "memory",
-    "disk",
+    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "disk",
 ]  # fmt: skip
 
 
@@ -102,7 +101,6 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
         "num_embeddings": rows,
         "policy_version": 0,
-        "device": "cpu",
         "token": TOKEN,
     }
     return PreflightContext(**{**fields, **changes})
