@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_async.checks.model_files import text_config
 from grpo_async.config.experiment import ExperimentConfig
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NF4_BYTES = 0.5625  # 4 bits, and a float32 magnitude for 64 elements
 _MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formulas leave out
 _CONTEXT_BYTES = 2 << 30  # of both processes on a shared GPU: CUDA context, workspaces, kernels
@@ -67,7 +67,7 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int) -> MemoryEst
     hidden, layers, vocabulary = _sizes(config.model.path, num_parameters)
     training, lora, launch = config.training, config.model.lora, config.launch
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes)
-    master, compute = _ITEM_BYTES[config.model.dtype], _ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
+    master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
     trained = num_parameters if lora is None else min(num_parameters, num_parameters * lora.rank // hidden)
     trained_item = master if lora is None else 4
     kept = num_parameters * (_NF4_BYTES if lora is not None and lora.quantization is not None else master)
@@ -119,7 +119,7 @@ def shared_gpu_fraction(config: ExperimentConfig, num_parameters: int, gpu_bytes
     """
     trainer, inference = estimate_trainer(config, num_parameters), config.inference
     hidden, layers, _ = _sizes(config.model.path, num_parameters)
-    parallel, item = inference.vllm.tensor_parallel_size, _ITEM_BYTES[inference.dtype]
+    parallel, item = inference.vllm.tensor_parallel_size, ITEM_BYTES[inference.dtype]
     served = num_parameters * item // parallel
     asleep = inference.vllm.sleep_while_training
     beside = trainer.weights + trainer.optimizer if asleep else trainer.total

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
-from grpo_async.checks.memory import format_bytes
+from grpo_async.checks.memory import ITEM_BYTES, format_bytes
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import (
@@ -45,7 +45,6 @@ _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
 _NUM_TOKENS = 8  # of the completion that is tried
 _MIN_CONTEXT = 16
 _TIGHT = 0.9  # of what is there
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a place
@@ -371,7 +370,7 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     there while it is written; what is there already (a resume) counts. The export is N m.
     """
     config, root = context.config, context.run_dir.root
-    model = context.num_parameters * _ITEM_BYTES[config.model.dtype]
+    model = context.num_parameters * ITEM_BYTES[config.model.dtype]
     still = max(0, config.checkpoint.keep_last + 1 - len(context.run_dir.checkpoint_steps()))
     needed, free = still * 3 * model + model, shutil.disk_usage(root).free
     parts = f"{still} checkpoint(s) of {format_bytes(3 * model)} and the model of {format_bytes(model)}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +16,7 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
+from grpo_async.user_code.threads import call_when_set
 
 RESULT_NAME = "evaluation.json"
 
@@ -115,7 +115,13 @@ def _run(
 
     async def run() -> dict[str, Any] | None:
         running = asyncio.ensure_future(evaluator.run(task))
-        _cancel_when_set(control.stop_requested, asyncio.get_running_loop(), running)
+        loop = asyncio.get_running_loop()
+
+        def cancel() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(running.cancel)
+
+        call_when_set(control.stop_requested, cancel)
         try:
             result = await running
         except asyncio.CancelledError:
@@ -127,15 +133,6 @@ def _run(
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 
     return asyncio.run(run())
-
-
-def _cancel_when_set(event: threading.Event, loop: asyncio.AbstractEventLoop, task: asyncio.Future[Any]) -> None:
-    def wait() -> None:
-        event.wait()  # as long as the process, in a daemon thread
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(task.cancel)
-
-    threading.Thread(target=wait, name="stop-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ def _mask_attention(
                 _, prompt_k, prompt_v = parts[number]
                 prompts[stretch.prompt] = prompt_k[:, :, :num_tokens], prompt_v[:, :, :num_tokens]
             settings = stretch.lengths, scale, window, softcap
-            pieces.append(attend_after_prompt((q, k, v), prompts[stretch.prompt], *settings))
+            pieces.append(_ContinuedAttention.apply(q, k, v, *prompts[stretch.prompt], *settings))  # type: ignore[no-untyped-call]
             continue
         k, v = repeated(k, heads), repeated(v, heads)
         if stretch.is_padding:
@@ -334,29 +334,10 @@ def repeated(states: torch.Tensor, heads: int) -> torch.Tensor:
     return grouped.reshape(batch, heads, length, width)
 
 
-def attend_after_prompt(
-    samples: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    prompt: tuple[torch.Tensor, torch.Tensor],
-    lengths: tuple[int, ...],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Causal attention of samples that all go on from one prompt. (1, H, L, D)
-
-    Args:
-        samples: queries (1, H, L, D), keys and values (1, H_kv, L, D), one sample after the other.
-        prompt: keys and values, (1, H_kv, P, D).
-        lengths: of the samples, L together.
-    """
-    apply: Any = _ContinuedAttention.apply
-    output: torch.Tensor = apply(*samples, *prompt, lengths, scale, window, softcap)
-    return output
-
-
 class _ContinuedAttention(torch.autograd.Function):
-    """Attention of samples whose prompt stands elsewhere. What they attend to is put together once more in the backward pass: held
-    until then, the copies of a long prompt would take the memory that sharing it saves."""
+    """Causal attention of samples that go on from one prompt, which stands elsewhere. (1, H, L, D) What they attend to is put
+    together once more in the backward pass: held until then, the copies of a long prompt would take the memory that sharing it
+    saves."""
 
     @staticmethod
     def forward(

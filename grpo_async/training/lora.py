@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.parameters import ADAPTER, list_sources, rows_of
+from grpo_async.training.parameters import ADAPTER, list_sources, rows_of, whole_of
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
@@ -104,12 +103,10 @@ def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
     """The adapter under the names of peft's files. A collective; {} without adapters."""
     state = {}
     for name, layer in _adapter_layers(model).items():
-        if ADAPTER in layer.lora_A:
-            state[f"base_model.model.{name}.lora_A.weight"] = _whole(layer.lora_A[ADAPTER].weight)
-            state[f"base_model.model.{name}.lora_B.weight"] = _whole(layer.lora_B[ADAPTER].weight)
-        else:
-            state[f"base_model.model.{name}.lora_embedding_A"] = _whole(layer.lora_embedding_A[ADAPTER])
-            state[f"base_model.model.{name}.lora_embedding_B"] = _whole(layer.lora_embedding_B[ADAPTER])
+        for factor in ("lora_A", "lora_B") if ADAPTER in layer.lora_A else ("lora_embedding_A", "lora_embedding_B"):
+            held = getattr(layer, factor)[ADAPTER]
+            key, tensor = (f"{factor}.weight", held.weight) if isinstance(held, nn.Module) else (factor, held)
+            state[f"base_model.model.{name}.{key}"] = whole_of(tensor).to("cpu").contiguous()
     return state
 
 
@@ -155,9 +152,3 @@ def _adapter_layers(model: Any) -> dict[str, Any]:
 def _generator(key: str) -> torch.Generator:
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.to("cpu").contiguous()

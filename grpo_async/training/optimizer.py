@@ -23,7 +23,7 @@ from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.nf4 import bitsandbytes_functions
-from grpo_async.training.parameters import rows_of
+from grpo_async.training.parameters import local_of, rows_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
@@ -229,7 +229,7 @@ class AdamW8bit(torch.optim.Optimizer):
             _begin(state, parameter, block)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        weight, gradient = _local(parameter), _local(parameter.grad).float()
+        weight, gradient = local_of(parameter), local_of(parameter.grad).float()
         if not weight.numel():
             return
         first = _read(state, "exp_avg", block, signed=True)
@@ -276,10 +276,10 @@ def _zeros_like_rows(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.T
 
 def _read(state: dict[str, Any], key: str, block: int, *, signed: bool) -> torch.Tensor:
     """A moment in float32, as far as this rank has it."""
-    values = _local(state[key])
+    values = local_of(state[key])
     if not block:
         return values
-    scale = _local(state[f"{key}_scale"]).reshape(-1)
+    scale = local_of(state[f"{key}_scale"]).reshape(-1)
     code = _codes(values.device, signed=signed)
     moment: torch.Tensor = bitsandbytes_functions().dequantize_blockwise(
         values.contiguous(), absmax=scale, code=code, blocksize=block
@@ -290,7 +290,7 @@ def _read(state: dict[str, Any], key: str, block: int, *, signed: bool) -> torch
 def _write(state: dict[str, Any], key: str, moment: torch.Tensor, block: int, *, signed: bool) -> None:
     if not block:
         return  # float32 moments were changed in place
-    values, scale = _local(state[key]), _local(state[f"{key}_scale"])
+    values, scale = local_of(state[key]), local_of(state[f"{key}_scale"])
     codes, rest = bitsandbytes_functions().quantize_blockwise(
         moment.contiguous(), code=_codes(values.device, signed=signed), blocksize=block
     )
@@ -307,8 +307,3 @@ def _codes(device: torch.device, *, signed: bool) -> torch.Tensor:
 
 
 _maps: dict[tuple[torch.device, bool], torch.Tensor] = {}
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

@@ -55,7 +55,7 @@ class Product:
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(left, right), float32, whole, with scaling x B A (or its transpose) = left @ right. A collective."""
-        a, b = _whole(self.a).float(), _whole(self.b).float() * self.scaling
+        a, b = whole_of(self.a).float(), whole_of(self.b).float() * self.scaling
         return (a.T, b.T) if self.is_transposed else (b, a)
 
 
@@ -100,7 +100,7 @@ class Source:
 
     def gather(self) -> torch.Tensor:
         """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank."""
-        full = _whole(self.tensor)
+        full = whole_of(self.tensor)
         if self.packed_columns is not None:
             full = dequantize_rows(full, self.packed_columns, torch.float32)
         return full if self.product is None else torch.addmm(full.float(), *self.product.factors())
@@ -164,7 +164,14 @@ def rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return local, offset[0] if offset else 0
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's shard; a tensor that is not sharded is its own."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, without gradient. A collective where it is sharded."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -23,6 +23,7 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold, sorted_entropies
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.training.parameters import local_of
 from grpo_async.training.reference import Reference
 from grpo_async.training.timing import NO_CLOCK, StepClock
 from grpo_async.training.token_statistics import TokenCollector
@@ -73,27 +74,43 @@ def train_step(
         tokens: collects the statistics of this rank's tokens, where they are stored.
         clock: times forward, backward, optimizer.
     """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
         group["lr"] = lr
     if objective.needs_old_policy:
         with clock.part("old log-probabilities"):
-            old = _ask_old_policy(policy, minibatches, objective, device)
+            old_policies = _ask_old_policy(policy, minibatches, objective, device)
     else:
-        old = [[None] * len(micro_batches) for micro_batches in minibatches]
+        old_policies = [[None] * len(micro_batches) for micro_batches in minibatches]
     updates: list[UpdateMetrics] = []
-    for micro_batches, old_of_batches in zip(minibatches, old, strict=True):
+    for micro_batches, old_of_batches in zip(minibatches, old_policies, strict=True):
         sums = UpdateSums(objective, device)
-        _backward(
-            policy,
-            micro_batches,
-            old_of_batches,
-            sums,
-            tokens,
-            clock,
-            objective=objective,
-            reference=reference,
-            device=device,
-        )
+        for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_of_batches, strict=True)):
+            batch = cpu_batch.to(device)
+            _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
+            ref_logprobs = None
+            if objective.needs_reference:
+                assert reference is not None
+                # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing may
+                # run through them between a forward and its backward
+                with clock.part("reference", micro_batch=number):
+                    ref_logprobs = reference.logprobs(batch)
+            with clock.part("forward", micro_batch=number):
+                output: PolicyOutput = policy(
+                    batch,
+                    entropy_gradient=objective.needs_entropy_gradient,
+                    token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
+                )
+            if output.anchor is not None:
+                with clock.part("backward", micro_batch=number):
+                    torch.autograd.backward(output.anchor)
+                continue
+            terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
+            with clock.part("backward", micro_batch=number):
+                torch.autograd.backward(terms.total * world_size)
+            sums.add(terms)
+            if tokens is not None:
+                tokens.add(terms)
         if tokens is not None and len(updates) == len(minibatches) - 1:
             tokens.begin_copy()  # before the transfer of the last update, which so waits for both
         with clock.part("clip gradients"):
@@ -106,48 +123,6 @@ def train_step(
             optimizer.zero_grad(set_to_none=True)
         updates.append(metrics)
     return _result(updates, objective, lr=lr)
-
-
-def _backward(
-    policy: Policy,
-    micro_batches: Sequence[MicroBatch],
-    old_policy: Sequence[OldPolicy | None],
-    sums: UpdateSums,
-    tokens: TokenCollector | None,
-    clock: StepClock,
-    *,
-    objective: Objective,
-    reference: Reference | None,
-    device: torch.device,
-) -> None:
-    """Add up the gradients of one update."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_policy, strict=True)):
-        batch = cpu_batch.to(device)
-        _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
-        ref_logprobs = None
-        if objective.needs_reference:
-            assert reference is not None
-            # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing may run
-            # through them between a forward and its backward
-            with clock.part("reference", micro_batch=number):
-                ref_logprobs = reference.logprobs(batch)
-        with clock.part("forward", micro_batch=number):
-            output: PolicyOutput = policy(
-                batch,
-                entropy_gradient=objective.needs_entropy_gradient,
-                token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
-            )
-        if output.anchor is not None:
-            with clock.part("backward", micro_batch=number):
-                torch.autograd.backward(output.anchor)
-            continue
-        terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
-        with clock.part("backward", micro_batch=number):
-            torch.autograd.backward(terms.total * world_size)
-        sums.add(terms)
-        if tokens is not None:
-            tokens.add(terms)
 
 
 def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:
@@ -221,7 +196,7 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by ranks that hold the same
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = _local(parameter.grad)
+            gradient = local_of(parameter.grad)
             alike.setdefault((_num_copies(parameter.grad), gradient.device, gradient.dtype), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (copies, _, dtype), gradients in alike.items():
@@ -235,7 +210,7 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
 def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float) -> None:
     """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as torch's clip_grad_norm_ does."""
     factor = max_norm / (norm + 1e-6)
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if factor < 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
 
@@ -246,7 +221,3 @@ def _num_copies(gradient: torch.Tensor) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
     sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
     return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from benchmarks import _trl_train as train
 from benchmarks import against_trl
-from benchmarks._trl_setting import Setting, Step, low_ids
+from benchmarks._trl_setting import Setting, Step
 from benchmarks._trl_train import CpuKernel, EqualPush
 from benchmarks.against_trl import OURS, TRL, CpuUse, Outcome, both_settings, outcome, report_outcomes
 from benchmarks.report import Report
@@ -52,20 +51,6 @@ def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path
     assert both_settings(tmp_path, _options(*asked, "--in-flight", "20"))[OURS].max_in_flight == 20
     told = against_trl.told_apart(settings)
     assert "grpo-async: max_staleness 1, 32 in flight at most; TRL: max_staleness 3, 32 in flight at most;" in told
-
-
-@pytest.mark.parametrize(
-    ("asked", "at_once"),
-    [
-        ([], 64),  # TRL's own choice: 4 steps of 16
-        (["--trl-staleness", "8"], 128),
-        (["--trl-staleness", "0"], 16),
-        (["--trl-in-flight", "96"], 96),
-        (["--in-flight", "200"], 200),
-    ],
-)
-def test_the_server_takes_what_either_side_may_have_in_flight(asked: list[str], at_once: int, tmp_path: Path) -> None:
-    assert against_trl.server_setting(both_settings(tmp_path, _options(*asked))).max_in_flight == at_once
 
 
 def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
@@ -203,46 +188,3 @@ def test_what_trl_drops_is_counted_from_the_beginning(tmp_path: Path) -> None:
     assert [step.thrown_away for step in steps] == [8.0, 8.0, 11.0]
     assert steps[0] == _step(samples=16, backward_s=pytest.approx(0.6), thrown_away=8.0)
     assert steps[0].other_s == pytest.approx(0.2)
-
-
-def test_both_pushes_are_made_with_the_same_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
-    monkeypatch.setattr(train, "push_weights", lambda parameters, **given: made.update(given))
-    equal = EqualPush("http://127.0.0.1:9")
-    equal.send_weights(iter({"a": torch.zeros(3)}.items()))
-    weights = load_config(against_trl.write_config(_setting(tmp_path))).weights
-    assert (made["version"], made["settings"].mode) == (1, weights.mode)
-    assert weights.bucket_mb << 20 == train.BUCKET_BYTES
-
-
-@pytest.mark.nightly
-def test_cpu_of_a_command_and_its_children_is_measured_between_two_of_its_steps(tmp_path: Path) -> None:
-    """A child computes for 1 s before the first step and for 0.6 s between the two."""
-    steps = tmp_path / "steps"
-    code = (
-        "import sys, time\nf = open(sys.argv[1], 'a', buffering=1)\n"
-        "def compute(seconds):\n    end = time.process_time() + seconds\n    while time.process_time() < end: pass\n"
-        "compute(1.0)\nf.write('1\\n')\ncompute(0.6)\nf.write('2\\n')\ntime.sleep(1.5)\n"
-    )
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}, *sys.argv[1:]], timeout=60, check=True)"
-    setting = _setting(tmp_path, "--warm-up", "1", "--steps", "1")
-    fields: dict[str, Any] = {"steps_file": steps, "server_pid": 2**22 + 1}
-    found = against_trl.run_metered([sys.executable, "-c", code, str(steps)], setting, **fields)
-    assert 0.1 <= found.trainer_s <= 0.8
-    assert found.server_s == 0.0
-    steps.unlink()
-    failing = "print('what it said'); raise SystemExit(3)"
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 3 before its steps.*what it said"):
-        against_trl.run_metered([sys.executable, "-c", failing], setting, **fields)
-
-
-def test_the_environment_is_made_with_the_pinned_versions(tmp_path: Path) -> None:
-    venv, torch_step, packages = against_trl.install_commands(tmp_path)
-    assert str(tmp_path) in venv
-    assert torch_step[-1] == f"torch=={torch.__version__}"
-    assert "requirements/constraints.txt" in packages
-    assert packages[-1] == "trl==1.16.0"
-
-
-def test_the_reward_differs_by_completion() -> None:
-    assert low_ids([[1, 500], [2, 3]], prompts=["a", "b"]) == [0.5, 1.0]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.__main__ import FOLDER, main, names
+from benchmarks.__main__ import FOLDER, names
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "duckdb", "datasets", "trl")
@@ -75,11 +75,3 @@ def test_the_help_of_every_benchmark_is_light_and_offers_json() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: [0, True, []] for name in names()}
-
-
-def test_every_module_that_is_no_part_of_another_is_listed_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    modules = {file.stem for file in FOLDER.glob("*.py") if not file.stem.startswith("_")} - {"report"}
-    assert main([]) == 0
-    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:])
-    assert set(listed) == modules
-    assert all(len(about) > 20 for about in listed.values())

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from benchmarks import _server, _step_sides, asynchrony, push, step
-from benchmarks._step_sides import PlainSide, StepOutcome
+from benchmarks import _step_sides, asynchrony, push, step
+from benchmarks._step_sides import StepOutcome
 from benchmarks.report import Report, Row, in_turns, median_interval, ratios
-from grpo_async.batching.prompts import num_prompt_tokens
 from grpo_async.records import RolloutSample
 
 
@@ -115,43 +109,7 @@ def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp
     assert push._report(measured, Namespace(**options)) == 1
 
 
-def test_the_first_round_of_pushes_warms_up_and_the_turns_alternate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    log = tmp_path / "server.log"
-    log.write_text("")
-
-    def one_push() -> dict[str, float]:
-        told.append("push")
-        with log.open("a") as lines:
-            lines.write(f"loaded 9 parameters in {len(told)} s\n")
-        return _push(float(len(told)))
-
-    @contextmanager
-    def bare(sizes: list[int], *, timeout_s: float) -> Iterator[Callable[[], float]]:
-        assert sizes == [7]
-        yield lambda: float(told.append("bare") or len(told))
-
-    monkeypatch.setattr(push, "bare_broadcast", bare)
-    pusher: Any = SimpleNamespace(push=one_push, bucket_sizes=[7])
-    measured = push._measure(pusher, _server.Server("", 0, log), Namespace(device="cpu", rounds=2))
-    assert told == ["bare", "push", "push", "bare", "bare", "push"]
-    assert [each["sync/push_s"] for each in measured.pushes] == measured.load_s == [3.0, 6.0]
-    assert measured.bare_s == [4.0, 5.0]
-
-
 # -------------------------------------------------------------------------------------------------------------- the step
-
-
-def test_a_group_has_one_prompt_and_completions_of_its_own() -> None:
-    samples = _step_sides.make_samples(
-        Namespace(samples=32, group_size=8, prompt_tokens=8, completion_tokens=32, vocab=256, seed=0)
-    )
-    prompts = [tuple(sample.token_ids[: num_prompt_tokens(sample)]) for sample in samples]
-    assert [len(set(prompts[start : start + 8])) for start in range(0, 32, 8)] == [1, 1, 1, 1]
-    assert len(set(prompts)) == 4
-    assert len({tuple(sample.token_ids) for sample in samples}) == 32
 
 
 def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None:
@@ -190,21 +148,6 @@ def test_padding_keeps_what_a_sample_is_and_the_grid_is_what_is_computed() -> No
     assert old == [[-3.0, 0.0], [-2.0, -3.0]]
     assert advantages == [0.5, -1.0]
     assert _step_sides._grid(samples) == (2, 4)
-
-
-@pytest.mark.parametrize(("is_sorted", "num_ranks", "lengths"), [
-    (False, 1, [[[2, 5], [3, 5]]]),  # 2 x 5 of at most 10 tokens
-    (True, 1, [[[5, 5], [3, 2]]]),
-    (False, 2, [[[2, 3]], [[5, 5]]]),
-])  # fmt: skip
-def test_the_loop_fills_its_micro_batches_with_padding_counted(
-    is_sorted: bool, num_ranks: int, lengths: list[list[list[int]]]
-) -> None:
-    side = PlainSide.__new__(PlainSide)
-    side._is_sorted, side._num_ranks, side._options = is_sorted, num_ranks, Namespace(micro_batch_tokens=10)
-    samples = [_sample(list(range(length)), trained=1, advantage=0.0) for length in (2, 5, 3, 5)]
-    found = side._cut(samples)
-    assert [[[len(sample.token_ids) for sample in batch] for batch in rank] for rank in found] == lengths
 
 
 def _sample(ids: list[int], *, trained: int, advantage: float) -> RolloutSample:
@@ -251,31 +194,6 @@ def test_the_steady_state_is_weighted_by_time() -> None:
     assert found.training_s == pytest.approx(1.5)
     assert found.push_s == pytest.approx(0.3)
     assert found.wall_s == 16.0
-
-
-def test_the_reward_counts_digits_and_those_that_follow_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asynchrony, "MAX_COMPLETION_TOKENS", 4)
-    assert asynchrony.digits(["p"] * 4, ["12a7", "", "9012", [{"role": "assistant", "content": "a5"}]]) == [
-        0.5 * 3 / 4 + 0.5 * 1 / 4,
-        0.0,
-        0.5 * 4 / 4 + 0.5 * 3 / 4,
-        0.5 * 1 / 4,
-    ]
-
-
-@pytest.mark.nightly
-def test_the_command_of_a_run_could_start_and_only_the_staleness_differs(tmp_path: Path) -> None:
-    config = asynchrony.make_compute(tmp_path, asynchrony.Shape(hidden=32, layers=1), seed=0)
-    options = Namespace(seed=3, staleness=2, steps=4, engine="embedded", set=["training.micro_batch_tokens=512"])
-    synchronous, asynchronous = (
-        asynchrony.command(config, tmp_path / "one", variant, options)
-        for variant in (asynchrony.SYNCHRONOUS, asynchrony.ASYNCHRONOUS)
-    )
-    assert set(synchronous) ^ set(asynchronous) == {"rollout.max_staleness=0", "rollout.max_staleness=2"}
-    done = subprocess.run(
-        [*asynchronous, "--dry-run"], cwd=asynchrony.ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _run(**changed: float) -> asynchrony.RunStatistics:

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from grpo_async.checks.report import Check, Found, print_checks, run_check, worst_status
+from grpo_async.checks.report import Check, Found, print_checks, run_check
 from grpo_async.errors import ConfigError
 
 
@@ -42,11 +42,6 @@ def test_a_check_that_hangs_is_left_after_its_limit(setting: str | None, words: 
     (timed,) = run_check("x", hang, limit_s=0.1, setting=setting)
     never.set()
     assert (timed.status, words in timed.detail) == ("fail", True)
-
-
-def test_the_worst_status_is_that_of_the_worst_check() -> None:
-    good, doubtful, bad = Check("a", "pass", ""), Check("b", "warn", ""), Check("c", "fail", "")
-    assert [worst_status(checks) for checks in ([], [good, doubtful], [bad, good])] == ["pass", "warn", "fail"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -63,14 +63,6 @@ def test_an_old_name_is_taken_with_a_warning_from_files_and_overrides(
     assert _problems(_write(tmp_path, MINIMAL + "loss: {top_entropy_share: 2}\n"))[0].startswith("x.yaml:8: ")
 
 
-def test_a_minimal_file_gets_every_default(tmp_path: Path) -> None:
-    config = load_config(_write(tmp_path, MINIMAL))
-    assert config.run.name == "demo"
-    assert config.rollout.group_size == 8
-    assert isinstance(config.data.train, JsonlSource)
-    assert config.data.train.path == Path("train.jsonl")  # as given: relative to the working directory
-
-
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     # YAML 1.1 reads 1e-6 as text, 010 as 8, on as true and 1:30 as 90
     text = (
@@ -113,12 +105,6 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
     assert (config.run.name, config.run.seed) == ("demo", 7)
 
 
-def test_a_list_is_replaced_not_merged(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL, "base.yaml")
-    path = _write(tmp_path, "extends: base.yaml\nrewards:\n  - function: other:one\n  - function: other:two\n")
-    assert [reward.function for reward in load_config(path).rewards] == ["other:one", "other:two"]
-
-
 def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL.replace("{type: jsonl, path: train.jsonl}", "{type: hub, name: x, split: y}"), "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: csv, path: t.csv}}\n")
@@ -147,12 +133,6 @@ def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
     path = _write(tmp_path, MINIMAL + "extends: b.yaml\n")
     (problem,) = _problems(path)
     assert problem == "b.yaml:1: extends: it goes in a circle: x.yaml -> b.yaml -> x.yaml"
-
-
-def test_the_same_base_on_two_ways_is_no_circle(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL, "base.yaml")
-    _write(tmp_path, "extends: base.yaml\n", "left.yaml")
-    assert load_config(_write(tmp_path, "extends: [base.yaml, left.yaml]\n")).run.name == "demo"
 
 
 def test_a_missing_base_is_named_at_its_line(tmp_path: Path) -> None:
@@ -198,14 +178,6 @@ inference:
     assert config.rewards[0].arguments == {"literal": "${HOME}", "text": "costs $5"}
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-6, 2)
     assert config.inference.tls is None  # nothing at all, unquoted, is YAML's null
-
-
-def test_a_whole_value_from_the_environment_is_typed_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("X", "1e-6")
-    text = MINIMAL.replace(
-        "my.rewards:exact", 'my.rewards:exact\n    arguments:\n      a: ${X}\n      b: "${X}"\n      c: ${X}0'
-    )
-    assert load_config(_write(tmp_path, text)).rewards[0].arguments == {"a": 1e-6, "b": "1e-6", "c": "1e-60"}
 
 
 def test_what_a_variable_holds_is_not_interpolated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +238,3 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     assert config.evaluation.data.type == "csv"
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.model.path == "a=b"
-
-
-def test_an_override_reaches_free_form_arguments(tmp_path: Path) -> None:
-    config = load_config(_write(tmp_path, MINIMAL), ["rewards.0.arguments.deep.key=3"])
-    assert config.rewards[0].arguments == {"deep": {"key": 3}}

@@ -249,15 +249,6 @@ def test_the_rollouts_of_an_evaluation_are_sealed_when_the_next_begins_or_the_ru
     assert names(4) == [".parquet"]
 
 
-def test_a_run_without_evaluation_does_nothing(tmp_path: Path) -> None:
-    run = _Run(tmp_path, has_evaluation=False)
-    run.evaluations.before_training()
-    assert run.after(2) == {}
-    run.evaluations.end_running()
-    run.evaluations.after_training(10)
-    assert (run.source.begun, run.evaluations.num_tokens, run.evaluations.holds_push) == ([], 0, False)
-
-
 def test_a_policy_is_being_evaluated_until_its_score_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its checkpoint would be removed before it is known to be the best."""
     run = _Run(tmp_path)

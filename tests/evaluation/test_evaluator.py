@@ -13,7 +13,7 @@ import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
-from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator, majority_fraction
+from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
@@ -125,12 +125,6 @@ def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> No
     assert {**first.metrics, "duration_s": 0} == {**second.metrics, "duration_s": 0}
 
 
-def test_results_are_told_for_each_value_of_a_column() -> None:
-    """Even: None and 2; odd: 3 and, without a token, none."""
-    by_group = _run(_evaluator(_Producer(), group_by="source")).by_group
-    assert {group: metrics["reward"] for group, metrics in by_group.items()} == {"even": 2.0, "odd": 3.0}
-
-
 def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"evaluation.group_by: level is not one of the columns \['source'\]"):
         _evaluator(_Producer(), group_by="level")
@@ -185,7 +179,3 @@ def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
     assert [rollout.rollout_id for rollout in rows[2].rollouts] == ["eval-v5-2-r0", "eval-v5-2-r1"]
     assert rows[2].rollouts[0].sampled_versions == {4}
     assert evaluator.num_tokens == 3 * 2 * 2  # prompt 3 samples none
-
-
-def test_the_majority_is_the_share_of_the_most_frequent_value() -> None:
-    assert majority_fraction([{"a": 3}, {"a": "3"}, {"a": 5}], "a") == pytest.approx(2 / 3)

@@ -71,14 +71,6 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
     assert "pass@4" not in metrics
 
 
-def test_prompts_weigh_the_same_in_mean_at_k_also_where_a_completion_failed() -> None:
-    """Prompt means 1 and 0: 0.5; over the 3 scored completions it would be 1/3."""
-    one = PromptOutcomes(outcomes=[Outcome(reward=1.0), Outcome(error="injected")])
-    metrics = prompt_metrics([one, _prompt(0, 0)], samples=2, pass_reward=1.0)
-    assert metrics["mean@2"] == 0.5
-    assert metrics["reward"] == pytest.approx(1 / 3)
-
-
 def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed() -> None:
     prompts = [_prompt(1, group="gsm"), _prompt(0, group="gsm"), _prompt(0, group="math")]
     result = evaluation_result(prompts, samples=1, pass_reward=1.0, duration_s=2.0)

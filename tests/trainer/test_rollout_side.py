@@ -252,18 +252,3 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
             assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail
             side.supersede()
             assert list(read_groups(folder)) == []
-
-
-def test_the_trainer_is_told_which_groups_the_store_leaves_out(tiny_model: Path, tmp_path: Path) -> None:
-    """Half of them; and those it says are stored are what the store has."""
-    config = side_config(
-        tmp_path, tiny_model, record={"rollouts": {"sample_rate": 0.5}}, rollout={"groups_per_step": 12}
-    )
-    with local_server(odd_or_even) as server, open_side(config, server) as side:
-        side.source.start()
-        groups = take(side, 12)
-        assert groups is not None
-        kept = {group.group.group_id for group in groups if side.source.stores(group.group.group_id)}
-        side.source.settle_step(groups, GroupStatus.TRAINED, step=1)
-    assert 0 < len(kept) < 12
-    assert {g.group_id for g in read_groups(config.run_path / "rollouts") if g.status is GroupStatus.TRAINED} == kept

@@ -19,7 +19,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.failures import explain, first_failure
 from grpo_async.rollout.thread import LoopThread
-from grpo_async.trainer.stall import StallGuard, thread_stacks
+from grpo_async.trainer.stall import StallGuard
 from tests.launcher.support import REPOSITORY
 
 
@@ -130,44 +130,6 @@ def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_ma
     state: ServerState, age_s: float, excused: bool
 ) -> None:
     assert _guard(state, time.monotonic() - age_s)._is_excused() == excused
-
-
-def test_every_part_of_the_progress_counts() -> None:
-    guard = _guard()
-    tokens, generated = [5], [7]
-    guard._source = SimpleNamespace(ledger_snapshot=lambda: {"tokens": {"started": tokens[0]}})
-    guard._fleet = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=generated[0]))
-    guard._loop = SimpleNamespace(version=1, activity=SimpleNamespace(num_begun=2))
-    seen = [guard._progress()]
-    assert guard._progress() == seen[0]
-    tokens[0] += 1  # a rollout
-    seen.append(guard._progress())
-    generated[0] += 1  # an evaluation
-    seen.append(guard._progress())
-    guard._loop.version += 1
-    seen.append(guard._progress())
-    guard._loop.activity.num_begun += 1  # the end of the run
-    seen.append(guard._progress())
-    assert len(set(seen)) == 5
-
-
-def test_stacks_show_where_each_thread_is() -> None:
-    release, inside = threading.Event(), threading.Event()
-
-    def waits_for_a_reason() -> None:
-        inside.set()
-        release.wait(timeout=10.0)
-
-    thread = threading.Thread(target=waits_for_a_reason, name="some thread", daemon=True)
-    thread.start()
-    assert inside.wait(timeout=10.0)
-    stacks = []
-    looker = threading.Thread(target=lambda: stacks.append(thread_stacks()))  # as the watchdog: not the main thread
-    looker.start()
-    looker.join(timeout=10.0)
-    release.set()
-    assert "in waits_for_a_reason" in stacks[0].split("thread some thread:")[1]
-    assert stacks[0].startswith("thread MainThread:")
 
 
 def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> None:

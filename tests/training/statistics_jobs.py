@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from grpo_async.batching.minibatch import split_groups
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import RolloutSample, ScoredGroup, TokenFigures
 from grpo_async.rundir import RunDir
 from grpo_async.trainer.loop import LeaderLoop
@@ -131,16 +130,3 @@ def train(
         assert min(context.peaks) > 50 << 20, "a process with torch takes more"
         results[name] = {"statistics": as_lists(statistics), "metrics": result.metrics, "updates": result.updates}
     return results
-
-
-def wait_for_a_rank(timeout_s: float) -> dict[str, Any]:
-    """Rank 0 gathers; rank 1 does not. What rank 0 is told."""
-    channel = CommandChannel(timeout_s=timeout_s)
-    found = {}
-    if channel.is_leader:
-        try:
-            channel.gather(torch.ones(5, 3))
-        except GrpoAsyncError as error:
-            found = {"type": type(error).__name__, "text": str(error)}
-    dist.barrier()  # rank 1 is alive until here
-    return found

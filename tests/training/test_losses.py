@@ -74,14 +74,6 @@ def test_gspo_takes_the_geometric_mean_ratio_of_each_sample() -> None:
     assert result.is_per_sequence
 
 
-def test_the_gradient_of_gspo_is_shared_by_the_tokens_of_a_sample() -> None:
-    """Two tokens, s = exp(0.0001), unclipped, A = 2. The sum of both tokens' losses is -2 s A; d s / d logp = s / 2 for each token:
-    -2 x 2 x s / 2 = -2 s. Weighed by reduction grpo (1 / 2 each) that is the paper's s A / |y| per token."""
-    inputs = make_inputs([1.0, math.exp(0.0002)], [2.0, 2.0], samples=[0, 0])
-    gradient = _gradient(gspo_loss(inputs, epsilon=3e-4, epsilon_high=4e-4), inputs)
-    assert gradient == pytest.approx([-2.0 * math.exp(0.0001)] * 2, rel=1e-5)
-
-
 def test_cispo_caps_the_ratio_and_keeps_the_gradient_of_every_token() -> None:
     """rho 7 capped at 5: loss -5 x 2 x -1 = 10, gradient -10; rho 3: -3 x -2 x -1 = -6, gradient 6."""
     inputs = make_inputs([7.0, 3.0, 7.0], [2.0, -2.0, -2.0])

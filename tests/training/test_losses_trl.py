@@ -153,25 +153,6 @@ def test_gspo(reduction: Any) -> None:
     assert both.keys() >= CLIP_METRICS
 
 
-@pytest.mark.parametrize("mask_one", [False, True], ids=["", "one-masked-whole"])
-def test_gspo_by_default_averages_over_samples_and_sapo_too(mask_one: bool) -> None:
-    gspo = GspoLoss(type="gspo", epsilon=0.1, epsilon_high=0.1, beta=0.0)
-    batch = _batch(mask_one=mask_one)
-    theirs = trl_loss(batch, loss_type="grpo", level="sequence", epsilon=0.1, epsilon_high=0.1)
-    ours, _ = _ours(batch, gspo.model_copy(update={"proximal": "recomputed"}))
-    torch.testing.assert_close(ours.total, theirs.loss, rtol=1e-5, atol=1e-7)
-    sapo = SapoLoss(type="sapo", temperature_positive=0.7, temperature_negative=1.3)
-    _assert_equal(sapo, mask_one=mask_one, loss_type="sapo", temperatures=(0.7, 1.3))
-
-
-def test_cispo() -> None:
-    _assert_equal(CispoLoss(type="cispo", epsilon_high=1.3), loss_type="cispo", epsilon_high=1.3)
-
-
-def test_delta() -> None:
-    _assert_equal(ClippedLoss(type="grpo", delta=1.4), loss_type="grpo", delta=1.4)
-
-
 LOSSES: list[tuple[BaseLoss, dict[str, Any]]] = [
     (ClippedLoss(type="grpo"), {"loss_type": "grpo"}),
     (ClippedLoss(type="dr_grpo"), {"loss_type": "dr_grpo"}),
