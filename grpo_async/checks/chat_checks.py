@@ -73,10 +73,10 @@ def _check_prompts(tokenizer: Any, prompts: Sequence[Sequence[int]], num_embeddi
         again = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
         if again != list(ids):
             pairs = enumerate(zip(ids, again, strict=False))
-            place = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(again)))
+            index = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(again)))
             message = (
-                f"prompt {number} as text encodes to other ids from token {place} on ({list(ids[place : place + 4])} becomes "
-                f"{again[place : place + 4]})"
+                f"prompt {number} as text encodes to other ids from token {index} on ({list(ids[index : index + 4])} becomes "
+                f"{again[index : index + 4]})"
             )
             yield (
                 "warn",

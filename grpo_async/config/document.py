@@ -46,7 +46,7 @@ def shorten(text: str, longest: int = 80) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where something was written: `configs/x.yaml:3`, or `--set a.b=c` (then without a line)."""
 
     source: str
@@ -64,39 +64,41 @@ class Unquoted(str):
 
 @dataclass(slots=True)
 class Document:
-    """`values` are dicts, lists and scalars, and `places` has the path of each; a value of a mapping stands at the line of its key.
+    """`values` are dicts, lists and scalars; `locations` has the path of each: a value of a mapping stands at the line of its key.
     `broken` are the paths of values that were reported: whatever validation says about them is noise."""
 
     values: Any
-    places: dict[Path, Place]
+    locations: dict[Path, Location]
     broken: set[Path] = field(default_factory=set)
 
     def value(self, path: Path) -> Any:
-        """The value at `path`, which is one of `places`."""
+        """The value at `path`, which is one of `locations`."""
         value = self.values
         for key in path:
             value = value[int(key)] if isinstance(value, list) else value[key]
         return value
 
-    def place(self, path: Path) -> Place:
+    def location(self, path: Path) -> Location:
         """Of the value at `path`, or of the deepest one above it: where a missing key would have to be added."""
-        return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
+        return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def put(self, path: Path, below: Document) -> None:
         """Set the value at `path`; sections above it that are missing, or null, are made. Entries of lists must be there."""
         owner = self.values
         for length, key in enumerate(path[:-1], start=1):
-            if not isinstance(self.value(path[:length]) if path[:length] in self.places else None, dict | list):
+            if not isinstance(self.value(path[:length]) if path[:length] in self.locations else None, dict | list):
                 owner[int(key) if isinstance(owner, list) else key] = {}
-                self.places[path[:length]] = below.place(())
+                self.locations[path[:length]] = below.location(())
             owner = self.value(path[:length])
         owner[int(path[-1]) if isinstance(owner, list) else path[-1]] = below.values
-        self.replace_places(path, {path + other: place for other, place in below.places.items()})
+        self.replace_locations(path, {path + other: location for other, location in below.locations.items()})
         self.broken |= {path + other for other in below.broken}
 
-    def replace_places(self, path: Path, places: dict[Path, Place]) -> None:
+    def replace_locations(self, path: Path, locations: dict[Path, Location]) -> None:
         """Forget those of the value at `path` and of everything below it, and what was broken there; then add others."""
-        self.places = {other: place for other, place in self.places.items() if other[: len(path)] != path} | places
+        self.locations = {
+            other: location for other, location in self.locations.items() if other[: len(path)] != path
+        } | locations
         self.broken = {other for other in self.broken if other[: len(path)] != path}
 
 
@@ -108,7 +110,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.unreadable = False
-        self._found: list[tuple[Place, str]] = []
+        self._found: list[tuple[Location, str]] = []
         self._sources: list[str] = []
 
     def __bool__(self) -> bool:
@@ -119,41 +121,41 @@ class Problems:
         if source not in self._sources:
             self._sources.append(source)
 
-    def add(self, place: Place, message: str, *, unreadable: bool = False) -> None:
-        self.read(place.source)
-        self._found.append((place, message))
+    def add(self, location: Location, message: str, *, unreadable: bool = False) -> None:
+        self.read(location.source)
+        self._found.append((location, message))
         self.unreadable |= unreadable
 
     def text(self) -> str:
         """One problem a line, by source and line."""
         ordered = sorted(self._found, key=lambda found: (self._sources.index(found[0].source), found[0].line or 0))
-        return "\n".join(dict.fromkeys(f"{place}: {message}" for place, message in ordered))
+        return "\n".join(dict.fromkeys(f"{location}: {message}" for location, message in ordered))
 
 
 def read_yaml_file(path: FilePath, problems: Problems) -> Document:
     """The mapping that a file holds; an empty one (and a problem, and `problems.unreadable`) when it cannot be read."""
-    place = Place(str(path))
-    problems.read(place.source)
+    location = Location(str(path))
+    problems.read(location.source)
     try:
-        document = read_yaml(path.read_text(encoding="utf-8"), place, problems)
+        document = read_yaml(path.read_text(encoding="utf-8"), location, problems)
     except (OSError, UnicodeDecodeError) as error:
         reason = f"it is not UTF-8 text ({error.reason})" if isinstance(error, UnicodeDecodeError) else error.strerror
-        problems.add(place, f"cannot be read: {reason}", unreadable=True)
-        return Document({}, {(): place})
+        problems.add(location, f"cannot be read: {reason}", unreadable=True)
+        return Document({}, {(): location})
     if not isinstance(document.values, dict | None):
         what = "a configuration is a mapping of sections (`run:`, `model:`, ...), not a list or a single value"
-        problems.add(place, what, unreadable=True)
+        problems.add(location, what, unreadable=True)
     document.values = document.values if isinstance(document.values, dict) else {}
     return document
 
 
-def read_yaml(text: str, place: Place, problems: Problems, *, has_lines: bool = True) -> Document:
+def read_yaml(text: str, location: Location, problems: Problems, *, has_lines: bool = True) -> Document:
     """What a text holds; null, and a problem, when it is not YAML.
 
     Args:
-        has_lines: False: everything stands at `place` (an override).
+        has_lines: False: everything stands at `location` (an override).
     """
-    document = Document(None, {(): place})
+    document = Document(None, {(): location})
     try:
         composed = yaml.compose(text, Loader=_Loader)
         if composed is not None:
@@ -162,13 +164,13 @@ def read_yaml(text: str, place: Place, problems: Problems, *, has_lines: bool = 
     except yaml.MarkedYAMLError as error:
         fault = f"{error.problem} {error.context or ''}".strip()
         if has_lines and error.problem_mark:
-            place = Place(place.source, error.problem_mark.line + 1)
+            location = Location(location.source, error.problem_mark.line + 1)
     except yaml.reader.ReaderError as error:
         fault = f"{error.reason} at character {error.position}"
     except RecursionError:
         fault = "nested deeper than any configuration; is a bracket missing, or does an alias refer to itself?"
-    problems.add(place, f"not valid YAML: {fault}", unreadable=True)
-    return Document(None, {(): place}, {()})
+    problems.add(location, f"not valid YAML: {fault}", unreadable=True)
+    return Document(None, {(): location}, {()})
 
 
 def read_scalar(text: str) -> Any:
@@ -226,7 +228,7 @@ def _construct(tag: str, text: Any) -> Any:
 
 @dataclass(slots=True)
 class _Reader:
-    """PyYAML's nodes -> values; places and problems are added to `document` and `problems`."""
+    """PyYAML's nodes -> values; locations and problems are added to `document` and `problems`."""
 
     document: Document
     problems: Problems
@@ -238,7 +240,7 @@ class _Reader:
         if self.num_values > _MAX_VALUES:
             problem = f"aliases unfold to more than {_MAX_VALUES} values; share settings by `extends`"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        self.document.places.setdefault(path, self._place_of(node))
+        self.document.locations.setdefault(path, self._location_of(node))
         if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
             return [self.convert(entry, (*path, str(index))) for index, entry in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
@@ -247,7 +249,7 @@ class _Reader:
             value = _construct(node.tag, node.value)
         except ValueError as error:
             self.document.broken.add(path)
-            self.problems.add(self.document.place(path), f"{'.'.join(path)}: {error}" if path else str(error))
+            self.problems.add(self.document.location(path), f"{'.'.join(path)}: {error}" if path else str(error))
             return None
         is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
         return Unquoted(value) if isinstance(value, str) and is_plain else value
@@ -255,7 +257,7 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            place, key = self._place_of(key_node), key_node.value
+            location, key = self._location_of(key_node), key_node.value
             if not isinstance(key_node, yaml.ScalarNode):
                 key, problem = "?", "is a list or a mapping; keys are single words"
             elif _UNUSABLE.search(key):
@@ -263,14 +265,14 @@ class _Reader:
             elif key == "<<" and key_node.style is None:
                 problem = "is a merge key, which is not supported; share settings by `extends`"
             elif key in entries:
-                problem = f"is given twice (first at {self.document.place((*path, key))})"
+                problem = f"is given twice (first at {self.document.location((*path, key))})"
             else:
-                self.document.places[(*path, key)] = place
+                self.document.locations[(*path, key)] = location
                 entries[key] = self.convert(value_node, (*path, key))
                 continue
-            self.problems.add(place, f"{'.'.join((*path, key))!a} {problem}")
+            self.problems.add(location, f"{'.'.join((*path, key))!a} {problem}")
         return entries
 
-    def _place_of(self, node: yaml.Node) -> Place:
-        place = self.document.places[()]
-        return Place(place.source, node.start_mark.line + 1) if self.has_lines else place
+    def _location_of(self, node: yaml.Node) -> Location:
+        location = self.document.locations[()]
+        return Location(location.source, node.start_mark.line + 1) if self.has_lines else location

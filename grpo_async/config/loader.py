@@ -2,10 +2,10 @@
 
     extends: base.yaml            # or a list; later ones win; paths are relative to the file that says it
 
-Mappings are merged key by key, everything else is replaced. The place of a value is that of the file it came from. A section that
-is told apart by `type` starts afresh when the type changes: keys of another type would only be unknown ones.
+Mappings are merged key by key, everything else is replaced. The location of a value is that of the file it came from. A section
+with a `type` starts afresh when the type changes: keys of another type would only be unknown ones.
 
-Everything that is wrong is reported in one ConfigError, one line each, with the place to change. All other paths in a
+Everything that is wrong is reported in one ConfigError, one line each, with the location to change. All other paths in a
 configuration are relative to the working directory.
 """
 
@@ -27,8 +27,8 @@ from pydantic import ValidationError
 from grpo_async.config.document import (
     YAML_1_2_RULES,
     Document,
+    Location,
     Path,
-    Place,
     Problems,
     Unquoted,
     read_scalar,
@@ -44,8 +44,6 @@ from grpo_async.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_REMOVED = (("training", "row_tokens"),)
-"""Section and name of settings that earlier versions had."""
 _REFERENCE = re.compile(r"\$\$\{|\$\{(?P<body>[^}]*)(?P<end>\}?)")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
@@ -71,7 +69,7 @@ def load_config(path: FilePath, overrides: Sequence[str] = ()) -> ExperimentConf
     document.values = _interpolated(document.values, (), document, problems)
     config = None
     try:
-        config = ExperimentConfig.model_validate(_without_removed(document.values))
+        config = ExperimentConfig.model_validate(document.values)
     except ValidationError as error:
         report(error, document, shape, problems)
     if problems or config is None:
@@ -82,7 +80,7 @@ def load_config(path: FilePath, overrides: Sequence[str] = ()) -> ExperimentConf
 def read_value(file: FilePath, path: Path) -> Any:
     """One value of a file that need not be valid otherwise, such as a config.yaml of another version; None where there is none."""
     document = read_yaml_file(file, Problems())
-    return _interpolated(document.value(path), path, document, Problems()) if path in document.places else None
+    return _interpolated(document.value(path), path, document, Problems()) if path in document.locations else None
 
 
 def dump_config(config: ExperimentConfig) -> str:
@@ -110,29 +108,26 @@ def _no_such_file(path: FilePath) -> str:
     return f"there is no file {path}" + (f"; did you mean '{path.parent / near[0]}'?" if near else "")
 
 
-def _without_removed(values: Any) -> Any:
-    """Without settings that no longer exist, where they are null: so they stand in the config.yaml of every run of that time."""
-    for section, name in _REMOVED:
-        settings = values.get(section) if isinstance(values, dict) else None
-        if isinstance(settings, dict) and settings.get(name, ...) is None:
-            del settings[name]
-    return values
-
-
 def _take_old_names(document: Document, problems: Problems) -> None:
-    """Give each setting that stands under its old name the one that it has now, and warn."""
+    """Give each setting that stands under its old name the one that it has now, and warn; drop one that is gone where it is null."""
     for old, new in RENAMED_KEYS.items():
-        if old not in document.places:
+        if old not in document.locations:
             continue
-        place = document.places.pop(old)
+        if new is None and document.value(old) is not None:
+            continue  # an unknown key, like any other
+        location = document.locations.pop(old)
         value = document.value(old[:-1]).pop(old[-1])
-        if new in document.places:
-            problems.add(place, f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is set, too; remove it")
+        if new is None:
+            continue
+        if new in document.locations:
+            problems.add(location, f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is set, too; remove it")
         else:
             logger.warning(
-                "%s: %s is called %s now; the old name is taken by this version only", place, *map(".".join, (old, new))
+                "%s: %s is called %s now; the old name is taken by this version only",
+                location,
+                *map(".".join, (old, new)),
             )
-            document.put(new, Document(value, {(): place}, {()} if old in document.broken else set()))
+            document.put(new, Document(value, {(): location}, {()} if old in document.broken else set()))
 
 
 # ---- files ----
@@ -150,10 +145,10 @@ def _read_with_bases(
     own = read_yaml_file(path, problems)
     _take_old_names(own, problems)
     chain, merged = [*inside, path], Document({}, {})
-    for place, name in _names_of_bases(own, problems):
+    for location, name in _names_of_bases(own, problems):
         base = FilePath(os.path.normpath(path.parent / os.path.expanduser(str(name))))
         if fault := _fault_of_base(name, base, chain):
-            problems.add(place, f"extends: {fault}", unreadable=True)
+            problems.add(location, f"extends: {fault}", unreadable=True)
             continue
         if base not in known:
             known[base] = _read_with_bases(base, chain, known, shape, problems)
@@ -161,7 +156,7 @@ def _read_with_bases(
     return _merge(merged, own, shape)
 
 
-def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Place, Any]]:
+def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Location, Any]]:
     """What `extends` names, which is taken out of the document."""
     if "extends" not in own.values:
         return []
@@ -169,7 +164,7 @@ def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Place, Any]
     paths = [("extends", str(index)) for index in range(len(written))] if isinstance(written, list) else [("extends",)]
     problems.unreadable |= not own.broken.isdisjoint(paths)
     names = written if isinstance(written, list) else [written]
-    return [(own.place(path), name) for path, name in zip(paths, names, strict=True) if path not in own.broken]
+    return [(own.location(path), name) for path, name in zip(paths, names, strict=True) if path not in own.broken]
 
 
 def _fault_of_base(name: Any, base: FilePath, chain: Sequence[FilePath]) -> str:
@@ -186,11 +181,11 @@ def _fault_of_base(name: Any, base: FilePath, chain: Sequence[FilePath]) -> str:
 
 def _merge(below: Document, above: Document, shape: Shape) -> Document:
     """`above` on top of `below`: {a: {b: 1, c: 2}} under {a: {c: 3}} -> {a: {b: 1, c: 3}}."""
-    merged = Document(None, below.places, below.broken)
+    merged = Document(None, below.locations, below.broken)
 
     def merge(old: Any, new: Any, path: Path, shape: Shape | None) -> Any:
         if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, shape):
-            merged.replace_places(path, {})
+            merged.replace_locations(path, {})
             return new
         entries = dict(old)
         for key, value in new.items():
@@ -199,7 +194,7 @@ def _merge(below: Document, above: Document, shape: Shape) -> Document:
         return entries
 
     merged.values = merge(below.values, above.values, (), shape)
-    merged.places, merged.broken = merged.places | above.places, merged.broken | above.broken
+    merged.locations, merged.broken = merged.locations | above.locations, merged.broken | above.broken
     return merged
 
 
@@ -215,25 +210,25 @@ def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: S
 def _apply_override(document: Document, override: str, shape: Shape, problems: Problems) -> None:
     """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`. A path that does not
     exist and a value that cannot be read are problems."""
-    place = Place(f"--set {shorten(override, 100).encode(errors='backslashreplace').decode()}")
+    location = Location(f"--set {shorten(override, 100).encode(errors='backslashreplace').decode()}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
-    if path in RENAMED_KEYS:
-        logger.warning("%s: %s is called %s now", place, dotted, ".".join(RENAMED_KEYS[path]))
-        path = RENAMED_KEYS[path]
+    if (new := RENAMED_KEYS.get(path)) is not None:
+        logger.warning("%s: %s is called %s now", location, dotted, ".".join(new))
+        path = new
     if not has_value or not all(path):
-        problems.add(place, "an override is written section.key=value")
+        problems.add(location, "an override is written section.key=value")
         return
     above = (path[:length] for length in range(1, len(path)))
-    lists = [one for one in above if one in document.places and isinstance(document.value(one), list)]
+    lists = [one for one in above if one in document.locations and isinstance(document.value(one), list)]
     if shape.find(path) is None and not lists:
-        problems.add(place, f"unknown key '{'.'.join(path)}'{suggest_key(shape, path)}")
-    elif missing := [one for one in lists if path[: len(one) + 1] not in document.places]:
+        problems.add(location, f"unknown key '{'.'.join(path)}'{suggest_key(shape, path)}")
+    elif missing := [one for one in lists if path[: len(one) + 1] not in document.locations]:
         entries, key = document.value(missing[0]), path[len(missing[0])]
         known = ", ".join(map(str, range(len(entries)))) or "none at all"
-        problems.add(place, f"'{'.'.join(missing[0])}' has no entry '{key}', only {shorten(known)}")
+        problems.add(location, f"'{'.'.join(missing[0])}' has no entry '{key}', only {shorten(known)}")
     else:
-        document.put(path, read_yaml(text, place, problems, has_lines=False))
+        document.put(path, read_yaml(text, location, problems, has_lines=False))
         _take_old_names(document, problems)
 
 
@@ -264,7 +259,7 @@ def _interpolated(value: Any, path: Path, document: Document, problems: Problems
         text = _REFERENCE.sub(_filled_in, value)
         return read_scalar(text) if is_one_reference else usable_text(text)
     except ValueError as error:
-        problems.add(document.place(path), f"{'.'.join(path)}: {error}")
+        problems.add(document.location(path), f"{'.'.join(path)}: {error}")
         document.broken.add(path)
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.document import Document, Path, Place, Problems, shorten
+from grpo_async.config.document import Document, Location, Path, Problems, shorten
 from grpo_async.config.shape import Shape, did_you_mean, suggest_key
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
@@ -21,15 +21,15 @@ _MAX_TOLD = 100  # looking for the nearest key takes 10 ms each
 
 
 def report(error: ValidationError, document: Document, shape: Shape, problems: Problems) -> None:
-    """Add every error of `error`, at the place that has to change. Values that were reported before are left out."""
+    """Add every error of `error`, at the location that has to change. Values that were reported before are left out."""
     faults = error.errors(include_url=False)
     if len(faults) > _MAX_TOLD:
-        problems.add(document.place(()), f"{len(faults)} values are wrong; told are the first {_MAX_TOLD}")
+        problems.add(document.location(()), f"{len(faults)} values are wrong; told are the first {_MAX_TOLD}")
     for fault in faults[:_MAX_TOLD]:
         path, section = _path_of(fault["loc"], fault["type"], shape)
         if not any(path[:length] in document.broken for length in range(len(path) + 1)):
-            for place, message in _explain(dict(fault), path, section, document, shape):
-                problems.add(place, message)
+            for location, message in _explain(dict(fault), path, section, document, shape):
+                problems.add(location, message)
 
 
 def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, Shape]:
@@ -53,23 +53,23 @@ def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, S
 
 def _explain(
     fault: dict[str, Any], path: Path, section: Shape, document: Document, shape: Shape
-) -> Iterator[tuple[Place, str]]:
+) -> Iterator[tuple[Location, str]]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
-    place = document.place(path)
+    location = document.location(path)
     if kind == "extra_forbidden":
-        yield place, _unknown_key(path, section, document, shape)
+        yield location, _unknown_key(path, section, document, shape)
     elif kind == "missing":
-        yield place, f"{dotted}: this key is required"
+        yield location, f"{dotted}: this key is required"
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
         union = shape.find(path)
         assert union is not None
         one_of = f"one of {', '.join(map(repr, union.tags))}"
         if kind == "union_tag_not_found":
-            yield place, f"{dotted}.type: this key is required, {one_of}"
+            yield location, f"{dotted}.type: this key is required, {one_of}"
         else:
             hint = did_you_mean(str(context["tag"]), list(union.tags))
             yield (
-                document.place((*path, "type")),
+                document.location((*path, "type")),
                 f"{dotted}.type: input should be {one_of} (got {context['tag']!r}){hint}",
             )
     elif kind == "value_error":
@@ -82,7 +82,7 @@ def _explain(
             hint = "; put it in quotes"
         if kind == "literal_error" and isinstance(fault["input"], str):
             hint = did_you_mean(fault["input"], re.findall(r"'([^']*)'", context["expected"]))
-        yield place, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
+        yield location, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
 
 
 def _unknown_key(path: Path, section: Shape, document: Document, shape: Shape) -> str:
@@ -94,12 +94,12 @@ def _unknown_key(path: Path, section: Shape, document: Document, shape: Shape) -
     return f"unknown key '{dotted}'{did_you_mean(key, section.keys()) or suggest_key(shape, path)}"
 
 
-def _rule(line: str, dotted: str, document: Document, path: Path, shape: Shape) -> tuple[Place, str]:
+def _rule(line: str, dotted: str, document: Document, path: Path, shape: Shape) -> tuple[Location, str]:
     """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
     known = [named for found in _DOTTED.findall(line) if shape.find(named := tuple(found.split("."))) is not None]
-    written = next((named for named in known if named in document.places), path)
+    written = next((named for named in known if named in document.locations), path)
     opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
-    return document.place(path or written), line if opens_with_path or not dotted else f"{dotted}: {line}"
+    return document.location(path or written), line if opens_with_path or not dotted else f"{dotted}: {line}"
 
 
 def _shown(value: object) -> str:

@@ -43,9 +43,9 @@ def schema_text() -> str:
 
 
 def _add_old_names(properties: dict[str, Any]) -> None:
-    for (*_, old), (*_, new) in RENAMED_KEYS.items():
-        if new in properties:
-            properties[old] = {**properties[new], "description": f"Old name of `{new}`.", "deprecated": True}
+    for old, path in RENAMED_KEYS.items():
+        if path is not None and (new := path[-1]) in properties:
+            properties[old[-1]] = {**properties[new], "description": f"Old name of `{new}`.", "deprecated": True}
 
 
 def _relax(definition: dict[str, Any]) -> None:

@@ -19,8 +19,12 @@ from grpo_async.config.document import Path, index_of
 _CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
 _MAX_KEY = 60  # difflib's time grows with the square
 
-RENAMED_KEYS: dict[Path, Path] = {("loss", "top_entropy_share"): ("loss", "top_entropy_quantile")}
-"""Path of a setting in the version before -> its path. The old one is taken, with a warning; the schema calls it deprecated."""
+RENAMED_KEYS: dict[Path, Path | None] = {
+    ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
+    ("training", "row_tokens"): None,
+}
+"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None: it
+is gone, and stands as null in the config.yaml of every run of that time."""
 
 # Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
 FOREIGN_KEYS = {
