@@ -109,7 +109,7 @@ def _no_such_file(path: FilePath) -> str:
 
 
 def _take_old_names(document: Document, problems: Problems) -> None:
-    """Give each setting that stands under its old name the one that it has now, and warn; drop one that is gone where it is null."""
+    """Give each setting that stands under its old name the one that it has now, and warn; drop what is gone where it is null."""
     for old, new in RENAMED_KEYS.items():
         if old not in document.locations:
             continue

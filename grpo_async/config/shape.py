@@ -23,8 +23,8 @@ RENAMED_KEYS: dict[Path, Path | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
     ("training", "row_tokens"): None,
 }
-"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None: it
-is gone, and stands as null in the config.yaml of every run of that time."""
+"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None:
+it is gone, and stands as null in the config.yaml of every run of that time."""
 
 # Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
 FOREIGN_KEYS = {

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
+from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.training.loss import LossInputs
+
+
+def loss_section(**values: Any) -> BaseLoss:
+    """The section `loss` with these settings."""
+    section: BaseLoss = TypeAdapter(LossSection).validate_python(values)
+    return section
 
 
 def make_inputs(

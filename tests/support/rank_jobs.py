@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import BaseLoss, ClippedLoss, LossSection
+from grpo_async.config.loss_sections import BaseLoss, ClippedLoss
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import step as step_module
@@ -25,6 +24,7 @@ from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import ShardedParameters
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
+from tests.support.loss_inputs import loss_section
 from tests.support.records import make_sample
 
 
@@ -136,7 +136,7 @@ def train_with_each_loss(
     results: dict[str, Any] = {}
     frozen = Reference(build(reference)[0])
     for name, values in losses.items():
-        section: BaseLoss = TypeAdapter(LossSection).validate_python(values)
+        section = loss_section(**values)
         policy, optimizer = build(model)
         step = one_step(
             policy,

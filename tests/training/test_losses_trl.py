@@ -165,7 +165,7 @@ LOSSES: list[tuple[BaseLoss, dict[str, Any]]] = [
         {"loss_type": "grpo", "level": "sequence", "epsilon": 0.1, "epsilon_high": 0.1},
     ),
 ]
-IDS = [section.type for section, _ in LOSSES]  # type: ignore[attr-defined]
+IDS = [section.type for section, _ in LOSSES]
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)

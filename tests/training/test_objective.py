@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.loss_sections import BaseLoss, LossSection
 from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy
 from grpo_async.training.model import PolicyOutput
-
-
-def _section(**values: Any) -> BaseLoss:
-    section: BaseLoss = TypeAdapter(LossSection).validate_python({"type": "dapo", **values})
-    return section
+from tests.support.loss_inputs import loss_section
 
 
 def _batch(
@@ -71,7 +65,7 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
 def test_the_needs_follow_from_the_settings(
     values: dict[str, Any], num_minibatches: int, reference: bool, old: bool, entropy_gradient: bool
 ) -> None:
-    objective = Objective(_section(**values), num_minibatches=num_minibatches)
+    objective = Objective(loss_section(**values), num_minibatches=num_minibatches)
     assert objective.needs_reference == reference
     assert objective.needs_old_policy == old
     assert objective.needs_entropy_gradient == entropy_gradient
@@ -88,7 +82,7 @@ def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -
     ]
     for values, num_minibatches, old, log_ratio in cases:
         policy = _policy([-1.0])
-        objective = Objective(_section(epsilon_high=9.0, **values), num_minibatches=num_minibatches)
+        objective = Objective(loss_section(epsilon_high=9.0, **values), num_minibatches=num_minibatches)
         output = objective(policy, _batch([-2.0], [2.0]), old=old)
         expected = -2.0 * math.exp(log_ratio) / 4  # -rho A x weight 1/4
         assert output.total.item() == pytest.approx(expected)
@@ -99,7 +93,7 @@ def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -
 def test_a_correction_multiplies_the_policy_loss_without_gradient() -> None:
     """recomputed: rho = 1; w = exp(pi - smp) = e^0.5, e^-0.5, e^2: 1.6487, 0.6065 and 7.389, over the cap of 3 and so masked.
     total = -(1.6487 x 2 + 0.6065 x 2) / 4 = -1.1276."""
-    section = _section(proximal="recomputed", correction={"level": "token", "action": "mask", "cap": 3.0})
+    section = loss_section(proximal="recomputed", correction={"level": "token", "action": "mask", "cap": 3.0})
     policy = _policy([-1.0, -1.0, -1.0])
     output = Objective(section)(policy, _batch([-1.5, -0.5, -3.0], [2.0, 2.0, 2.0]))
     assert output.total.item() == pytest.approx(-1.1276, abs=1e-4)
@@ -110,7 +104,7 @@ def test_a_correction_multiplies_the_policy_loss_without_gradient() -> None:
 
 def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
     """Far from the sampler the ratio is infinite. The correction masks the token, and inf x 0 would not be a number."""
-    section = _section(proximal="log_linear", correction={"level": "token", "action": "mask", "cap": 3.0})
+    section = loss_section(proximal="log_linear", correction={"level": "token", "action": "mask", "cap": 3.0})
     output = Objective(section)(_policy([-1.0, -1.0]), _batch([-1.0, -300.0], [-2.0, -2.0]))
     assert output.total.item() == pytest.approx(0.5)  # the first token alone: 2 x 1 / 4
 
@@ -118,7 +112,7 @@ def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
 def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
     """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, token 3 has low entropy,
     so token 2 alone has a policy loss: rho = 1, -2 / 4 = -0.5. Together -0.5 + 4 x 0.1 x 0.148721 / 4 = -0.485128."""
-    section = _section(beta=0.1, off_policy_mask=0.2, top_entropy_quantile=0.75)
+    section = loss_section(beta=0.1, off_policy_mask=0.2, top_entropy_quantile=0.75)
     policy = _policy([-1.0] * 4)
     batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
     old = OldPolicy(
@@ -138,12 +132,12 @@ def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction
     left out and 4 tokens kept in the minibatch: 0.5 x 1 / 4 = 0.125."""
     policy = _policy([-1.0, -1.0], entropy=[1.0, 3.0])
     batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
-    output = Objective(_section(entropy_bonus=0.5))(policy, batch)
+    output = Objective(loss_section(entropy_bonus=0.5))(policy, batch)
     assert output.total.item() == pytest.approx(-0.25)
     assert output.policy_loss.item() == 0.0
     assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
     kept = OldPolicy(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
-    masked = Objective(_section(entropy_bonus=0.5, top_entropy_quantile=0.5))(policy, batch, old=kept)
+    masked = Objective(loss_section(entropy_bonus=0.5, top_entropy_quantile=0.5))(policy, batch, old=kept)
     assert masked.total.item() == pytest.approx(-0.125)
     assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
@@ -152,11 +146,11 @@ def test_the_routers_loss_counts_by_the_fraction_of_tokens() -> None:
     """2 of the minibatch's 8 tokens: 0.5 x 3 x 2/8 = 0.375."""
     policy = _policy([-1.0, -1.0], router=3.0)
     batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
-    output = Objective(_section(), router_weight=0.5)(policy, batch)
+    output = Objective(loss_section(), router_weight=0.5)(policy, batch)
     assert output.total.item() == pytest.approx(0.375)
     assert output.router_loss is not None
     assert output.router_loss.item() == pytest.approx(0.75)
-    assert Objective(_section())(policy, batch).total.item() == 0.0
+    assert Objective(loss_section())(policy, batch).total.item() == 0.0
 
 
 _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
@@ -172,7 +166,7 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
     ],
 )  # fmt: skip
 def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(values: dict[str, Any]) -> None:
-    objective = Objective(_section(**values))
+    objective = Objective(loss_section(**values))
     batch = replace(
         _batch([-1.0, -2.0, -0.5, -1.5], [1.0, 1.0, -2.0, -2.0], samples=[0, 0, 1, 1]),
         weights=torch.tensor([0.1, 0.2, 0.3, 0.4]),
@@ -211,12 +205,12 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
 )
 def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
     batch = _batch([-1.0, -2.0], [1.0, 1.0])
-    assert Objective(_section(**values)).token_objective(batch) is None
+    assert Objective(loss_section(**values)).token_objective(batch) is None
 
 
 def test_what_the_head_has_made_of_the_objective_stands_and_the_routers_loss_comes_on_top() -> None:
     made = torch.tensor(-0.5, requires_grad=True)
     policy = replace(_policy([-1.0, -2.0], router=2.0), objective=made)
-    output = Objective(_section(), router_weight=0.1)(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
+    output = Objective(loss_section(), router_weight=0.1)(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
     assert output.total.item() == pytest.approx(-0.5 + 0.1 * 2.0 * 2 / 4)  # 2 of the minibatch's 4 tokens
     assert torch.autograd.grad(output.total, made)[0].item() == 1.0

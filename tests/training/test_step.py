@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from torch import nn
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import BaseLoss, LossSection
+from grpo_async.config.loss_sections import BaseLoss
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs, Objective
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, clip_, square_norm, train_step
+from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
 from tests.training.tiny_models import load_tiny
@@ -34,11 +34,6 @@ seen: list[LossInputs] = []  # what the loss below was given
 def recording(inputs: LossInputs) -> torch.Tensor:
     seen.append(inputs)
     return -inputs.advantages * inputs.logprobs
-
-
-def _section(**values: Any) -> BaseLoss:
-    section: BaseLoss = TypeAdapter(LossSection).validate_python({"type": "dapo", **values})
-    return section
 
 
 def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
@@ -85,12 +80,12 @@ def test_a_step_of_two_minibatches_is_two_updates_with_the_same_learning_rate(ti
     samples = random_samples(8)
     halves = [_pack(samples[:4]), _pack(samples[4:])]
     policy, optimizer = _build(tiny_model)
-    result = _step(policy, optimizer, halves, _section(), lr=3e-3)
+    result = _step(policy, optimizer, halves, loss_section(), lr=3e-3)
     assert result.updates == (True, True)
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3] * len(optimizer.param_groups)
     assert result.num_tokens == sum(sample.num_trained_tokens for sample in samples)
     other, other_optimizer = _build(tiny_model)
-    alone = [_step(other, other_optimizer, [half], _section(), lr=3e-3) for half in halves]
+    alone = [_step(other, other_optimizer, [half], loss_section(), lr=3e-3) for half in halves]
     assert _same(_weights(policy), _weights(other))
     assert result.loss == pytest.approx((alone[0].loss + alone[1].loss) / 2)
     assert result.grad_norm == pytest.approx((alone[0].grad_norm + alone[1].grad_norm) / 2)
@@ -102,7 +97,7 @@ def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updat
     policy, optimizer = _build(tiny_model)
     with torch.no_grad():
         start = [policy(half[0]).logprobs for half in halves]
-    section = _section(type="custom", function=f"{__name__}:recording", proximal="recomputed")
+    section = loss_section(type="custom", function=f"{__name__}:recording", proximal="recomputed")
     _step(policy, optimizer, halves, section)
     first, second = seen[-2:]
     for inputs, logprobs in zip((first, second), start, strict=True):
@@ -116,12 +111,12 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_mo
     samples = random_samples(8)
     good, halves = _pack(samples[4:]), [_poisoned(samples[:4]), samples[4:]]
     policy, optimizer = _build(tiny_model)
-    result = _step(policy, optimizer, [_pack(half) for half in halves], _section())
+    result = _step(policy, optimizer, [_pack(half) for half in halves], loss_section())
     assert result.updates == (False, True)
     assert (result.is_finite, result.num_skipped) == (True, 1)
     assert result.metrics["training/skipped_updates"] == 1.0
     other, other_optimizer = _build(tiny_model)
-    alone = _step(other, other_optimizer, [good], _section())
+    alone = _step(other, other_optimizer, [good], loss_section())
     assert _same(_weights(policy), _weights(other))
     assert result.num_tokens == alone.num_tokens
     del result.metrics["training/skipped_updates"], alone.metrics["training/skipped_updates"]
@@ -132,14 +127,14 @@ def test_a_step_without_any_finite_update_changes_nothing_and_says_so(tiny_model
     samples = random_samples(8)
     policy, optimizer = _build(tiny_model)
     before = _weights(policy)
-    result = _step(policy, optimizer, [_pack(_poisoned(samples[:4])), _pack(_poisoned(samples[4:]))], _section())
+    result = _step(policy, optimizer, [_pack(_poisoned(samples[:4])), _pack(_poisoned(samples[4:]))], loss_section())
     assert _same(before, _weights(policy))
     assert not result.is_finite
     assert (result.num_tokens, result.num_skipped) == (0, 2)
     assert result.metrics["training/skipped_updates"] == 2.0
     assert result.loss != result.loss  # not a number
     assert all(parameter.grad is None for parameter in policy.parameters())
-    healthy = _step(policy, optimizer, [_pack(samples)], _section())
+    healthy = _step(policy, optimizer, [_pack(samples)], loss_section())
     assert healthy.is_finite
 
 
@@ -157,7 +152,7 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
     batches = _pack(random_samples(2), micro_batch_tokens=40)
     plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, pack=True)
     nothing = pack_rank(random_samples(1), [1.0], plan, 1, trainer_version=0)
-    result = _step(policy, optimizer, [[*batches, *nothing]], _section(beta=0.1), reference=Recorded())
+    result = _step(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)
     assert result.metrics["kl"] > 0.0
 
@@ -172,9 +167,9 @@ def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> 
         "sampling/importance_sampling_ratio/max", "sampling/ess", "sampling/chi_squared",
     }  # fmt: skip
     clip = {f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean")}
-    assert _step(policy, optimizer, batch, _section()).metrics.keys() == always | clip
-    assert _step(policy, optimizer, batch, _section(type="sapo")).metrics.keys() == always
-    masked = _section(
+    assert _step(policy, optimizer, batch, loss_section()).metrics.keys() == always | clip
+    assert _step(policy, optimizer, batch, loss_section(type="sapo")).metrics.keys() == always
+    masked = loss_section(
         proximal="recomputed", correction={"action": "mask"}, off_policy_mask=0.1, top_entropy_quantile=0.5
     )
     names = {"masked/correction", "masked/off_policy", "masked/low_entropy"}
@@ -207,7 +202,7 @@ def test_a_step_is_the_same_whether_the_head_knows_the_objective_or_not(
         with monkeypatch.context() as patched:
             if not knows:
                 patched.setattr(Objective, "is_sum_over_tokens", False)
-            result = _step(policy, optimizer, batches, _section(**values))
+            result = _step(policy, optimizer, batches, loss_section(**values))
         found.append((result, _weights(policy)))
     (one, weights), (other, expected) = found
     assert one.loss == pytest.approx(other.loss, abs=1e-6)

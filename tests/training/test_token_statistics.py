@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
 
 from grpo_async.batching.pack import MicroBatch, pack_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import BaseLoss, LossSection
+from grpo_async.config.loss_sections import BaseLoss
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample, TokenFigures, TokenMark
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
@@ -23,6 +22,7 @@ from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.token_statistics import TokenCollector, TokenPlan
+from tests.support.loss_inputs import loss_section
 from tests.support.ranks import run_on_ranks
 from tests.support.records import make_sample
 from tests.training.statistics_jobs import MODULE, TRAINER_VERSION, make_groups
@@ -50,11 +50,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 def _build(model: Path) -> tuple[Policy, torch.optim.Optimizer]:
     policy = load_tiny(model)
     return policy, make_optimizer(policy, OptimizerSection(lr=1e-2))
-
-
-def _section(values: Mapping[str, Any]) -> BaseLoss:
-    section: BaseLoss = TypeAdapter(LossSection).validate_python(values)
-    return section
 
 
 def _samples(num_groups: int = 6) -> list[RolloutSample]:
@@ -150,8 +145,8 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
     samples[1] = replace(samples[1], loss_mask=[0] * len(samples[1].loss_mask))  # has no statistics
     trained = [samples[0], *samples[2:]]
     for values in LOSSES.values():
-        figures, _, _ = _step(tiny_model, _section(values), [samples])
-        _assert_rows(figures, _alone(_build(tiny_model)[0], _section(values), trained))
+        figures, _, _ = _step(tiny_model, loss_section(**values), [samples])
+        _assert_rows(figures, _alone(_build(tiny_model)[0], loss_section(**values), trained))
         bits |= int(np.bitwise_or.reduce(np.concatenate([row.marks for row in figures.values()])))
     for sample in trained:
         mine = figures[sample.rollout_id]
@@ -161,7 +156,7 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
 
 def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
     """To the last bit: a synchronous run is the same whether it stores figures or not."""
-    section = _section({"type": "dapo", **_RECOMPUTED, "correction": _TOKENS, "top_entropy_quantile": 0.7})
+    section = loss_section(**_RECOMPUTED, correction=_TOKENS, top_entropy_quantile=0.7)
     samples = _samples()
     halves = [samples[:6], samples[6:]]
     with_figures, without = (
