@@ -134,8 +134,8 @@ class OurSide:
         self._options, self._device, self._rank, self._num_ranks = options, device, rank, num_ranks
         dtype = getattr(torch, options.dtype)
         model = make_model(options)
-        attention = choose_attention("auto", device=device, dtype=dtype, config=model.config)
-        self.policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention.name)
+        attention, _ = choose_attention("auto", device=device, dtype=dtype, config=model.config)
+        self.policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
         shard_policy(self.policy, make_mesh(device.type, world_size=num_ranks), compute_dtype=dtype)
         self.optimizer = make_optimizer(self.policy, OptimizerSection(lr=LR))
         self._objective = Objective(

@@ -24,7 +24,7 @@ from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy, compile_layers, make_mesh, shard_policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.training.ranks import CommandChannel, TrainerContext, device_for
+from grpo_async.training.ranks import CommandChannel, TrainerContext
 from grpo_async.training.reference import (
     Reference,
     check_vocabulary,
@@ -65,7 +65,7 @@ def build_context(
 ) -> TrainerContext:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
     kind = device_kind(config)
-    device = device_for(kind, assignment.local_rank)
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", assignment.local_rank)
     mesh = make_mesh(
         kind, world_size=assignment.world_size, num_nodes=config.launch.nodes, sharding=config.launch.sharding
     )

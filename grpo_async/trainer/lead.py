@@ -38,7 +38,7 @@ from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_aside_later_checkpoints
-from grpo_async.training.export import model_card, write_model_card
+from grpo_async.training.export import CARD, model_card
 from grpo_async.training.metrics import PipelineMeter, Reading, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.user_code.threads import call_when_set
@@ -383,7 +383,7 @@ class _Leader:
         summary = self._evaluations.summary()
         if summary is not None and summary["after"]:
             card = model_card(self._config, step=step, evaluation=summary["after"])
-            write_model_card(self._assignment.run_dir.model, card)
+            write_atomically(self._assignment.run_dir.model / CARD, card)
 
     def _watch_for_stalls(self) -> None:
         guard = self._guard = StallGuard(

@@ -40,14 +40,6 @@ _VARLEN_MAX_HEAD_DIM = 256
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "alibi", "head_mask", "layer_head_mask")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionChoice:
-    """Which attention runs, and why: a clause for a message or the log."""
-
-    name: AttentionName
-    reason: str
-
-
 class CausalMask:
     """Stands for the mask that transformers would make for a layer: causal, in a window of so many tokens (None = all)."""
 
@@ -150,8 +142,8 @@ def _is_of_a_layout(mask: torch.Tensor) -> bool:
 
 def choose_attention(
     wanted: Literal["auto", "mask", "varlen"], *, device: torch.device, dtype: torch.dtype, config: Any = None
-) -> AttentionChoice:
-    """What `model.attention` comes to on this device.
+) -> tuple[AttentionName, str]:
+    """What `model.attention` comes to on this device, and why: a clause for a message or the log.
 
     Args:
         dtype: of the forward pass (`model.compute_dtype`).
@@ -164,10 +156,10 @@ def choose_attention(
     if wanted == "varlen" and obstacle is not None:
         raise ConfigError(f"model.attention: varlen cannot run: {obstacle}; set it to mask, or to auto")
     if wanted == "mask":
-        return AttentionChoice(name="mask", reason="asked for")
+        return "mask", "asked for"
     if obstacle is not None:
-        return AttentionChoice(name="mask", reason=obstacle)
-    return AttentionChoice(name="varlen", reason="asked for" if wanted == "varlen" else "a GPU and 16 bits")
+        return "mask", obstacle
+    return "varlen", "asked for" if wanted == "varlen" else "a GPU and 16 bits"
 
 
 def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -> str | None:

@@ -373,42 +373,35 @@ class CheckpointWriter:
         return num_bytes
 
 
-def steps_to_keep(
-    steps: Collection[int],
-    *,
-    keep_last: int,
-    keep_every: int | None = None,
-    keep_best: int = 0,
-    scores: Mapping[int, float] | None = None,
-) -> set[int]:
+def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Mapping[int, float]) -> set[int]:
     """Which of `steps` stay. Larger scores are better; of equal ones the newer step stays. A step without a score is not among the
     best, and one whose score is not finite neither.
 
     steps 5 10 15 20, keep_last 1, keep_every 10, keep_best 1, scores 5: .9, 10: .2 -> {20} and {10, 20} and {5} = {5, 10, 20}
+
+    Args:
+        scores: `checkpoint.best_metric` of every policy that was evaluated, by step.
     """
-    kept = set(sorted(steps)[-keep_last:])
-    if keep_every is not None:
-        kept |= {step for step in steps if step > 0 and step % keep_every == 0}
-    if keep_best:
-        scored = [(score, step) for step, score in (scores or {}).items() if step in steps and math.isfinite(score)]
-        kept |= {step for _, step in sorted(scored)[-keep_best:]}
+    kept = set(sorted(steps)[-section.keep_last :])
+    if section.keep_every is not None:
+        kept |= {step for step in steps if step > 0 and step % section.keep_every == 0}
+    if section.keep_best:
+        scored = [(score, step) for step, score in scores.items() if step in steps and math.isfinite(score)]
+        kept |= {step for _, step in sorted(scored)[-section.keep_best :]}
     return kept
 
 
 def prune(
     run_dir: RunDir, section: CheckpointSection, *, scores: Mapping[int, float], evaluated_now: int | None = None
 ) -> None:
-    """Remove what need not stay; call it after a checkpoint has been written. The newest always stays, so the one that the run goes
-    on from does until there is a newer one; what is being written has no such name yet.
+    """Remove what need not stay (`steps_to_keep`); call it after a checkpoint has been written. The newest always stays, so the one
+    that the run goes on from does until there is a newer one; what is being written has no such name yet.
 
     Args:
-        scores: `checkpoint.best_metric` of every policy that was evaluated, by step.
         evaluated_now: the step whose policy is being evaluated: with `keep_best` its checkpoint stays until the result is known.
     """
     steps = run_dir.checkpoint_steps()
-    kept = steps_to_keep(
-        steps, keep_last=section.keep_last, keep_every=section.keep_every, keep_best=section.keep_best, scores=scores
-    )
+    kept = steps_to_keep(steps, section, scores)
     if section.keep_best and evaluated_now is not None:
         kept.add(evaluated_now)
     for step in set(steps) - kept:

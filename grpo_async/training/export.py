@@ -39,6 +39,8 @@ from grpo_async.training.model import Policy
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 
 _SLICE_S = 20.0
+CARD = "README.md"
+"""The model card; written again after the last evaluation, which comes after the export."""
 
 
 def export_model(
@@ -136,7 +138,7 @@ def _write(folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torc
         policy.model.save_pretrained(partial, state_dict=weights)
         tokenizer.save_pretrained(partial)
         if card is not None:
-            write_model_card(partial, card)
+            write_atomically(partial / CARD, card)
 
 
 @contextmanager
@@ -153,15 +155,6 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
         raise CheckpointError(
             f"cannot write the {what} to {folder}: {error}; free space, then `train --resume` exports it again"
         ) from error
-
-
-def write_model_card(folder: Path, card: str) -> None:
-    """Write README.md, or replace it (the last evaluation comes after the export).
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    write_atomically(folder / "README.md", card)
 
 
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:

@@ -84,15 +84,15 @@ def build_policy(
     recompute_activations(model, section.activation_checkpointing)
     model.train()
     compute_dtype = getattr(torch, section.compute_dtype or section.dtype)
-    attention = choose_attention(
+    attention, why = choose_attention(
         section.attention, device=torch.device(device_type), dtype=compute_dtype, config=config
     )
-    logger.info("attention: %s, %s", attention.name, attention.reason)
+    logger.info("attention: %s, %s", attention, why)
     return Policy(
         model,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        attention=attention.name,
+        attention=attention,
         with_router_loss=section.router_aux_loss > 0,
     )
 

@@ -265,14 +265,12 @@ class PipelineMeter:
             if len(totals.first_rewards) < _NUM_REWARDS:
                 totals.first_rewards.append(reward)
             totals.last_rewards = [*totals.last_rewards, reward][-_NUM_REWARDS:]
+        ratios = _of_wall(wall, waited_s=waited_s, busy_s=busy, spent=spent)
         metrics = {
             "step_time": wall,
-            "pipeline/trainer_idle_ratio": waited_s / wall,
-            "pipeline/generator_idle_ratio": 1.0 - busy / wall,
-            "pipeline/overlap_efficiency": max(busy, wall - waited_s) / wall,
             "perf/trained_tokens_per_s": trained_tokens / wall,
             "perf/generated_tokens_per_s": generated / wall,
-            **{f"pipeline/{what}_fraction": part for what, part in _fractions(spent, wall).items()},
+            **{f"pipeline/{name}": value for name, value in ratios.items()},
         }
         num_tokens = sum(staleness.values())
         if num_tokens:
@@ -290,17 +288,24 @@ class PipelineMeter:
             "wall_s": totals.wall_s,
             "trained_tokens_per_s": totals.trained_tokens / wall,
             "generated_tokens_per_s": totals.generated_tokens / wall,
-            "trainer_idle_ratio": totals.waited_s / wall,
-            "generator_idle_ratio": 1.0 - totals.generation_busy_s / wall,
-            "overlap_efficiency": max(totals.generation_busy_s, wall - totals.waited_s) / wall,
             "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
             "staleness_max": totals.staleness_max,
-            **{f"{what}_fraction": part for what, part in _fractions(totals.spent_s, wall).items()},
+            **_of_wall(wall, waited_s=totals.waited_s, busy_s=totals.generation_busy_s, spent=totals.spent_s),
         }
         if totals.first_rewards:
             summary["reward_first"] = fmean(totals.first_rewards)
             summary["reward_last"] = fmean(totals.last_rewards)
         return summary
+
+
+def _of_wall(wall: float, *, waited_s: float, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
+    """See the module's docstring."""
+    return {
+        "trainer_idle_ratio": waited_s / wall,
+        "generator_idle_ratio": 1.0 - busy_s / wall,
+        "overlap_efficiency": max(busy_s, wall - waited_s) / wall,
+        **{f"{what}_fraction": part for what, part in _fractions(spent, wall).items()},
+    }
 
 
 def _fractions(spent: Mapping[str, float], wall: float) -> dict[str, float]:

@@ -153,11 +153,6 @@ class CommandChannel:
             raise DeadlineError(what, waited_s=waited_s, setting="training.queue_timeout_s") from error
 
 
-def device_for(kind: str, local_rank: int) -> torch.device:
-    """cpu, or the GPU of this local rank."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank)
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainerContext:
     """What every rank has: its shard of the policy and how it talks to the others."""

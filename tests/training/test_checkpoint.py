@@ -124,13 +124,18 @@ def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(
 
 
 def test_the_newest_every_nth_and_the_best_stay() -> None:
-    steps = [0, 5, 10, 15, 20, 25]
-    assert steps_to_keep(steps, keep_last=2) == {20, 25}
-    assert steps_to_keep(steps, keep_last=1, keep_every=10) == {10, 20, 25}
     scores = {5: 0.9, 10: 0.2, 15: 0.9, 20: math.nan, 99: 5.0}
-    assert steps_to_keep(steps, keep_last=1, keep_best=1, scores=scores) == {15, 25}  # of equal ones the newer
-    assert steps_to_keep(steps, keep_last=1, keep_best=2, scores=scores) == {5, 15, 25}
-    assert steps_to_keep(steps, keep_last=1, keep_best=5, scores=scores) == {5, 10, 15, 25}
+
+    def kept(**section: int) -> set[int]:
+        return steps_to_keep(
+            [0, 5, 10, 15, 20, 25], CheckpointSection.model_validate({"keep_last": 1, **section}), scores
+        )
+
+    assert kept(keep_last=2) == {20, 25}
+    assert kept(keep_every=10) == {10, 20, 25}
+    assert kept(keep_best=1) == {15, 25}  # of equal ones the newer
+    assert kept(keep_best=2) == {5, 15, 25}
+    assert kept(keep_best=5) == {5, 10, 15, 25}
 
 
 def test_pruning_leaves_alone_what_is_being_written_and_what_is_being_evaluated(tmp_path: Path) -> None:
