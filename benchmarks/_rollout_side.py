@@ -136,7 +136,7 @@ class Side:
         from grpo_async.records import GroupStatus
 
         groups = self.source.take(
-            self.load.groups_per_step, trainer_version=self.version, heartbeat=_nothing, attend=_nothing
+            self.load.groups_per_step, trainer_version=self.version, heartbeat=_nothing, on_change=_nothing
         )
         self.source.settle_step(groups, GroupStatus.TRAINED, step=self.version)
         self.version += 1

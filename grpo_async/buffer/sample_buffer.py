@@ -36,7 +36,7 @@ class Watch:
         setting: path of the setting that holds `timeout_s`.
         progress: a counter that grows while generation is alive (generated tokens).
         heartbeat: called about every `heartbeat_s` seconds of waiting.
-        attend: called after `wake`, in the waiting thread.
+        on_change: called after `wake`, in the waiting thread.
         describe: what is going on, for the error.
     """
 
@@ -44,7 +44,7 @@ class Watch:
     setting: str
     progress: Callable[[], int]
     heartbeat: Callable[[], None] = _nothing
-    attend: Callable[[], None] = _nothing
+    on_change: Callable[[], None] = _nothing
     heartbeat_s: float = 20.0
     describe: Callable[[], str] = str
 
@@ -200,7 +200,7 @@ class SampleBuffer:
             if popped:
                 return popped
             if woken:
-                watch.attend()
+                watch.on_change()
                 continue
             now, progress = time.monotonic(), watch.progress()
             if progress != seen:
@@ -267,7 +267,7 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def wake(self) -> None:
-        """Make the waiting `take`, or the next one that waits, call its `attend`."""
+        """Make the waiting `take`, or the next one that waits, call its `on_change`."""
         with self._condition:
             self._woken = True
             self._condition.notify_all()

@@ -46,14 +46,14 @@ class Listeners:
     track: (step, metrics) of a result that no step reports any more.
     phase: what rank 0 does.
     heartbeat: called now and then.
-    attend: called when the servers have changed.
+    on_change: called when the servers have changed.
     """
 
     tell: Callable[[str, Mapping[str, float]], None]
     track: Callable[[int, Mapping[str, float]], None]
     phase: Callable[[str], None]
     heartbeat: Callable[[], None]
-    attend: Callable[[], None]
+    on_change: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +243,7 @@ class RunEvaluations:
         assert running is not None
         try:
             result = self._source.await_evaluation(
-                running.future, heartbeat=self._listeners.heartbeat, attend=self._listeners.attend
+                running.future, heartbeat=self._listeners.heartbeat, on_change=self._listeners.on_change
             )
         except GrpoAsyncError as error:
             if running.future.done():

@@ -105,7 +105,7 @@ class AsyncRolloutSource:
             evaluation.cancel()
 
     def wake(self) -> None:
-        """Make whoever waits in `take` or `await_evaluation` call its `attend`. From any thread."""
+        """Make whoever waits in `take` or `await_evaluation` call its `on_change`. From any thread."""
         self._buffer.wake()
         self._attention.set()
 
@@ -115,14 +115,14 @@ class AsyncRolloutSource:
         *,
         trainer_version: int,
         heartbeat: Callable[[], None],
-        attend: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> list[ScoredGroup] | None:
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
             setting="training.queue_timeout_s",
             progress=lambda: self._ledger.num_events + self._server_events() + self._evaluated_tokens(),
             heartbeat=heartbeat,
-            attend=attend,
+            on_change=on_change,
             describe=self.describe,
         )
         try:
@@ -221,9 +221,9 @@ class AsyncRolloutSource:
         return running
 
     def await_evaluation(
-        self, running: Future[Result], *, heartbeat: Callable[[], None], attend: Callable[[], None]
+        self, running: Future[Result], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> Result | None:
-        """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `attend` when the servers change.
+        """Its result; None when the run is to stop. Calls `heartbeat` now and then, and `on_change` when the servers change.
 
         Raises:
             GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
@@ -233,7 +233,7 @@ class AsyncRolloutSource:
                 heartbeat()
             elif not running.done():
                 self._attention.clear()
-                attend()
+                on_change()
         try:
             return running.result(timeout=0.0)
         except CancelledError:

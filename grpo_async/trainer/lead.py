@@ -188,7 +188,7 @@ class _Leader:
                 track=lambda step, metrics: self._trackers.log(step, metrics),
                 phase=lambda name: self._control.send("phase", name=name),
                 heartbeat=lambda: self._loop.heartbeat(),
-                attend=lambda: self._loop.push_if_needed(),
+                on_change=lambda: self._loop.push_if_needed(),
             ),
             timeline=self._timeline,
         )

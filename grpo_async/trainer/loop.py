@@ -228,7 +228,7 @@ class LeaderLoop:
                     self._config.rollout.groups_per_step,
                     trainer_version=step - 1,
                     heartbeat=self.heartbeat,
-                    attend=self.push_if_needed,
+                    on_change=self.push_if_needed,
                 )
         except RunError:
             self._save_before_error(step - 1)

@@ -134,12 +134,12 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
     fixture = _Fixture()
     attended: list[str] = []
 
-    def attend() -> None:
+    def on_change() -> None:
         attended.append(threading.current_thread().name)
         if len(attended) == 2:
             fixture.put(make_scored(7))
 
-    watch = Watch(timeout_s=10.0, progress=lambda: 0, setting="s", attend=attend)
+    watch = Watch(timeout_s=10.0, progress=lambda: 0, setting="s", on_change=on_change)
     fixture.buffer.wake()  # also one that came before anybody waited
     second = threading.Timer(0.1, fixture.buffer.wake)
     second.start()

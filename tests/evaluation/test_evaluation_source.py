@@ -124,7 +124,7 @@ def test_whoever_waits_for_samples_is_woken_when_an_evaluation_ends_and_its_toke
         seen: list[bool] = []
         began = time.monotonic()
         with pytest.raises(DeadlineError, match=r"training\.queue_timeout_s"):
-            side.source.take(2, trainer_version=0, heartbeat=_nothing, attend=lambda: seen.append(running.done()))
+            side.source.take(2, trainer_version=0, heartbeat=_nothing, on_change=lambda: seen.append(running.done()))
         assert time.monotonic() - began > 2.0
         assert seen[-1:] == [True]
 
@@ -140,7 +140,7 @@ def test_a_stop_ends_an_evaluation_that_is_waited_for_and_one_that_begins_later(
         running = _begin(side, tmp_path)
         server.wait_for(lambda: len(server.requests) == 4, "the first requests")
         threading.Timer(0.2, side.source.interrupt).start()
-        assert side.source.await_evaluation(running, heartbeat=_nothing, attend=_nothing) is None
+        assert side.source.await_evaluation(running, heartbeat=_nothing, on_change=_nothing) is None
         assert _begin(side, tmp_path).cancelled()
 
 
@@ -156,10 +156,10 @@ def test_a_change_of_the_servers_is_attended_while_an_evaluation_is_waited_for(
     with local_server(holding) as server, open_side(_config(tmp_path, tiny_model), server) as side:
         running = _begin(side, tmp_path)
 
-        def attend() -> None:
+        def on_change() -> None:
             server.let_go(held)
 
         threading.Timer(0.2, side.source.wake).start()
-        result = side.source.await_evaluation(running, heartbeat=_nothing, attend=attend)
+        result = side.source.await_evaluation(running, heartbeat=_nothing, on_change=on_change)
         assert result is not None
         assert result.metrics["num_prompts"] == NUM_PROMPTS

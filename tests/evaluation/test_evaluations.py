@@ -44,7 +44,7 @@ class _Source:
             self.futures[-1].set_result(result)
 
     def await_evaluation(
-        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], attend: Callable[[], None]
+        self, running: Future[EvaluationResult], *, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> EvaluationResult | None:
         if not running.done():
             self.end(self.outcome)
@@ -79,7 +79,7 @@ class _Run:
                 track=lambda step, metrics: self.tracked.append((step, metrics)),
                 phase=self.phases.append,
                 heartbeat=lambda: None,
-                attend=lambda: None,
+                on_change=lambda: None,
             ),
         )
 

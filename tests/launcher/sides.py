@@ -93,7 +93,7 @@ def serve(side: RolloutSide, version: int) -> None:
 
 def take(side: RolloutSide, num_groups: int, *, version: int = 0) -> list[ScoredGroup] | None:
     """`source.take` where no other rank waits and no server changes."""
-    return side.source.take(num_groups, trainer_version=version, heartbeat=_nothing, attend=_nothing)
+    return side.source.take(num_groups, trainer_version=version, heartbeat=_nothing, on_change=_nothing)
 
 
 def _nothing() -> None: ...

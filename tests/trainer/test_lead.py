@@ -116,10 +116,10 @@ class _Source(FakeSource):
         self.events.append(f"evaluate {run(None).step}")  # the evaluator gives its task back
         return Future()
 
-    def await_evaluation(self, running: Future[Any], *, heartbeat: Any, attend: Any) -> None:
+    def await_evaluation(self, running: Future[Any], *, heartbeat: Any, on_change: Any) -> None:
         """It has no result: the run was to stop."""
 
-    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, attend: Any) -> None:
+    def take(self, num_groups: int, *, trainer_version: int, heartbeat: Any, on_change: Any) -> None:
         self.events.append(f"take {trainer_version}")
 
     def advance(self, version: int) -> None:

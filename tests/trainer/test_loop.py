@@ -28,11 +28,11 @@ class _Source(FakeSource):
         self.versions: list[int] = []
         self.num_taken = 0
 
-    def take(self, num_groups: int, *, attend: Callable[[], None], **_: Any) -> list[ScoredGroup]:
+    def take(self, num_groups: int, *, on_change: Callable[[], None], **_: Any) -> list[ScoredGroup]:
         self.num_taken += 1
         if self.num_taken in self.before:
             self.before[self.num_taken]()
-            attend()
+            on_change()
         return [make_scored(self.num_taken)]
 
     def advance(self, version: int) -> None:
@@ -227,7 +227,7 @@ class _Polled(FakeSource):
         self.on_take: Callable[[], None] = lambda: None
 
     def take(
-        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], attend: Callable[[], None]
+        self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> list[ScoredGroup]:
         self.on_take()
         watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
