@@ -105,8 +105,9 @@ def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
     for name, layer in _adapter_layers(model).items():
         for factor in ("lora_A", "lora_B") if ADAPTER in layer.lora_A else ("lora_embedding_A", "lora_embedding_B"):
             held = getattr(layer, factor)[ADAPTER]
-            key, tensor = (f"{factor}.weight", held.weight) if isinstance(held, nn.Module) else (factor, held)
-            state[f"base_model.model.{name}.{key}"] = whole_of(tensor).to("cpu").contiguous()
+            has_module = isinstance(held, nn.Module)
+            key = f"base_model.model.{name}.{factor}" + (".weight" if has_module else "")
+            state[key] = whole_of(held.weight if has_module else held).to("cpu").contiguous()
     return state
 
 
