@@ -1,8 +1,10 @@
 """Asynchrony pays: real runs of one config, synchronous and asynchronous in turns; speed-up against what is possible.
 
-    python -m benchmarks asynchrony [--workload compute|quickstart] [--pairs 3] [--steps 12] [--engine embedded|vllm] [--json FILE]
+    python -m benchmarks asynchrony [--pairs 3] [--steps 12] [--engine embedded|vllm] [--json FILE]
 
-Same config, seed and number of steps; only rollout.max_staleness differs: 0, and --staleness. From the synchronous runs come
+A random model of a few million parameters learns to write digits. Its reward is never the same for a whole group, so every group is
+trained, and computing outweighs everything that is paid per request. Same config, seed and number of steps; only
+rollout.max_staleness differs: 0, and --staleness. From the synchronous runs come
 
     g     seconds of a step in which the trainer waits: generation with nothing beside it
     t     the other seconds of a step: training, the push, everything else of the trainer
@@ -13,10 +15,6 @@ each other down (caches, memory, clock), which the ideal does not know: on two c
 
 The speed-up is that of steps. "In trained tokens" it is another where the two have learned completions of another length. Overlap
 efficiency is the fraction of the time in which the busier side is busy; whatever the trainer does but wait for samples is busy.
-
-compute     a random model of a few million parameters that learns to write digits. Its reward is never the same for a whole group,
-            so every group is trained, and computing outweighs everything that is paid per request
-quickstart  configs/quickstart.yaml
 """
 
 from __future__ import annotations
@@ -37,8 +35,9 @@ from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
-_STEPS = {"compute": 12, "quickstart": 50}
-MAX_COMPLETION_TOKENS = 48  # of the computing workload
+MAX_COMPLETION_TOKENS = 48
+HIDDEN, LAYERS = 256, 4  # 3.2 million parameters
+GROUPS_PER_STEP, GROUP_SIZE, SLOTS = 5, 8, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,72 +67,29 @@ class RunStatistics:
         return self.step_s - self.wait_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of the computing workload: the model's, the batch's, and completions generated at once."""
-
-    hidden: int = 256
-    layers: int = 4
-    groups_per_step: int = 5
-    group_size: int = 8
-    slots: int = 20
-
-    def model_config(self, vocabulary: int) -> Any:
-        """Of transformers; 3.2 million parameters by default."""
-        from transformers import Qwen3Config
-
-        return Qwen3Config(
-            vocab_size=vocabulary,
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=max(1, self.hidden // 32),
-            num_key_value_heads=max(1, self.hidden // 64),
-            head_dim=32,
-            intermediate_size=3 * self.hidden,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            initializer_range=0.05,
-        )
-
-
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--workload", choices=("compute", "quickstart"), default="compute")
     parser.add_argument("--pairs", type=int, default=3, help="of a synchronous and an asynchronous run")
-    parser.add_argument("--steps", type=int, help="of each run (default: compute 12, quickstart 50)")
+    parser.add_argument("--steps", type=int, default=12, help="of each run")
     parser.add_argument("--skip", type=int, default=2, help="first steps that are left out")
     parser.add_argument("--staleness", type=int, default=1, help="max_staleness of the asynchronous runs")
     parser.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
-    parser.add_argument("--hidden", type=int, default=Shape().hidden, help="width of the computing workload's model")
-    parser.add_argument("--layers", type=int, default=Shape().layers)
-    parser.add_argument("--slots", type=int, default=Shape().slots, help="completions generated at once")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, for both")
     options = parser.parse_args(arguments)
-    options.steps = options.steps or _STEPS[options.workload]
     if options.steps <= options.skip + options.staleness + 1:
         parser.error("--steps leaves no step between those that are skipped and the last")
     report = Report("asynchrony", options)
-    shape = Shape(hidden=options.hidden, layers=options.layers, slots=options.slots)
 
     runs: dict[str, list[RunStatistics]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
     with tempfile.TemporaryDirectory(prefix="grpo-async-bench-") as scratch:
         folder = Path(scratch)
-        config = _config(options, folder, shape)
+        config = make_compute(folder, seed=options.seed)
         for number, variant in in_turns(list(runs), options.pairs):
             lines = _run(config, folder / f"{variant}-{number}", variant, options)
             last = options.staleness + 1  # both: in the last steps of an asynchronous run nothing is left to generate
             runs[variant].append(statistics_of(lines, skip=options.skip, last=last))
     _report(report, runs)
     return report.finish()
-
-
-def _config(options: argparse.Namespace, folder: Path, shape: Shape) -> Path:
-    if options.workload == "compute":
-        return make_compute(folder, shape, seed=options.seed)
-    from grpo_async.quickstart.prepare import prepare
-
-    prepare(ROOT / ".cache" / "quickstart" / "seed_0", report=lambda line: print(line, file=sys.stderr))
-    return ROOT / "configs" / ("quickstart-vllm.yaml" if options.engine == "vllm" else "quickstart.yaml")
 
 
 def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespace) -> list[str]:
@@ -255,10 +211,10 @@ def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -
     return scores
 
 
-def make_compute(folder: Path, shape: Shape, *, seed: int) -> Path:
-    """Write model, data and config of the computing workload into `folder`; returns the config."""
+def make_compute(folder: Path, *, seed: int) -> Path:
+    """Write model, data and config into `folder`; returns the config."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from grpo_async.quickstart.model import train_tokenizer
     from grpo_async.quickstart.prepare import write_rows
@@ -267,8 +223,20 @@ def make_compute(folder: Path, shape: Shape, *, seed: int) -> Path:
     task = TASKS["think"]
     tokenizer = train_tokenizer(task.vocabulary())
     write_rows(folder / "train.jsonl", map(task.row, task.training_items()), seed=seed)
-    config = shape.model_config(len(tokenizer))
-    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // 32,
+        num_key_value_heads=HIDDEN // 64,
+        head_dim=32,
+        intermediate_size=3 * HIDDEN,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     torch.manual_seed(seed)
     Qwen3ForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -277,12 +245,12 @@ def make_compute(folder: Path, shape: Shape, *, seed: int) -> Path:
         "model": {"path": str(folder / "model")},
         "data": {"train": {"type": "jsonl", "path": str(folder / "train.jsonl")}},
         "rollout": {
-            "groups_per_step": shape.groups_per_step,
-            "group_size": shape.group_size,
+            "groups_per_step": GROUPS_PER_STEP,
+            "group_size": GROUP_SIZE,
             "max_completion_tokens": MAX_COMPLETION_TOKENS,
         },
         "rewards": [{"function": "benchmarks.asynchrony:digits"}],
-        "inference": {"engine": "embedded", "max_model_len": 128, "embedded": {"max_slots": shape.slots}},
+        "inference": {"engine": "embedded", "max_model_len": 128, "embedded": {"max_slots": SLOTS}},
         "loss": {"type": "dapo"},
         "optimizer": {"lr": 5e-4, "warmup_steps": 2, "betas": [0.9, 0.99]},
         "training": {"micro_batch_tokens": 2048},
