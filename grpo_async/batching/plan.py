@@ -28,7 +28,9 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
 
 EMPTY_ROW_TOKENS = 4
 """Padding that a micro-batch without a sample computes: a forward for FSDP's collectives, and more than one token, for which
@@ -99,44 +101,24 @@ class BatchPlan:
 
 @dataclass(slots=True, eq=False)
 class _Filling:
-    """A micro-batch while samples are put into it, the longest first."""
+    """A micro-batch while samples are put into it. Its cost: matrix products are linear in the tokens, padding included;
+    attention is quadratic in the length of each sample."""
 
     indices: list[int] = field(default_factory=list)
     tokens: int = 0
-    squares: int = 0
+    cost: int = 0
     first_of: dict[int, int] = field(default_factory=dict)  # number of a prompt -> the sample that brought it
     continues: dict[int, int] = field(default_factory=dict)
     shared: int = 0
 
-    @property
-    def cost(self) -> int:
-        """Matrix products are linear in the tokens, padding included; attention is quadratic in the length of each sample."""
-        return _cost(self.tokens, self.squares)
+    def growth(self, length: int, *, pack: bool) -> int:
+        """Tokens that it had more with a sample of this length. Unpacked, all rows are as long as its first, longest sample."""
+        return length if pack or not self.indices else self.tokens // len(self.indices)
 
-    def known(self, prompt: SamplePrompt | None) -> int:
-        """Tokens of a sample with this prompt that would not have to be computed again."""
-        return prompt.num_tokens if prompt is not None and prompt.number in self.first_of else 0
-
-    def with_one_more(self, length: int, prompt: SamplePrompt | None, *, pack: bool) -> int:
-        """Its tokens if it had a sample of this length, too. Unpacked, all rows are as long as its first, longest sample."""
-        if not pack and self.indices:
-            return self.tokens + self.tokens // len(self.indices)
-        return self.tokens + length - self.known(prompt)
-
-    def cost_with_one_more(self, length: int, prompt: SamplePrompt | None, *, pack: bool) -> int:
-        tokens = self.with_one_more(length, prompt, pack=pack)
-        return _cost(tokens, self.squares + _squares(length, self.known(prompt)))
-
-    def add(self, index: int, length: int, prompt: SamplePrompt | None, *, pack: bool) -> None:
-        known = self.known(prompt)
-        self.tokens = self.with_one_more(length, prompt, pack=pack)
-        self.squares += _squares(length, known)
-        self.shared += known
+    def add(self, index: int, growth: int, squares: int) -> None:
         self.indices.append(index)
-        if prompt is not None:
-            first = self.first_of.setdefault(prompt.number, index)
-            if known:
-                self.continues[index] = first
+        self.tokens += growth
+        self.cost += _cost(growth, squares)
 
 
 def _cost(tokens: int, squares: int) -> int:
@@ -183,10 +165,10 @@ def plan_batch(
         raise ValueError(
             f"a sample of {longest} tokens does not fit into training.micro_batch_tokens = {micro_batch_tokens}"
         )
-    alone: list[SamplePrompt | None] = [None] * len(lengths)
-    first_fit = _first_fit(_longest_first(lengths), lengths, alone, micro_batch_tokens, pack=pack)
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    first_fit = _first_fit(order, lengths, micro_batch_tokens, pack=pack)
     first_fit += [_Filling() for _ in range(-len(first_fit) % num_ranks)]
-    filled = _fill_evenly(lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
+    filled = _fill_evenly(order, lengths, len(first_fit), micro_batch_tokens, pack=pack) or first_fit
     ranks = _distribute(filled, num_ranks)
     if prompts is not None and any(prompts):
         if not pack:
@@ -206,73 +188,46 @@ def _duration(ranks: Sequence[Sequence[_Filling]]) -> int:
     return sum(_FORWARD_COST + max(each.cost for each in at_once) for at_once in zip(*ranks, strict=True))
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-
-
-def _first_fit(
-    order: Sequence[int],
-    lengths: Sequence[int],
-    prompts: Sequence[SamplePrompt | None],
-    limit: int,
-    *,
-    pack: bool,
-    most_cost: float = math.inf,
-    most: float = math.inf,
-) -> list[_Filling]:
-    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one. With
-    more than `most` of them it is given up, and lacks samples."""
+def _first_fit(order: Sequence[int], lengths: Sequence[int], limit: int, *, pack: bool) -> list[_Filling]:
+    """Samples, longest first, each into the first micro-batch that has room, else into a new one."""
     filled: list[_Filling] = []
-    open_ones: list[_Filling] = []  # the others have room for no sample
-    open_with_prompt: defaultdict[int, list[_Filling]] = defaultdict(list)  # by the prompt's number
-    least = min(
-        length - (prompt.num_tokens if prompt is not None else 0)
-        for length, prompt in zip(lengths, prompts, strict=True)
-    )
+    room = np.full(len(lengths) + 1, limit)  # of each micro-batch, and of those to come
     for index in order:
-        length, prompt = lengths[index], prompts[index]
-        candidates = chain(open_with_prompt[prompt.number] if prompt is not None else [], open_ones)
-        target = next(
-            (
-                each
-                for each in candidates
-                if each.with_one_more(length, prompt, pack=pack) <= limit
-                and each.cost_with_one_more(length, prompt, pack=pack) <= most_cost
-            ),
-            None,
-        )
-        if target is None:
-            target = _Filling()
-            filled.append(target)
-            open_ones.append(target)
-            if len(filled) > most:
-                break
-        if prompt is not None and not target.known(prompt):
-            open_with_prompt[prompt.number].append(target)
-        target.add(index, length, prompt, pack=pack)
-        more = target.tokens + (least if pack else target.tokens // len(target.indices))
-        if more > limit or _cost(more, target.squares) > most_cost:
-            open_ones.remove(target)
-            for number in target.first_of:
-                open_with_prompt[number].remove(target)
+        length = lengths[index]
+        number = int((room[: len(filled) + 1] >= length).argmax())
+        if number == len(filled):
+            filled.append(_Filling())
+            if not pack:
+                room[number] -= limit % length  # only whole rows, all as long as this one
+        growth = filled[number].growth(length, pack=pack)
+        filled[number].add(index, growth, length**2)
+        room[number] -= growth
     return filled
 
 
-def _fill_evenly(lengths: Sequence[int], count: int, limit: int, *, pack: bool) -> list[_Filling] | None:
+def _fill_evenly(
+    order: Sequence[int], lengths: Sequence[int], count: int, limit: int, *, pack: bool
+) -> list[_Filling] | None:
     """Samples, longest first, each into the cheapest of `count` micro-batches with room; None where there was none."""
     filled = [_Filling() for _ in range(count)]
+    shortest = lengths[order[-1]]
     by_cost = [(0, number) for number in range(count)]  # heap
-    for index in _longest_first(lengths):
+    for index in order:
+        length = lengths[index]
         without_room = []
-        while by_cost and filled[by_cost[0][1]].with_one_more(lengths[index], None, pack=pack) > limit:
+        while by_cost:
+            cheapest = filled[by_cost[0][1]]
+            growth = cheapest.growth(length, pack=pack)
+            if cheapest.tokens + growth <= limit:
+                break
             without_room.append(heapq.heappop(by_cost))
-        if not by_cost:
+        else:
             return None
-        number = by_cost[0][1]
-        filled[number].add(index, lengths[index], None, pack=pack)
-        heapq.heapreplace(by_cost, (filled[number].cost, number))
-        for each in without_room:  # a shorter sample may fit
-            heapq.heappush(by_cost, each)
+        cheapest.add(index, growth, length**2)
+        heapq.heapreplace(by_cost, (cheapest.cost, by_cost[0][1]))
+        for each in without_room:
+            if filled[each[1]].tokens + shortest <= limit:  # a shorter sample may fit
+                heapq.heappush(by_cost, each)
     return filled
 
 
@@ -281,18 +236,78 @@ def _fill_sharing(
 ) -> list[_Filling]:
     """As few micro-batches as first-fit needs, a multiple of `num_ranks`; even ones where there are several ranks."""
     order = _group_by_group(lengths, prompts)
-    best = _first_fit(order, lengths, prompts, limit, pack=True)
+    samples = [_Sharing.of(index, lengths[index], prompts[index]) for index in order]
+    best = _first_fit_sharing(samples, limit)
     count = -(-len(best) // num_ranks) * num_ranks
     low = max(_cost(length, length**2) for length in lengths)  # each fits into an empty one
     high = max(each.cost for each in best)
+    total = sum(sample.behind[2] for sample in samples)  # at least, whoever brings the prompts
     for _ in range(_HALVINGS if num_ranks > 1 else 0):  # ranks wait for each other; one after the other nobody waits
         middle = (low + high) // 2
-        found = _first_fit(order, lengths, prompts, limit, pack=True, most_cost=middle, most=count)
-        if len(found) > count:
-            low = middle
-        else:
+        found = _first_fit_sharing(samples, limit, most_cost=middle, most=count) if middle * count >= total else []
+        if 0 < len(found) <= count:
             best, high = found, middle
+        else:
+            low = middle
     return best + [_Filling() for _ in range(count - len(best))]
+
+
+class _Sharing(NamedTuple):
+    """A sample, what it adds to a micro-batch (tokens, squares, cost), and what it adds to one that has its prompt."""
+
+    index: int
+    prompt: SamplePrompt | None
+    alone: tuple[int, int, int]
+    behind: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, index: int, length: int, prompt: SamplePrompt | None) -> _Sharing:
+        known = 0 if prompt is None else prompt.num_tokens
+        tokens = [(length, length**2), (length - known, _squares(length, known))]
+        alone, behind = ((each, squares, _cost(each, squares)) for each, squares in tokens)
+        return cls(index, prompt, alone, behind)
+
+
+def _first_fit_sharing(
+    samples: Sequence[_Sharing], limit: int, *, most_cost: float = math.inf, most: float = math.inf
+) -> list[_Filling]:
+    """Each sample into the first micro-batch with its prompt and room, else into the first with room for both, else a new one. With
+    more than `most` of them it is given up, and lacks samples."""
+    filled: list[_Filling] = []
+    open_ones: list[_Filling] = []  # the others have room for no sample
+    open_with_prompt: defaultdict[int, list[_Filling]] = defaultdict(list)  # by the prompt's number
+    least = min(sample.behind[0] for sample in samples)
+    for index, prompt, alone, behind in samples:
+        target = None
+        if prompt is not None:
+            tokens, squares, cost = behind
+            for each in open_with_prompt[prompt.number]:
+                if each.tokens + tokens <= limit and each.cost + cost <= most_cost:
+                    target = each
+                    target.continues[index] = target.first_of[prompt.number]
+                    target.shared += prompt.num_tokens
+                    break
+        if target is None:
+            tokens, squares, cost = alone
+            for each in open_ones:
+                if each.tokens + tokens <= limit and each.cost + cost <= most_cost:
+                    target = each
+                    break
+            else:
+                target = _Filling()
+                filled.append(target)
+                open_ones.append(target)
+                if len(filled) > most:
+                    break
+            if prompt is not None:
+                target.first_of[prompt.number] = index
+                open_with_prompt[prompt.number].append(target)
+        target.add(index, tokens, squares)
+        if target.tokens + least > limit or target.cost + _cost(least, 0) > most_cost:
+            open_ones.remove(target)
+            for number in target.first_of:
+                open_with_prompt[number].remove(target)
+    return filled
 
 
 def _group_by_group(lengths: Sequence[int], prompts: Sequence[SamplePrompt | None]) -> list[int]:
