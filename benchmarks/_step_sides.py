@@ -8,8 +8,8 @@ the model in DistributedDataParallel where there are several ranks.
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
@@ -96,25 +97,27 @@ def make_model(options: argparse.Namespace) -> Any:
 def make_samples(options: argparse.Namespace) -> list[RolloutSample]:
     """Groups of --group-size samples with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
     --completion-tokens, most of them short (the square of an even draw), as those of reasoning models are."""
-    draw = random.Random(options.seed)
-    guess = -torch.log(torch.tensor(float(options.vocab))).item()
+    draw = np.random.default_rng(options.seed)
     samples = []
-    prompt: list[int] = []
+    num_prompt = 0
+    prompt = np.empty(0, np.int32)
     for number in range(options.samples):
         if number % options.group_size == 0:
-            num_prompt_tokens = draw.randint(max(1, options.prompt_tokens // 2), options.prompt_tokens)
-            prompt = [draw.randrange(options.vocab) for _ in range(num_prompt_tokens)]
+            num_prompt = int(draw.integers(max(1, options.prompt_tokens // 2), options.prompt_tokens + 1))
+            prompt = draw.integers(options.vocab, size=num_prompt, dtype=np.int32)
         shortest = max(1, options.completion_tokens // 16)
         length = shortest + round((options.completion_tokens - shortest) * draw.random() ** 2)
+        is_sampled = np.arange(num_prompt + length) >= num_prompt
+        logprobs = draw.normal(-math.log(options.vocab), 0.1, num_prompt + length)
         samples.append(
             RolloutSample(
                 group_id=number // options.group_size,
                 rollout_id=str(number),
-                token_ids=prompt + [draw.randrange(options.vocab) for _ in range(length)],
-                loss_mask=[0] * len(prompt) + [1] * length,
-                sampler_logprobs=[0.0] * len(prompt) + [draw.gauss(guess, 0.1) for _ in range(length)],
-                policy_versions=[-1] * len(prompt) + [0] * length,
-                advantage=draw.gauss(0.0, 1.0),
+                token_ids=np.concatenate([prompt, draw.integers(options.vocab, size=length, dtype=np.int32)]),
+                loss_mask=is_sampled,
+                sampler_logprobs=np.where(is_sampled, logprobs, 0.0).astype(np.float32),
+                policy_versions=np.where(is_sampled, 0, -1).astype(np.int32),
+                advantage=draw.normal(),
                 rewards={},
                 reward=None,
                 truncated=False,
@@ -157,7 +160,7 @@ class OurSide:
                 prompts=find_prompts(part) if shares_prompts else None,
             )
             weights = token_weights(part, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
-            minibatches.append(pack_rank(part, weights, plan, self._rank, trainer_version=0))
+            minibatches.append(split_by_rank(part, weights, plan, trainer_version=0)[self._rank].pack())
             computed += plan.num_computed_tokens
             shared += plan.num_shared_tokens
             num_micro_batches += plan.num_micro_batches

@@ -27,6 +27,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks._rollout_side import Load, Side, load_tokenizer, rollout_server, rollout_side
 from benchmarks.report import Report, in_turns, parser_of
 
@@ -171,7 +173,7 @@ async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) 
         temperature=1.0, max_completion_tokens=10_000_000, max_model_len=10_000_000, max_turns=options.turns + 1
     )
     message = TaggedMessage(role="user", content="Sum up what you can find.", origin=Origin.PROMPT)
-    prompt_ids = renderer.prompt_ids([message], tools=[tool.schema])
+    prompt_ids = np.array(renderer.prompt_ids([message], tools=[tool.schema]), np.int32)
     costs = []
     async with Marking(
         FixedServers([url]), token=None, request_timeout_s=TIMEOUT_S, wait_timeout_s=TIMEOUT_S

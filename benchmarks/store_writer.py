@@ -136,7 +136,7 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
     rng = np.random.default_rng(options.seed + group_id)
     count = options.tokens
     completions, samples, figures = [], [], {}
-    prompt_ids = rng.integers(0, 150_000, 100).tolist()
+    prompt_ids = rng.integers(0, 150_000, 100, dtype=np.int32)
 
     def numbers() -> Any:
         return rng.normal(size=count).astype(np.float32)
@@ -144,9 +144,9 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
     for index in range(options.rollouts):
         rollout_id = f"g{group_id}-r{index}"
         turn = TurnRecord(
-            output_ids=rng.integers(0, 150_000, count).tolist(),
-            output_logprobs=(-rng.exponential(0.5, count)).tolist(),
-            policy_versions=[12] * count,
+            output_ids=rng.integers(0, 150_000, count, dtype=np.int32),
+            output_logprobs=(-rng.exponential(0.5, count)).astype(np.float32),
+            policy_versions=np.full(count, 12, np.int32),
             finish_reason=FinishReason.STOP,
             messages=[TaggedMessage(role="assistant", content="words " * count, origin=Origin.POLICY)],
         )
@@ -159,7 +159,7 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
                 group_id=group_id,
                 rollout_id=rollout_id,
                 token_ids=turn.output_ids,
-                loss_mask=[1] * count,
+                loss_mask=np.ones(count, np.bool_),
                 sampler_logprobs=turn.output_logprobs,
                 policy_versions=turn.policy_versions,
                 advantage=0.5,

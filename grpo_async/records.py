@@ -1,18 +1,28 @@
-"""The records that travel through the pipeline: plain frozen dataclasses, standard library only.
+"""The records that travel through the pipeline: plain frozen dataclasses, standard library and numpy only.
 
     Prompt -> RolloutCompletion (TurnRecord...) -> RolloutGroup -> RolloutSample
 
 Invariant: token-in/token-out. A token that the policy sampled is stored once, as the id that was sampled,
 together with its logprob and the policy version that sampled it; text is only ever derived from it.
+
+Columns with an entry per token are numpy arrays from the end of a turn's generation to the tensors of a step: int32 ids and
+versions, float32 logprobs, bool masks. Records that have some are equal only to themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
 from itertools import chain
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
 
 LARGEST_REWARD = 1e9
 """In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
@@ -119,7 +129,27 @@ class ToolCallRecord:
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def joined(dtype: type[np.generic], parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    """One array of all parts, which have this dtype; without any an empty one."""
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def no_tokens() -> IntArray:
+    return np.empty(0, np.int32)
+
+
+def as_arrays(record: object, **dtypes: type[np.generic]) -> None:
+    """Make arrays of these fields of a frozen record, for its `__post_init__`. What is one already is not copied."""
+    for name, dtype in dtypes.items():
+        object.__setattr__(record, name, np.asarray(getattr(record, name), dtype=dtype))
+
+
+def oldest_of(versions: Iterable[IntArray]) -> int | None:
+    """The least entry of all arrays; None when there is none."""
+    return min((int(each.min()) for each in versions if each.size), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnRecord:
     """One generation of the policy and what followed it.
 
@@ -127,19 +157,21 @@ class TurnRecord:
     `tool_response_ids` is the suffix (tool results, next generation prompt) appended before the next turn.
     """
 
-    output_ids: Sequence[int]
-    output_logprobs: Sequence[float]
-    policy_versions: Sequence[int]
+    output_ids: IntArray
+    output_logprobs: FloatArray
+    policy_versions: IntArray
     finish_reason: FinishReason
     messages: Sequence[TaggedMessage] = ()
     tool_calls: Sequence[ToolCallRecord] = ()
-    tool_response_ids: Sequence[int] = ()
+    tool_response_ids: IntArray = field(default_factory=no_tokens)
     parse_error: str | None = None  # why the text could not be searched for tool calls; it then stands as it is
     generation_duration_s: float = 0.0
     tool_execution_duration_s: float = 0.0
     started_at: float = 0.0  # of its generation, seconds since the epoch; 0.0: not known
 
     def __post_init__(self) -> None:
+        as_arrays(self, output_ids=np.int32, output_logprobs=np.float32, policy_versions=np.int32)
+        as_arrays(self, tool_response_ids=np.int32)
         lengths = (len(self.output_ids), len(self.output_logprobs), len(self.policy_versions))
         if len(set(lengths)) != 1:
             raise ValueError(
@@ -169,7 +201,7 @@ class Prompt:
         return messages[-1].content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutCompletion:
     """One rollout: the prompt's ids and the turns that followed.
 
@@ -182,7 +214,7 @@ class RolloutCompletion:
     """
 
     rollout_id: str
-    prompt_ids: Sequence[int]
+    prompt_ids: IntArray
     turns: Sequence[TurnRecord]
     status: RolloutStatus
     truncated: bool = False
@@ -195,24 +227,34 @@ class RolloutCompletion:
     reward_columns: Mapping[str, Any] = field(default_factory=dict)
     started_at: float = 0.0  # seconds since the epoch; 0.0: not known
 
-    @property
-    def completion_ids(self) -> list[int]:
-        return list(chain.from_iterable(chain(t.output_ids, t.tool_response_ids) for t in self.turns))
+    def __post_init__(self) -> None:
+        as_arrays(self, prompt_ids=np.int32)
 
     @property
-    def completion_mask(self) -> list[int]:
-        """1 for tokens that the policy sampled, 0 for tool and environment tokens."""
-        return list(chain.from_iterable([1] * len(t.output_ids) + [0] * len(t.tool_response_ids) for t in self.turns))
+    def completion_ids(self) -> IntArray:
+        return joined(np.int32, chain.from_iterable((t.output_ids, t.tool_response_ids) for t in self.turns))
 
     @property
-    def logprobs(self) -> list[float]:
-        """Sampler logprob per completion token; 0.0 where the mask is 0."""
-        return list(chain.from_iterable(list(t.output_logprobs) + [0.0] * len(t.tool_response_ids) for t in self.turns))
+    def completion_mask(self) -> BoolArray:
+        """True for tokens that the policy sampled, False for tool and environment tokens."""
+        return self._column(np.bool_, lambda turn: np.ones(len(turn.output_ids), np.bool_), elsewhere=False)
 
     @property
-    def versions(self) -> list[int]:
-        """Policy version per completion token; -1 where the mask is 0."""
-        return list(chain.from_iterable(list(t.policy_versions) + [-1] * len(t.tool_response_ids) for t in self.turns))
+    def logprobs(self) -> FloatArray:
+        """Sampler logprob per completion token; 0.0 where the mask is False."""
+        return self._column(np.float32, lambda turn: turn.output_logprobs, elsewhere=0.0)
+
+    @property
+    def versions(self) -> IntArray:
+        """Policy version per completion token; -1 where the mask is False."""
+        return self._column(np.int32, lambda turn: turn.policy_versions, elsewhere=-1)
+
+    def _column(
+        self, dtype: type[np.generic], sampled: Callable[[TurnRecord], NDArray[Any]], *, elsewhere: float
+    ) -> NDArray[Any]:
+        """One entry per completion token: `sampled` of each turn, `elsewhere` for the tokens that follow from elsewhere."""
+        parts = ((sampled(turn), np.full(len(turn.tool_response_ids), elsewhere, dtype)) for turn in self.turns)
+        return joined(dtype, chain.from_iterable(parts))
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -221,7 +263,7 @@ class RolloutCompletion:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among the sampled tokens; None when nothing was sampled."""
-        return min((min(t.policy_versions) for t in self.turns if t.policy_versions), default=None)
+        return oldest_of(turn.policy_versions for turn in self.turns)
 
     def completion_messages(self) -> list[TaggedMessage]:
         """The messages of the completion only, each once."""
@@ -258,38 +300,39 @@ class RolloutGroup:
         return [c for c in self.completions if c.status.is_trainable and c.num_sampled_tokens > 0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutSample:
     """One trainable row: prompt and completion of one rollout.
 
     `token_ids`, `loss_mask`, `sampler_logprobs` and `policy_versions` have equal length; in the prompt and wherever
-    the mask is 0, the logprob is 0.0 and the version -1.
+    the mask is False, the logprob is 0.0 and the version -1.
     """
 
     group_id: int
     rollout_id: str
-    token_ids: Sequence[int]
-    loss_mask: Sequence[int]
-    sampler_logprobs: Sequence[float]
-    policy_versions: Sequence[int]
+    token_ids: IntArray
+    loss_mask: BoolArray
+    sampler_logprobs: FloatArray
+    policy_versions: IntArray
     advantage: float
     rewards: Mapping[str, float | None]
     reward: float | None
     truncated: bool
 
     def __post_init__(self) -> None:
+        as_arrays(self, token_ids=np.int32, loss_mask=np.bool_, sampler_logprobs=np.float32, policy_versions=np.int32)
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
         if len(set(lengths)) != 1:
             raise ValueError(f"a sample needs equal lengths, got ids/mask/logprobs/versions = {lengths}")
 
     @property
     def num_trained_tokens(self) -> int:
-        return sum(self.loss_mask)
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version among the trained tokens."""
-        return min(version for version, mask in zip(self.policy_versions, self.loss_mask, strict=True) if mask)
+        return int(self.policy_versions[self.loss_mask].min())
 
 
 class TokenMark(IntFlag):

@@ -15,7 +15,7 @@ def _two_turns() -> RolloutCompletion:
     failed = ToolCallRecord(tool_call_id="b", name="calc", arguments={}, result="", failed=True, duration_s=0.1)
     first = TurnRecord(
         output_ids=[3, 4],
-        output_logprobs=[-0.1, -0.2],
+        output_logprobs=[-0.25, -0.5],
         policy_versions=[6, 7],
         finish_reason=FinishReason.STOP,
         tool_calls=[call, failed],
@@ -30,10 +30,10 @@ def _two_turns() -> RolloutCompletion:
 def test_views_of_a_completion_have_equal_lengths_and_mask_tool_tokens() -> None:
     """R2.1, R2.2: sampled tokens carry mask 1 and a logprob, tool tokens mask 0, logprob 0.0, version -1."""
     completion = _two_turns()
-    assert completion.completion_ids == [3, 4, 9, 5]
-    assert completion.completion_mask == [1, 1, 0, 1]
-    assert completion.logprobs == [-0.1, -0.2, 0.0, -0.5]
-    assert completion.versions == [6, 7, -1, 7]
+    assert completion.completion_ids.tolist() == [3, 4, 9, 5]
+    assert completion.completion_mask.tolist() == [1, 1, 0, 1]
+    assert completion.logprobs.tolist() == [-0.25, -0.5, 0.0, -0.5]
+    assert completion.versions.tolist() == [6, 7, -1, 7]
     assert completion.num_sampled_tokens == 3
     assert completion.oldest_version == 6
 

@@ -1,16 +1,21 @@
-"""Makes the tensors of micro-batches from planned samples."""
+"""Makes the tensors of micro-batches from planned samples: rank 0 splits the columns of the samples by rank, and each rank packs
+its own. No Python object per token, and no loop over tokens.
+
+    RolloutSample... -> split_by_rank -> RankSamples (sent) -> RankSamples.pack -> MicroBatch...
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
-from grpo_async.batching.prompts import num_prompt_tokens
-from grpo_async.records import RolloutSample
+from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +88,75 @@ class MicroBatch:
         return replace(self, **{**moved, "host_segment_ids": self.segment_ids})
 
 
-def pack_rank(
-    samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, rank: int, *, trainer_version: int
-) -> list[MicroBatch]:
-    """The micro-batches of one rank, on the CPU.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSamples:
+    """What one rank computes of a minibatch, as rank 0 sends it: S samples of L tokens in all, one after the other in the order in
+    which they are packed. A few flat arrays, however many samples there are; `pack` makes the tensors."""
+
+    micro_batches: Sequence[MicroBatchPlan]
+    lengths: NDArray[np.int64]  # (S,)
+    advantages: FloatArray  # (S,)
+    weights: FloatArray  # (S,), of each trained token; see `batching.weights`
+    token_ids: IntArray  # (L,)
+    loss_mask: BoolArray  # (L,)
+    sampler_logprobs: FloatArray  # (L,)
+    policy_versions: IntArray  # (L,)
+    trainer_version: int  # finished steps
+    minibatch_tokens: int
+    most_rank_tokens: int
+
+    def pack(self) -> list[MicroBatch]:
+        """The micro-batches, on the CPU."""
+        packed = []
+        first, begin = 0, 0  # sample and token
+        for plan in self.micro_batches:
+            samples = slice(first, first + len(plan.indices))
+            first = samples.stop
+            tokens = slice(begin, begin + int(self.lengths[samples].sum()))
+            begin = tokens.stop
+            packed.append(self._pack(plan, samples, tokens))
+        return packed
+
+    def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice) -> MicroBatch:
+        lengths, ids, mask = self.lengths[samples], self.token_ids[tokens], self.loss_mask[tokens]
+        layout = _lay_out(plan, lengths, mask)
+        sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) which one each token belongs to
+        position = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # (L,) within it
+        stands = position >= layout.known[sample]  # (L,) False in a prompt that another sample brings
+        # (L,) where each token stands in the flattened grid, be it as another sample's
+        place = np.where(stands, layout.origins[sample], layout.prompts[sample]) + position
+        # a rank without samples computes one row of padding: FSDP's collectives need its forward
+        num_rows = max(1, len(plan.rows))
+
+        def grid(values: NDArray[np.int64], padding: int) -> torch.Tensor:
+            filled = np.full(num_rows * plan.row_tokens, padding)
+            filled[place[stands]] = values[stands]
+            return torch.from_numpy(filled).view(num_rows, plan.row_tokens)
+
+        trained = np.flatnonzero(mask)  # (N,)
+        owner = sample[trained]  # (N,)
+        is_trained = np.bincount(owner, minlength=len(lengths)) > 0  # (S,)
+        return MicroBatch(
+            input_ids=grid(ids.astype(np.int64), 0),
+            position_ids=grid(position, 0),
+            segment_ids=grid(layout.segments[sample], -1),
+            source_index=torch.from_numpy(place[trained - 1]),
+            target_ids=torch.from_numpy(ids[trained].astype(np.int64)),
+            sample_index=torch.from_numpy((np.cumsum(is_trained) - 1)[owner]),
+            sampler_logprobs=torch.from_numpy(self.sampler_logprobs[tokens][trained]),
+            advantages=torch.from_numpy(self.advantages[samples][owner]),
+            weights=torch.from_numpy(self.weights[samples][owner]),
+            staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
+            continuations=layout.continuations,
+            minibatch_tokens=self.minibatch_tokens,
+            most_rank_tokens=self.most_rank_tokens,
+        )
+
+
+def split_by_rank(
+    samples: Sequence[RolloutSample], weights: Sequence[float], plan: BatchPlan, *, trainer_version: int
+) -> list[RankSamples]:
+    """What each rank computes of a minibatch. [num_ranks]
 
     Args:
         samples: all those of the minibatch.
@@ -95,73 +165,57 @@ def pack_rank(
         trainer_version: finished steps.
     """
     counts = [sample.num_trained_tokens for sample in samples]
-    rank_tokens = [sum(counts[i] for part in parts for i in part.indices) for parts in plan.ranks]
-    return [
-        replace(
-            _pack_micro_batch(samples, weights, micro_batch, trainer_version=trainer_version),
-            minibatch_tokens=sum(counts),
-            most_rank_tokens=max(rank_tokens),
+    orders = [[index for micro_batch in rank for index in micro_batch.indices] for rank in plan.ranks]
+    most_rank_tokens = max(sum(counts[index] for index in order) for order in orders)
+    parts = []
+    for micro_batches, order in zip(plan.ranks, orders, strict=True):
+        mine = [samples[index] for index in order]
+        parts.append(
+            RankSamples(
+                micro_batches=micro_batches,
+                lengths=np.array([len(sample.token_ids) for sample in mine], np.int64),
+                advantages=np.array([sample.advantage for sample in mine], np.float32),
+                weights=np.array([weights[index] for index in order], np.float32),
+                token_ids=joined(np.int32, (sample.token_ids for sample in mine)),
+                loss_mask=joined(np.bool_, (sample.loss_mask for sample in mine)),
+                sampler_logprobs=joined(np.float32, (sample.sampler_logprobs for sample in mine)),
+                policy_versions=joined(np.int32, (sample.policy_versions for sample in mine)),
+                trainer_version=trainer_version,
+                minibatch_tokens=sum(counts),
+                most_rank_tokens=most_rank_tokens,
+            )
         )
-        for micro_batch in plan.ranks[rank]
-    ]
+    return parts
 
 
-def _pack_micro_batch(
-    samples: Sequence[RolloutSample], weights: Sequence[float], plan: MicroBatchPlan, *, trainer_version: int
-) -> MicroBatch:
-    row_tokens = plan.row_tokens
-    num_rows = max(1, len(plan.rows))  # an empty rank computes one row of padding: FSDP's collectives need its forward
-    input_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
-    position_ids = torch.zeros(num_rows, row_tokens, dtype=torch.int64)
-    segment_ids = torch.full((num_rows, row_tokens), -1, dtype=torch.int64)
-    source: list[int] = []
-    targets: list[int] = []
-    sample_index: list[int] = []
-    num_samples = 0
-    staleness: list[int] = []
-    logprobs: list[float] = []
-    advantages: list[float] = []
-    token_weight: list[float] = []
-    starts: dict[int, int] = {}  # of samples that stand whole, in the flattened grid
-    continuations: list[Continuation] = []
+class _Layout(NamedTuple):
+    """Where the S samples of a micro-batch stand in its flattened grid."""
+
+    origins: NDArray[np.int64]  # (S,) where its first token stands, or would, were its prompt not another sample's
+    prompts: NDArray[np.int64]  # (S,) where that other sample stands
+    known: NDArray[np.int64]  # (S,) tokens that the other one brings, or 0
+    segments: NDArray[np.int64]  # (S,) number in the row
+    continuations: Sequence[Continuation]
+
+
+def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64], mask: BoolArray) -> _Layout:
+    origins, prompts, known, segments = np.zeros((4, len(lengths)), np.int64)
+    continuations = []
+    whole: dict[int, int] = {}  # index of a sample that has its prompt -> its start
+    number = begin = 0  # of the sample, and of its tokens in `mask`
     for row, indices in enumerate(plan.rows):
-        start = 0
+        place = row * plan.row_tokens
         for segment, index in enumerate(indices):
-            sample = samples[index]
-            length = len(sample.token_ids)
-            known = num_prompt_tokens(sample) if index in plan.continues else 0
-            stop = start + length - known
-            input_ids[row, start:stop] = torch.tensor(sample.token_ids[known:], dtype=torch.int64)
-            position_ids[row, start:stop] = torch.arange(known, length)
-            segment_ids[row, start:stop] = segment
-            trained = [position for position, mask in enumerate(sample.loss_mask) if mask]
-            begin = row * row_tokens + start
-            if known:
-                prompt_start = starts[plan.continues[index]]
-                continuations.append(Continuation(start=begin, prompt_start=prompt_start, num_prompt_tokens=known))
-                source.append(prompt_start + known - 1)  # the first trained token's is the last of the prompt
-                source.extend(begin + position - known - 1 for position in trained[1:])
+            start, stop = place, begin + int(lengths[number])
+            if index in plan.continues:
+                prompt, num_tokens = whole[plan.continues[index]], int(mask[begin:stop].argmax())
+                continuations.append(Continuation(start=start, prompt_start=prompt, num_prompt_tokens=num_tokens))
+                place -= num_tokens
+                prompts[number], known[number] = prompt, num_tokens
             else:
-                starts[index] = begin
-                source.extend(begin + position - 1 for position in trained)
-            targets.extend(sample.token_ids[position] for position in trained)
-            sample_index.extend([num_samples] * len(trained))
-            num_samples += bool(trained)
-            logprobs.extend(sample.sampler_logprobs[position] for position in trained)
-            staleness.extend(trainer_version - sample.policy_versions[position] for position in trained)
-            advantages.extend([sample.advantage] * len(trained))
-            token_weight.extend([weights[index]] * len(trained))
-            start = stop
-    return MicroBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        segment_ids=segment_ids,
-        source_index=torch.tensor(source, dtype=torch.int64),
-        target_ids=torch.tensor(targets, dtype=torch.int64),
-        sample_index=torch.tensor(sample_index, dtype=torch.int64),
-        sampler_logprobs=torch.tensor(logprobs, dtype=torch.float32),
-        advantages=torch.tensor(advantages, dtype=torch.float32),
-        weights=torch.tensor(token_weight, dtype=torch.float32),
-        staleness=torch.tensor(staleness, dtype=torch.int64),
-        continuations=tuple(continuations),
-    )
+                whole[index] = start
+            origins[number], segments[number] = place, segment
+            place += stop - begin
+            begin = stop
+            number += 1
+    return _Layout(origins, prompts, known, segments, tuple(continuations))

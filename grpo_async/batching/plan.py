@@ -255,7 +255,7 @@ def _fill_sharing(
 class _Sharing(NamedTuple):
     """A sample, what it adds to a micro-batch (tokens, squares, cost), and what it adds to one that has its prompt."""
 
-    index: int
+    sample_index: int
     prompt: SamplePrompt | None
     alone: tuple[int, int, int]
     behind: tuple[int, int, int]

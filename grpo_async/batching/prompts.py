@@ -20,16 +20,16 @@ def find_prompts(samples: Sequence[RolloutSample]) -> list[SamplePrompt | None]:
     Worked example, trained tokens in brackets: 1 2 [5 6], 1 2 [7], 1 [2 7], 3 [4] -> prompt 0 of 2 tokens for the first two, None
     for the others.
     """
-    beginnings = [tuple(sample.token_ids[: num_prompt_tokens(sample)]) for sample in samples]
-    counts = Counter(beginnings)
-    shared = [beginning for beginning, count in counts.items() if count > 1 and beginning]
+    lengths = [num_prompt_tokens(sample) for sample in samples]
+    beginnings = [sample.token_ids[:n].tobytes() for sample, n in zip(samples, lengths, strict=True)]
+    shared = [beginning for beginning, count in Counter(beginnings).items() if count > 1 and beginning]
     numbers = {beginning: number for number, beginning in enumerate(shared)}
     return [
-        SamplePrompt(number=numbers[beginning], num_tokens=len(beginning)) if beginning in numbers else None
-        for beginning in beginnings
+        SamplePrompt(number=numbers[beginning], num_tokens=n) if beginning in numbers else None
+        for beginning, n in zip(beginnings, lengths, strict=True)
     ]
 
 
 def num_prompt_tokens(sample: RolloutSample) -> int:
     """Tokens before its first trained one; 0 where none is trained."""
-    return list(sample.loss_mask).index(1) if sample.num_trained_tokens else 0
+    return int(sample.loss_mask.argmax())

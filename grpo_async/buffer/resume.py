@@ -16,8 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+import numpy as np
+
 from grpo_async.records import (
     FinishReason,
+    FloatArray,
+    IntArray,
     Origin,
     Prompt,
     RolloutCompletion,
@@ -28,21 +32,27 @@ from grpo_async.records import (
     TaggedMessage,
     ToolCallRecord,
     TurnRecord,
+    as_arrays,
+    no_tokens,
+    oldest_of,
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartialRollout:
     """A rollout in progress. `open_ids`, `open_logprobs` and `open_versions` have equal length and are the tokens of the turn that
     is being generated; `open_finish` is set when that turn is whole and what follows it (a tool's answer) is not there yet."""
 
     rollout_id: str
-    prompt_ids: Sequence[int]
+    prompt_ids: IntArray
     turns: Sequence[TurnRecord] = ()
-    open_ids: Sequence[int] = ()
-    open_logprobs: Sequence[float] = ()
-    open_versions: Sequence[int] = ()
+    open_ids: IntArray = field(default_factory=no_tokens)
+    open_logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    open_versions: IntArray = field(default_factory=no_tokens)
     open_finish: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        as_arrays(self, prompt_ids=np.int32, open_ids=np.int32, open_logprobs=np.float32, open_versions=np.int32)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -51,11 +61,7 @@ class PartialRollout:
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among the sampled tokens; None when there is none."""
-        return min((v for versions in self._versions() for v in versions), default=None)
-
-    def _versions(self) -> Iterator[Sequence[int]]:
-        yield from (turn.policy_versions for turn in self.turns)
-        yield self.open_versions
+        return oldest_of([*(turn.policy_versions for turn in self.turns), self.open_versions])
 
 
 RolloutSnapshot = RolloutCompletion | PartialRollout

@@ -167,12 +167,12 @@ class SampleBuffer:
         taken: list[ScoredGroup] = []
         while True:
             try:
-                taken.extend(self._pop(num_groups - len(taken), trainer_version, watch))
+                popped = self._pop(num_groups - len(taken), trainer_version, watch)
             except BaseException:
                 with self._condition:
                     self._groups.extend(taken)
                 raise
-            taken = self._drop_stale(taken, trainer_version)
+            taken += self._drop_stale(popped, trainer_version)
             if len(taken) < num_groups:
                 continue
             if any(group.samples for group in taken):

@@ -199,7 +199,7 @@ def _outcome(
     parts: dict[str, float | None] | None = None,
     answer: str | None = None,
 ) -> Outcome:
-    versions = [version for turn in completion.turns for version in turn.policy_versions]
+    versions = completion.versions[completion.completion_mask]
     return Outcome(
         reward=reward,
         parts=parts or {},
@@ -208,7 +208,7 @@ def _outcome(
         num_turns=len(completion.turns),
         truncated=completion.truncated,
         error=f"{completion.rollout_id}: {completion.error}" if completion.status is RolloutStatus.FAILED else None,
-        versions=(min(versions), max(versions)) if versions else None,
+        versions=(int(versions.min()), int(versions.max())) if versions.size else None,
     )
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -55,11 +56,14 @@ OnTokens = Callable[[int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """What one request produced so far. The three lists have equal length, one entry per sampled token."""
+    """What one request produced so far. The three arrays have equal length, one entry per sampled token.
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_versions: list[int] = field(default_factory=list)
+    Not lists: the garbage collector walks through those, and with 8 million tokens in flight that stops every thread for 0.2 s.
+    """
+
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    policy_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: FinishReason | None = None
     duration_s: float = 0.0
     started_at: float = 0.0  # seconds since the epoch
@@ -77,13 +81,13 @@ class Generation:
             raise BadResponseError(
                 f"the server sent {len(chunk.token_ids)} tokens with {len(chunk.logprobs)} logprobs; every token needs one"
             )
-        if not all(map(math.isfinite, chunk.logprobs)):
+        if not math.isfinite(sum(chunk.logprobs)):
             raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
         if self.first_token_s is None:
             self.first_token_s = chunk.first_token_s
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
-        self.policy_versions.extend([chunk.policy_version] * len(chunk.token_ids))
+        self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
         if chunk.finish_reason is not None:
             self.finish_reason = FinishReason(chunk.finish_reason)
 

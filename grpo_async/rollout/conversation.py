@@ -17,9 +17,11 @@ How a rollout ends:
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+
+import numpy as np
 
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
@@ -28,12 +30,15 @@ from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.records import (
     FinishReason,
+    IntArray,
     Origin,
     RolloutCompletion,
     RolloutStatus,
     TaggedMessage,
     ToolCallRecord,
     TurnRecord,
+    joined,
+    no_tokens,
 )
 from grpo_async.rollout.producer import seed_of
 from grpo_async.tools import ToolExecutor
@@ -68,7 +73,7 @@ class Rollout:
 
     rollout_id: str
     seed: int
-    prompt_ids: Sequence[int] = ()
+    prompt_ids: IntArray = field(default_factory=no_tokens)
     prompt_messages: Sequence[TaggedMessage] | None = None
     """Where they differ from the group's; see RolloutCompletion."""
     tools: ToolExecutor | None = None
@@ -81,21 +86,24 @@ class Rollout:
     turns: list[TurnRecord] = field(default_factory=list)
     open_turn: Generation = field(default_factory=Generation)
     """The turn that is being generated, or whose tools are being called."""
-    context: list[int] = field(default_factory=list)
-    """Prompt + completion so far; filled by `Conversation.run`."""
     is_truncated: bool = False
     is_done: bool = False
     """The environment says so."""
 
     @property
     def num_completion_tokens(self) -> int:
-        return len(self.context) - len(self.prompt_ids)
+        return sum(len(turn.output_ids) + len(turn.tool_response_ids) for turn in self.turns)
+
+    @property
+    def context(self) -> list[int]:
+        """Prompt + completion so far, for a request."""
+        parts = (ids for turn in self.turns for ids in (turn.output_ids, turn.tool_response_ids))
+        ids: list[int] = joined(np.int32, [self.prompt_ids, *parts]).tolist()
+        return ids
 
     def add(self, turn: TurnRecord) -> None:
         self.turns.append(turn)
         self.open_turn = Generation()
-        self.context += turn.output_ids
-        self.context += turn.tool_response_ids
 
     def snapshot(self) -> PartialRollout | None:
         """A copy of what there is; None before the first token. Not of a rollout with an environment, whose state cannot be
@@ -106,9 +114,9 @@ class Rollout:
             rollout_id=self.rollout_id,
             prompt_ids=self.prompt_ids,
             turns=list(self.turns),
-            open_ids=list(self.open_turn.token_ids),
-            open_logprobs=list(self.open_turn.logprobs),
-            open_versions=list(self.open_turn.policy_versions),
+            open_ids=np.array(self.open_turn.token_ids, np.int32),
+            open_logprobs=np.array(self.open_turn.logprobs, np.float32),
+            open_versions=np.array(self.open_turn.policy_versions, np.int32),
             open_finish=self.open_turn.finish_reason,
         )
 
@@ -116,9 +124,9 @@ class Rollout:
         """Go on where a checkpoint left it."""
         self.prompt_ids, self.turns = partial.prompt_ids, list(partial.turns)
         self.open_turn = Generation(
-            token_ids=list(partial.open_ids),
-            logprobs=list(partial.open_logprobs),
-            policy_versions=list(partial.open_versions),
+            token_ids=array("i", partial.open_ids.tobytes()),
+            logprobs=array("f", partial.open_logprobs.tobytes()),
+            policy_versions=array("i", partial.open_versions.tobytes()),
             finish_reason=partial.open_finish,
         )
 
@@ -150,8 +158,6 @@ class Conversation:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
-        ids = chain.from_iterable(chain(turn.output_ids, turn.tool_response_ids) for turn in rollout.turns)
-        rollout.context = [*rollout.prompt_ids, *ids]
         rollout.is_done = await _is_done(rollout)
         is_over = rollout.is_done
         while not is_over:
@@ -255,13 +261,13 @@ def _turn(
     tool_execution_duration_s: float = 0.0,
 ) -> TurnRecord:
     return TurnRecord(
-        output_ids=generation.token_ids,
-        output_logprobs=generation.logprobs,
-        policy_versions=generation.policy_versions,
+        output_ids=np.asarray(generation.token_ids, np.int32),
+        output_logprobs=np.asarray(generation.logprobs, np.float32),
+        policy_versions=np.asarray(generation.policy_versions, np.int32),
         finish_reason=generation.finish_reason or FinishReason.ABORT,
         messages=messages,
         tool_calls=tool_calls,
-        tool_response_ids=tool_response_ids,
+        tool_response_ids=np.array(tool_response_ids, np.int32),
         parse_error=parse_error,
         generation_duration_s=generation.duration_s,
         tool_execution_duration_s=tool_execution_duration_s,

@@ -13,10 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
 from grpo_async.inference.client import InferenceClient
-from grpo_async.records import Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
+from grpo_async.records import IntArray, Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import Conversation, Rollout, SamplingSettings
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
@@ -113,7 +115,7 @@ class ConversationProducer:
                     rollout.track = track
                     if environment is not None:
                         rollout.prompt_messages = await _reset(environment, request.prompt, track)
-                    if not rollout.prompt_ids:
+                    if not rollout.prompt_ids.size:
                         rollout.prompt_ids = group.prompt_ids(rollout.prompt_messages)
                     completion = await self._conversation.run(
                         rollout,
@@ -159,18 +161,17 @@ class _Group:
         self.request = request
         self._schemas = [tool.schema for tool in tools]
         self._renderer = renderer
-        self._rendered: dict[tuple[tuple[Origin, str], ...], list[int]] = {}
+        self._rendered: dict[tuple[tuple[Origin, str], ...], IntArray] = {}
 
-    def prompt_ids(self, messages: Sequence[TaggedMessage] | None) -> list[int]:
+    def prompt_ids(self, messages: Sequence[TaggedMessage] | None) -> IntArray:
         prompt = self.request.prompt
         messages = messages or prompt.messages
         # all that an environment's reset changes
         key = tuple((message.origin, message.content) for message in messages)
         found = self._rendered.get(key)
         if found is None:
-            found = self._rendered[key] = self._renderer.prompt_ids(
-                messages, is_conversational=prompt.is_conversational, tools=self._schemas
-            )
+            ids = self._renderer.prompt_ids(messages, is_conversational=prompt.is_conversational, tools=self._schemas)
+            found = self._rendered[key] = np.array(ids, np.int32)
         return found
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
+
 from grpo_async.errors import RolloutContractError
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 
@@ -70,7 +72,7 @@ class OutputReader:
             completions.append(
                 RolloutCompletion(
                     rollout_id=rollout_id,
-                    prompt_ids=prompt_ids,
+                    prompt_ids=np.array(prompt_ids, np.int32),
                     turns=self._turns(ids, mask, logprobs, version=version, started_at=started_at),
                     status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
                     truncated=not is_whole,
@@ -89,12 +91,12 @@ class OutputReader:
         is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
         return [
             TurnRecord(
-                output_ids=ids[begin:cut],
-                output_logprobs=logprobs[begin:cut],
-                policy_versions=[version] * (cut - begin),
+                output_ids=np.array(ids[begin:cut], np.int32),
+                output_logprobs=np.array(logprobs[begin:cut], np.float32),
+                policy_versions=np.full(cut - begin, version, np.int32),
                 finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
                 messages=[message] if begin == 0 else [],
-                tool_response_ids=ids[cut:end],
+                tool_response_ids=np.array(ids[cut:end], np.int32),
                 started_at=started_at if begin == 0 else 0.0,
             )
             for begin, cut, end in turn_borders(mask)

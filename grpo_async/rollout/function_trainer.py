@@ -215,8 +215,8 @@ class FunctionTrainer:
         generation = await self._client.generate(request, affinity=f"function-{self._seed}")
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": generation.token_ids,
-            "logprobs": generation.logprobs,
+            "completion_ids": list(generation.token_ids),
+            "logprobs": list(generation.logprobs),
             "text": self._renderer.completion_text(generation.token_ids),
             "finish_reason": str(generation.finish_reason),
         }

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
 from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
@@ -80,6 +80,6 @@ def without_open_turns(rollouts: Mapping[int, RolloutSnapshot]) -> dict[int, Rol
         if isinstance(each, PartialRollout):
             if not each.turns:
                 continue
-            each = replace(each, open_ids=(), open_logprobs=(), open_versions=(), open_finish=None)
+            each = PartialRollout(rollout_id=each.rollout_id, prompt_ids=each.prompt_ids, turns=each.turns)
         kept[index] = each
     return kept

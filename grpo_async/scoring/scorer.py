@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
@@ -120,7 +122,7 @@ class Scorer:
         columns = {name: [value] * len(completions) for name, value in prompt.columns.items()}
         for name in sorted({name for completion in completions for name in completion.reward_columns}):
             columns[name] = [completion.reward_columns.get(name) for completion in completions]
-        ids = [completion.completion_ids for completion in completions]
+        ids = [completion.completion_ids.tolist() for completion in completions]
         name = completions[0].rollout_id.rpartition("-")[0]
         with self._tracks.span("score", group=name, rollouts=len(completions)) as (_, span):
 
@@ -164,10 +166,10 @@ def _sample(
     return RolloutSample(
         group_id=group.group_id,
         rollout_id=completion.rollout_id,
-        token_ids=[*completion.prompt_ids, *completion.completion_ids],
-        loss_mask=[0] * num_prompt + completion.completion_mask,
-        sampler_logprobs=[0.0] * num_prompt + completion.logprobs,
-        policy_versions=[-1] * num_prompt + completion.versions,
+        token_ids=np.concatenate([completion.prompt_ids, completion.completion_ids]),
+        loss_mask=np.concatenate([np.zeros(num_prompt, np.bool_), completion.completion_mask]),
+        sampler_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), completion.logprobs]),
+        policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), completion.versions]),
         advantage=advantage,
         rewards=parts,
         reward=reward,

@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from grpo_async.records import (
+    BoolArray,
+    FloatArray,
     GroupStatus,
+    IntArray,
     RolloutCompletion,
     RolloutGroup,
     RolloutSample,
@@ -86,7 +88,7 @@ def line_of(entry: Entry) -> bytes:
         "prompt_hash": prompt_hash(group.prompt.messages),
         "messages": group.prompt.messages,
         "columns": group.prompt.columns,
-        "prompt_ids": None if shared_ids is None else list(shared_ids),
+        "prompt_ids": shared_ids,
     }
     # joined by hand: what is a JSON object already would be copied once more
     return b"".join((_dumps(head)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
@@ -137,10 +139,10 @@ def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> d
 
 
 def _rollout(
-    completion: RolloutCompletion, outcome: _Outcome, figures: TokenFigures | None, shared_ids: Sequence[int] | None
+    completion: RolloutCompletion, outcome: _Outcome, figures: TokenFigures | None, shared_ids: IntArray | None
 ) -> bytes:
     """The JSON object of one rollout. `shared_ids` are the group's prompt ids, which it need not repeat."""
-    mask = completion.completion_mask
+    ids, mask = completion.prompt_ids, completion.completion_mask
     content = {
         "rollout_id": completion.rollout_id,
         "status": completion.status,
@@ -155,10 +157,10 @@ def _rollout(
         "turns": [_turn(turn) for turn in completion.turns],
         "started_at": completion.started_at,
         "total_duration_s": completion.total_duration_s,
-        "prompt_ids": None if completion.prompt_ids == shared_ids else completion.prompt_ids,
+        "prompt_ids": None if shared_ids is not None and np.array_equal(ids, shared_ids) else ids,
         "completion_ids": completion.completion_ids,
-        "mask": mask,
-        "logprobs": np.array(completion.logprobs, dtype=np.float32),
+        "mask": mask.view(np.uint8),
+        "logprobs": completion.logprobs,
         "versions": completion.versions,
         "reset_messages": completion.prompt_messages,
         "extra": {**completion.reward_columns, **outcome.extra},
@@ -170,13 +172,13 @@ def _rollout(
 _NO_FIGURES = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
 
 
-def _figures(figures: TokenFigures, mask: Sequence[int]) -> dict[str, Any]:
+def _figures(figures: TokenFigures, mask: BoolArray) -> dict[str, Any]:
     """Lists of the length of the mask."""
-    places = None if all(mask) else np.array(mask, dtype=bool)
+    places = None if mask.all() else mask
     marks: Any = np.ascontiguousarray(figures.marks, dtype=np.uint8)
     if places is not None:
         rest = iter(marks.tolist())
-        marks = [next(rest) if sampled else None for sampled in mask]
+        marks = [next(rest) if sampled else None for sampled in mask.tolist()]
     return {
         "trainer_logprobs": _aligned(figures.logprobs, places),
         "proximal_logprobs": _aligned(figures.proximal_logprobs, places),
@@ -186,7 +188,7 @@ def _figures(figures: TokenFigures, mask: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _aligned(values: Sequence[float], places: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+def _aligned(values: Sequence[float], places: BoolArray | None) -> FloatArray:
     """One entry per completion token; NaN, in JSON null, where the mask is 0. `places` is None where it is 1 everywhere."""
     found = np.ascontiguousarray(values, dtype=np.float32)
     if places is None:

@@ -14,8 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from grpo_async.batching.minibatch import Minibatch, split_groups
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
@@ -244,7 +246,7 @@ class LeaderLoop:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
         config, context = self._config, self._context
         lr = config.optimizer.lr * config.lr_factor(step - 1)
-        parts: list[list[list[MicroBatch]]] = [[] for _ in range(context.num_ranks)]  # [num_ranks][num_minibatches]
+        parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
         tokens = TokenPlan(context.num_ranks)
         began = time.time()
         num_tokens = num_computed = num_shared = num_rows = 0
@@ -265,8 +267,7 @@ class LeaderLoop:
                 max_completion_tokens=config.rollout.max_completion_tokens,
                 num_masked=minibatch.num_masked,
             )
-            for rank, part in enumerate(parts):
-                part.append(pack_rank(samples, weights, plan, rank, trainer_version=step - 1))
+            parts.append(split_by_rank(samples, weights, plan, trainer_version=step - 1))
             num_rows += len(samples)
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
@@ -274,9 +275,11 @@ class LeaderLoop:
             ids = {sample.group_id for sample in samples} if config.record.rollouts.token_figures else set()
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
-        context.channel.send([StepCommand(minibatches=part, lr=lr, token_room=tokens.room) for part in parts])
+        commands = [StepCommand(minibatches=mine, lr=lr, token_room=tokens.room) for mine in zip(*parts, strict=True)]
+        context.channel.send(commands)
+        packed = commands[0].pack()
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(parts[0], lr, tokens.room)
+        result = context.step(packed, lr, tokens.room)
         result.metrics["training/padding_fraction"] = 1.0 - (num_tokens - num_shared) / num_computed
         result.metrics["training/shared_fraction"] = num_shared / num_tokens
         collected = result.token_statistics
@@ -372,8 +375,9 @@ class LeaderLoop:
 
 
 def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counter[int]:
-    """Number of trained tokens by their staleness. Tokens that are not trained have version -1."""
-    versions: Counter[int] = Counter()
+    """Number of trained tokens by their staleness."""
+    counts: Counter[int] = Counter()
     for sample in samples:
-        versions.update(sample.policy_versions)
-    return Counter({trainer_version - version: count for version, count in versions.items() if version >= 0})
+        versions, numbers = np.unique(sample.policy_versions[sample.loss_mask], return_counts=True)
+        counts.update(dict(zip((trainer_version - versions).tolist(), numbers.tolist(), strict=True)))
+    return counts

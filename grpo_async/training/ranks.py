@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.batching.pack import MicroBatch
+from grpo_async.batching.pack import MicroBatch, RankSamples
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.rundir import RunDir
@@ -36,12 +36,15 @@ from grpo_async.weights.verify import TrainerScores
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Train on this rank's micro-batches, those of one minibatch after another: an optimizer update for each minibatch."""
+    """Pack this rank's samples and train on them, one minibatch after another: an optimizer update for each minibatch."""
 
-    minibatches: Sequence[Sequence[MicroBatch]]
+    minibatches: Sequence[RankSamples]
     lr: float
     token_room: int = 0
     """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
+
+    def pack(self) -> list[list[MicroBatch]]:
+        return [samples.pack() for samples in self.minibatches]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +230,7 @@ def follow(context: TrainerContext) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                context.step(command.minibatches, command.lr, command.token_room)
+                context.step(command.pack(), command.lr, command.token_room)
             case GatherCommand():
                 for _ in context.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends

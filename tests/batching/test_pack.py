@@ -2,77 +2,156 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+from typing import Any
+
+import pytest
 import torch
 
-from grpo_async.batching.pack import pack_rank
+from grpo_async.batching.pack import Continuation, MicroBatch, split_by_rank
 from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, MicroBatchPlan, plan_batch
+from grpo_async.batching.prompts import find_prompts
+from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
 
-
-def test_a_packed_row_points_each_trained_token_at_the_state_before_it() -> None:
-    samples = [make_sample(prompt=[1, 2], completion=[5, 6], version=3), make_sample(prompt=[7], completion=[8])]
-    plan = plan_batch([4, 2], num_ranks=1, micro_batch_tokens=8, pack=True)
-    (batch,) = pack_rank(samples, [0.25, 0.5], plan, 0, trainer_version=4)
-    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 7, 8]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 1]]
-    assert batch.source_index.tolist() == [1, 2, 4]
-    assert batch.target_ids.tolist() == [5, 6, 8]
-    assert batch.weights.tolist() == [0.25, 0.25, 0.5]
-    assert batch.staleness.tolist() == [1, 1, 4]
+TRAINER_VERSION = 4
 
 
-def test_unpacked_samples_have_rows_of_their_own_as_long_as_the_longest_of_the_micro_batch() -> None:
-    samples = [make_sample(prompt=[1, 2], completion=[5, 6]), make_sample(prompt=[7], completion=[8])]
-    plan = plan_batch([4, 2], num_ranks=1, micro_batch_tokens=8, pack=False)
-    (batch,) = pack_rank(samples, [0.25, 0.5], plan, 0, trainer_version=0)
-    assert batch.input_ids.tolist() == [[1, 2, 5, 6], [7, 8, 0, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 0], [0, 0, -1, -1]]
-    assert batch.source_index.tolist() == [1, 2, 4]
-    plan = plan_batch([4, 2], num_ranks=1, micro_batch_tokens=4, pack=False)
-    assert [each.input_ids.shape[1] for each in pack_rank(samples, [0.25, 0.5], plan, 0, trainer_version=0)] == [4, 2]
+def _pack(samples: list[RolloutSample], weights: list[float], plan: BatchPlan) -> list[list[MicroBatch]]:
+    """Of each rank, whose part has been on its way to another process."""
+    parts = split_by_rank(samples, weights, plan, trainer_version=TRAINER_VERSION)
+    return [pickle.loads(pickle.dumps(part)).pack() for part in parts]
 
 
-def test_tool_tokens_are_context_but_not_targets() -> None:
-    sample = make_sample(prompt=[1], completion=[5, 6, 7])
-    masked = type(sample)(
-        group_id=0, rollout_id="r", token_ids=[1, 5, 6, 7], loss_mask=[0, 1, 0, 1], sampler_logprobs=[0, -1, 0, -2],
-        policy_versions=[-1, 0, -1, 0], advantage=1.0, rewards={}, reward=None, truncated=False,
-    )  # fmt: skip
-    plan = plan_batch([4], num_ranks=1, micro_batch_tokens=4, pack=True)
-    (batch,) = pack_rank([masked], [1.0], plan, 0, trainer_version=0)
-    assert batch.target_ids.tolist() == [5, 7]
-    assert batch.source_index.tolist() == [0, 2]
-    assert batch.sampler_logprobs.tolist() == [-1.0, -2.0]
+def test_a_row_holds_a_shared_prompt_once_and_points_each_trained_token_at_the_state_before_it() -> None:
+    samples = [
+        make_sample(prompt=[1, 2], completion=[5, 6], version=3),
+        make_sample(prompt=[9], completion=[8]),
+        make_sample(prompt=[1, 2], completion=[7]),
+    ]
+    plan = plan_batch([4, 2, 3], num_ranks=1, micro_batch_tokens=8, pack=True, prompts=find_prompts(samples))
+    (batch,) = _pack(samples, [0.25, 0.5, 1.0], plan)[0]
+    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 7, 9, 8]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 2, 2]]
+    assert batch.source_index.tolist() == [1, 2, 1, 5]  # the first token of the second one: the last of the prompt
+    assert batch.target_ids.tolist() == [5, 6, 7, 8]
+    assert batch.sample_index.tolist() == [0, 0, 1, 2]
+    assert batch.weights.tolist() == [0.25, 0.25, 1.0, 0.5]
+    assert batch.staleness.tolist() == [1, 1, 4, 4]
+    assert list(batch.continuations) == [Continuation(start=4, prompt_start=0, num_prompt_tokens=2)]
 
 
-def test_an_empty_rank_gets_one_short_row_of_padding() -> None:
-    sample = make_sample(prompt=[1] * 20, completion=[5] * 20)
-    plan = plan_batch([40], num_ranks=2, micro_batch_tokens=40, pack=True)
-    empty = pack_rank([sample], [1.0], plan, 1, trainer_version=0)[0]
-    assert empty.num_trained_tokens == 0
-    assert empty.input_ids.shape == (1, EMPTY_ROW_TOKENS)
-    assert torch.equal(empty.segment_ids, torch.full((1, EMPTY_ROW_TOKENS), -1))
+def _samples(draw: random.Random) -> list[RolloutSample]:
+    """Groups with one prompt; completions of several turns, some without a sampled token."""
+    samples = []
+    for group_id in range(draw.randint(1, 6)):
+        prompt = [draw.randrange(100) for _ in range(draw.randint(1, 9))]
+        for _ in range(draw.choice([1, 4])):
+            length = draw.randint(1, 12)
+            chance = draw.choice([0.0, 0.5, 1.0])
+            mask = [False] * len(prompt) + [draw.random() < chance for _ in range(length)]
+            sample = RolloutSample(
+                group_id=group_id,
+                rollout_id=str(len(samples)),
+                token_ids=prompt + [draw.randrange(100) for _ in range(length)],  # type: ignore[arg-type]
+                loss_mask=mask,  # type: ignore[arg-type]
+                sampler_logprobs=[-draw.random() if sampled else 0.0 for sampled in mask],  # type: ignore[arg-type]
+                policy_versions=[draw.randrange(5) if sampled else -1 for sampled in mask],  # type: ignore[arg-type]
+                advantage=draw.gauss(0.0, 1.0),
+                rewards={},
+                reward=None,
+                truncated=False,
+            )
+            samples.append(sample)
+    return samples
 
 
-def test_samples_with_trained_tokens_are_numbered_without_gaps_in_each_micro_batch() -> None:
-    """The middle one has no trained token."""
-    nothing = make_sample(prompt=[1, 2], completion=[])
-    samples = [make_sample(prompt=[1], completion=[5, 6]), nothing, make_sample(prompt=[1], completion=[7, 8])]
-    for rows in ([[0, 1, 2]], [[0, 1], [2]]):
-        plan = BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=8), MicroBatchPlan(rows=[[2]], row_tokens=3)]])
-        first, second = pack_rank(samples, [0.1, 0.2, 0.3], plan, 0, trainer_version=0)
-        assert first.sample_index.tolist() == [0, 0, 1, 1]
-        assert second.sample_index.tolist() == [0, 0]
+def _slowly(samples: list[RolloutSample], weights: list[float], plan: MicroBatchPlan) -> dict[str, Any]:
+    """One micro-batch, token by token."""
+    rows = max(1, len(plan.rows))
+    grid: dict[str, list[list[int]]] = {
+        name: [[padding] * plan.row_tokens for _ in range(rows)]
+        for name, padding in (("input_ids", 0), ("position_ids", 0), ("segment_ids", -1))
+    }
+    columns: dict[str, list[float]] = {
+        name: []
+        for name in (
+            "source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness"
+        )
+    }  # fmt: skip
+    continuations = []
+    stands: dict[tuple[int, int], int] = {}  # (sample, position) -> place in the flattened grid
+    num_trained_samples = 0
+    for row, indices in enumerate(plan.rows):
+        column = 0
+        for segment, index in enumerate(indices):
+            sample, owner = samples[index], plan.continues.get(index)
+            mask = sample.loss_mask.tolist()
+            known = mask.index(True) if owner is not None else 0
+            if owner is not None:
+                start = row * plan.row_tokens + column
+                continuations.append(Continuation(start=start, prompt_start=stands[owner, 0], num_prompt_tokens=known))
+            for position, token in enumerate(sample.token_ids.tolist()):
+                if owner is not None and position < known:
+                    stands[index, position] = stands[owner, position]
+                    continue
+                stands[index, position] = row * plan.row_tokens + column
+                grid["input_ids"][row][column] = token
+                grid["position_ids"][row][column] = position
+                grid["segment_ids"][row][column] = segment
+                column += 1
+                if mask[position]:
+                    columns["source_index"].append(stands[index, position - 1])
+                    columns["target_ids"].append(token)
+                    columns["sample_index"].append(num_trained_samples)
+                    columns["sampler_logprobs"].append(float(sample.sampler_logprobs[position]))
+                    columns["advantages"].append(sample.advantage)
+                    columns["weights"].append(weights[index])
+                    columns["staleness"].append(TRAINER_VERSION - int(sample.policy_versions[position]))
+            num_trained_samples += any(mask)
+    return {**grid, **columns, "continuations": tuple(continuations)}
 
 
-def test_every_micro_batch_knows_the_trained_tokens_of_the_whole_minibatch() -> None:
-    samples = [make_sample(completion=[5]), make_sample(completion=[5, 6, 7])]
-    plan = plan_batch([3, 5], num_ranks=3, micro_batch_tokens=8, pack=True)
-    batches = [pack_rank(samples, [1.0, 1.0], plan, rank, trainer_version=0)[0] for rank in range(3)]
-    assert [batch.minibatch_tokens for batch in batches] == [4, 4, 4]
-    assert sorted(batch.num_trained_tokens for batch in batches) == [0, 1, 3]
-    moved = batches[0].to(torch.device("meta"))
-    assert moved.minibatch_tokens == 4
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_ranks: int, pack: bool) -> None:
+    """Tool tokens are context but no targets, samples with a trained token are numbered without gaps, unpacked rows are as long as
+    the longest, a rank without samples computes padding, and all know the trained tokens of the whole minibatch."""
+    draw = random.Random(num_ranks)
+    num_shared = num_empty = 0
+    for _ in range(60):
+        samples = _samples(draw)
+        lengths = [len(sample.token_ids) for sample in samples]
+        prompts = find_prompts(samples) if pack else None
+        plan = plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=40, pack=pack, prompts=prompts)
+        weights = [draw.random() for _ in samples]
+        ranks = _pack(samples, weights, plan)
+        trained = [sum(batch.num_trained_tokens for batch in rank) for rank in ranks]
+        assert sum(trained) == sum(sample.num_trained_tokens for sample in samples)
+        for rank, plans in zip(ranks, plan.ranks, strict=True):
+            for batch, part in zip(rank, plans, strict=True):
+                expected = _slowly(samples, weights, part)
+                assert batch.continuations == expected.pop("continuations")
+                assert (batch.minibatch_tokens, batch.most_rank_tokens) == (sum(trained), max(trained))
+                for name, values in expected.items():
+                    tensor = getattr(batch, name)
+                    is_float = name in ("sampler_logprobs", "advantages", "weights")
+                    assert torch.equal(
+                        tensor, torch.tensor(values, dtype=torch.float32 if is_float else torch.int64)
+                    ), name
+                num_shared += len(batch.continuations)
+                if not part.indices:
+                    assert batch.input_ids.shape == (1, EMPTY_ROW_TOKENS)
+                    num_empty += 1
+    assert (num_shared > 0, num_empty > 0) == (pack, num_ranks > 1), "the cases say little"
+
+
+def test_a_moved_micro_batch_keeps_what_is_no_tensor() -> None:
+    (batch,) = _pack(
+        [make_sample(completion=[5])], [1.0], plan_batch([3], num_ranks=1, micro_batch_tokens=8, pack=True)
+    )[0]
+    moved = batch.to(torch.device("meta"))
+    assert moved.minibatch_tokens == 1
     assert moved.weights.device.type == moved.input_ids.device.type == "meta"

@@ -1,4 +1,4 @@
-"""Prompts that samples have in common: found, planned once for each micro-batch, and packed."""
+"""Prompts that samples have in common: found, and planned once for each micro-batch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from grpo_async.batching.pack import Continuation, pack_rank
 from grpo_async.batching.plan import BatchPlan, SamplePrompt, plan_batch
 from grpo_async.batching.prompts import find_prompts, num_prompt_tokens
-from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
 
 LIMIT = 120
@@ -148,26 +146,3 @@ def test_prompts_are_refused_where_samples_are_not_packed() -> None:
     lengths, prompts = _groups((3, [2, 2]))
     with pytest.raises(ValueError, match="only where they are packed"):
         plan_batch(lengths, num_ranks=1, micro_batch_tokens=20, pack=False, prompts=prompts)
-
-
-def _packed() -> tuple[list[RolloutSample], BatchPlan]:
-    samples = [
-        make_sample(prompt=[1, 2], completion=[5, 6], version=3),
-        make_sample(prompt=[9], completion=[8]),
-        make_sample(prompt=[1, 2], completion=[7]),
-    ]
-    lengths = [len(sample.token_ids) for sample in samples]
-    return samples, plan_batch(lengths, num_ranks=1, micro_batch_tokens=8, pack=True, prompts=find_prompts(samples))
-
-
-def test_a_row_holds_the_prompt_once_and_the_first_trained_token_is_predicted_there() -> None:
-    samples, plan = _packed()
-    (batch,) = pack_rank(samples, [0.25, 0.5, 1.0], plan, 0, trainer_version=4)
-    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 7, 9, 8]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 2, 2]]
-    assert batch.source_index.tolist() == [1, 2, 1, 5]
-    assert batch.target_ids.tolist() == [5, 6, 7, 8]
-    assert batch.sample_index.tolist() == [0, 0, 1, 2]
-    assert batch.weights.tolist() == [0.25, 0.25, 1.0, 0.5]
-    assert list(batch.continuations) == [Continuation(start=4, prompt_start=0, num_prompt_tokens=2)]

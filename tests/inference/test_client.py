@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -77,9 +78,9 @@ def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
         _scripted([line([5, 6], version=3, finish=None), line([7], version=4, finish=None), line([])])
     ) as server:
         generation = _generate(server.url, on_tokens=lambda count, version: seen.append((count, version)))
-    assert generation.token_ids == [5, 6, 7]
-    assert generation.logprobs == [-0.5, -0.5, -0.5]
-    assert generation.policy_versions == [3, 3, 4]
+    assert list(generation.token_ids) == [5, 6, 7]
+    assert list(generation.logprobs) == [-0.5, -0.5, -0.5]
+    assert list(generation.policy_versions) == [3, 3, 4]
     assert generation.finish_reason is FinishReason.STOP
     assert seen == [(2, 3), (1, 4)]
     assert set(server.requests[0]) == set(GenerateRequest.model_fields)  # so that no server default leaks in
@@ -99,22 +100,24 @@ def test_lines_are_whole_however_the_bytes_arrive_and_the_connection_is_used_aga
             return await client.generate(_request())
 
     with local_server(script) as server:
-        assert _run(run(server.url)).token_ids == [5, 6, 7]
+        assert list(_run(run(server.url)).token_ids) == [5, 6, 7]
         assert server.most_connections == 1  # for the three, one after the other
         assert len(server.requests) == 3
 
 
 def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     """What a resume brings: 2 of 8 tokens are there."""
-    partial = Generation(token_ids=[5, 6], logprobs=[-0.1, -0.2], policy_versions=[3, 3])
+    partial = Generation(
+        token_ids=array("i", [5, 6]), logprobs=array("f", [-0.1, -0.2]), policy_versions=array("i", [3, 3])
+    )
     seen: list[tuple[int, int]] = []
     with local_server(_scripted([line([7], version=4)])) as server:
         generation = _generate(
             server.url, partial=partial, on_tokens=lambda count, version: seen.append((count, version))
         )
     assert generation is partial
-    assert (generation.token_ids, generation.policy_versions) == ([5, 6, 7], [3, 3, 4])
-    assert generation.logprobs == [-0.1, -0.2, -0.5]
+    assert (list(generation.token_ids), list(generation.policy_versions)) == ([5, 6, 7], [3, 3, 4])
+    assert list(generation.logprobs) == pytest.approx([-0.1, -0.2, -0.5])
     assert seen == [(1, 4)]
     assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
 
@@ -124,7 +127,10 @@ def test_a_generation_that_was_whole_asks_nobody(finish: FinishReason | None) ->
     """It has its end, or as many tokens as were asked for."""
     length = 1 if finish else 8
     partial = Generation(
-        token_ids=[5] * length, logprobs=[-0.1] * length, policy_versions=[3] * length, finish_reason=finish
+        token_ids=array("i", [5]) * length,
+        logprobs=array("f", [-0.1]) * length,
+        policy_versions=array("i", [3]) * length,
+        finish_reason=finish,
     )
     generation = _generate("http://127.0.0.1:9", partial=partial)
     assert generation.finish_reason is (finish or FinishReason.LENGTH)
@@ -147,8 +153,8 @@ def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | E
     """Nothing that was sampled is lost or sampled twice, and the cut completion is not taken for a whole one."""
     with local_server(_scripted([line([5, 6], version=1, finish=None), end], [line([7], version=2)])) as server:
         generation = _generate(server.url)
-    assert generation.token_ids == [5, 6, 7]
-    assert generation.policy_versions == [1, 1, 2]
+    assert list(generation.token_ids) == [5, 6, 7]
+    assert list(generation.policy_versions) == [1, 1, 2]
     assert generation.finish_reason is FinishReason.STOP
     assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
     assert server.requests[1]["max_tokens"] == 6  # 8 - 2
@@ -167,8 +173,8 @@ def test_aborts_with_tokens_are_no_attempts_and_those_without_are_bounded(max_re
     aborts = [[line([5], version=version, finish="abort")] for version in range(6)]
     with local_server(_scripted(*aborts, [line([6], version=6)])) as server:
         generation = _generate(server.url, max_retries=max_retries)
-    assert generation.token_ids == [5] * 6 + [6]
-    assert generation.policy_versions == list(range(7))
+    assert list(generation.token_ids) == [5] * 6 + [6]
+    assert list(generation.policy_versions) == list(range(7))
     assert [len(request["token_ids"]) for request in server.requests] == [2, 3, 4, 5, 6, 7, 8]
     assert [request["max_tokens"] for request in server.requests] == [8, 7, 6, 5, 4, 3, 2]
     with local_server(_scripted([line([], finish="abort")])) as server:
@@ -226,7 +232,7 @@ def test_silence_has_a_deadline_and_says_so() -> None:
 
 def test_a_server_that_does_not_take_a_long_request_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LONGEST_CONNECT_S", 0.2)
-    partial = Generation(token_ids=[123_456] * 5_000_000, logprobs=[], policy_versions=[])
+    partial = Generation(token_ids=array("i", [123_456]) * 5_000_000)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts; nobody reads
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ServerUnavailableError, match=r"did not take the request within 0\.5 s"):
@@ -295,9 +301,9 @@ def test_a_request_whose_server_is_fenced_goes_on_elsewhere_with_the_tokens_it_h
 
     with local_server(_holding(3)) as hung, local_server(_counting(4)) as other:
         generation = _run(test(hung, other))
-    assert generation.token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
-    assert generation.policy_versions == [3, 3, 4, 4, 4, 4, 4, 4]
-    assert generation.logprobs == [-0.5] * 8
+    assert list(generation.token_ids) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert list(generation.policy_versions) == [3, 3, 4, 4, 4, 4, 4, 4]
+    assert list(generation.logprobs) == [-0.5] * 8
     assert generation.finish_reason is FinishReason.LENGTH
     (continuation,) = other.requests
     assert continuation["token_ids"] == [1, 2, 2, 3]
@@ -315,7 +321,7 @@ def test_a_server_that_dies_is_reported_and_its_requests_go_to_another() -> None
         return task.result()
 
     with local_server(_holding(3)) as dying, local_server(_counting(3)) as other:
-        assert _run(test(dying, other)).token_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+        assert list(_run(test(dying, other)).token_ids) == [2, 3, 4, 5, 6, 7, 8, 9]
         assert len(other.requests) == 1
 
 
@@ -342,7 +348,7 @@ def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> N
 
     with local_server(_holding(3)) as server:
         generation = _run(test(server))
-    assert generation.token_ids == list(range(2, 10))
+    assert list(generation.token_ids) == list(range(2, 10))
     assert generation.policy_versions[-1] == 4
 
 
@@ -360,7 +366,7 @@ def test_every_request_names_the_life_of_the_server_that_it_is_meant_for() -> No
             return first
 
     with local_server() as server:
-        assert _run(test(server)).token_ids == [7, 8]
+        assert list(_run(test(server)).token_ids) == [7, 8]
         assert [body["instance_id"] for body in server.requests] == ["first", "first", "second"]
 
 
@@ -404,7 +410,7 @@ def test_many_requests_of_a_server_that_is_fenced_over_and_over_lose_and_repeat_
                 for n in range(48)
             ]
             for generation in await asyncio.gather(*work):
-                assert generation.token_ids == list(range(2, 102))
+                assert list(generation.token_ids) == list(range(2, 102))
                 assert generation.policy_versions == generation.token_ids
                 assert generation.finish_reason is FinishReason.LENGTH
             fences.cancel()

@@ -129,7 +129,7 @@ def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority
             control.info()
         with watched([server.url], authority=signed.authority) as watch:
             watch.serve_all()
-            assert asyncio.run(_generate(watch.fleet, signed.authority)).token_ids == [7, 8]
+            assert list(asyncio.run(_generate(watch.fleet, signed.authority)).token_ids) == [7, 8]
         message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.authority"  # at once, not at the deadline
         with watched([server.url], authority=other.authority) as watch, pytest.raises(RunError, match=message):
             watch.wait_for_members()

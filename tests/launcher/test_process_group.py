@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_async.batching.pack import pack_rank
+from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, RunError
@@ -105,7 +105,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
-        context.step([pack_rank(samples, [1.0], plan, 0, trainer_version=0)], 1e-3)
+        context.step([split_by_rank(samples, [1.0], plan, trainer_version=0)[0].pack()], 1e-3)
 
     monkeypatch.setattr(lead_module, "lead", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}

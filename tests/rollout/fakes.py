@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,9 +47,9 @@ class ScriptedClient:
         if on_tokens is not None:
             on_tokens(len(ids), number)
         return Generation(
-            token_ids=list(ids),
-            logprobs=[-0.1] * len(ids),
-            policy_versions=[number] * len(ids),
+            token_ids=array("i", ids),
+            logprobs=array("f", [-0.1]) * len(ids),
+            policy_versions=array("i", [number]) * len(ids),
             finish_reason=reason,
         )
 

@@ -131,9 +131,10 @@ def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own
     assert step == 7  # the weights of step 7 are served: pushed before the call
     assert prompts[0] is not prompts[1]
     assert first.as_given() == [{"role": "user", "content": "ab"}]
-    assert [[c.completion_ids for c in group] for group in groups] == [[[2, 2], [3, 2]], [[3, 2], [4, 2]]]
+    assert [[c.completion_ids.tolist() for c in group] for group in groups] == [[[2, 2], [3, 2]], [[3, 2], [4, 2]]]
     assert [c.rollout_id for c in groups[1]] == ["g1-r0", "g1-r1"]
-    assert (groups[0][0].logprobs, groups[0][0].versions, groups[0][0].truncated) == ([-0.25, -0.5], [7, 7], False)
+    first = groups[0][0]
+    assert (first.logprobs.tolist(), first.versions.tolist(), first.truncated) == ([-0.25, -0.5], [7, 7], False)
     columns = [completion.reward_columns for group in groups for completion in group]
     assert columns == [{"env_reward": float(index), "source": "games"} for index in range(4)]
 
@@ -141,9 +142,9 @@ def test_groups_admitted_together_go_into_one_call_with_raw_prompts_of_their_own
 def test_env_mask_becomes_the_loss_mask() -> None:
     """R4.3, R4.7: the tool loop is bypassed, tokens of the environment have mask 0 and logprob 0.0."""
     ((completion, _),) = _make(_producer(trl_style.masked_rollout_func), make_prompt())
-    assert completion.completion_ids == [5, 6, 90, 91, 2]
-    assert completion.completion_mask == [1, 1, 0, 0, 1]
-    assert completion.logprobs == [-0.1, -0.2, 0.0, 0.0, -0.3]
+    assert completion.completion_ids.tolist() == [5, 6, 90, 91, 2]
+    assert completion.completion_mask.tolist() == [1, 1, 0, 0, 1]
+    assert completion.logprobs.tolist() == pytest.approx([-0.1, -0.2, 0.0, 0.0, -0.3])
     assert [message.content for message in completion.completion_messages()] == ["5 6 90 91 2"]
     assert turn_borders([1, 1, 0, 1]) == [(0, 2, 3), (3, 4, 4)]
     assert turn_borders([0, 1]) == [(0, 0, 1), (1, 2, 2)]
@@ -163,8 +164,8 @@ class _WithAsyncCall:
 def test_a_function_may_generate_with_the_served_policy(function: Callable[..., Any]) -> None:
     client = _Client(stop(5, EOS))
     ((completion, _),) = _make(_producer(function, client), make_prompt(text="abc"))
-    assert (completion.prompt_ids, completion.completion_ids) == ([1, 1, 1], [5, EOS])
-    assert completion.logprobs == [-0.1, -0.1]
+    assert (completion.prompt_ids.tolist(), completion.completion_ids.tolist()) == ([1, 1, 1], [5, EOS])
+    assert completion.logprobs.tolist() == pytest.approx([-0.1, -0.1])
     assert len({request.seed for request in client.requests}) == 2
 
 
@@ -266,15 +267,16 @@ def test_logprobs_may_come_as_lists_of_the_most_likely_tokens_and_numbers_as_num
     """TRL's form: logprobs [position][k] with logprob_token_ids of the same shape."""
     output = _output(1, logprobs=[[[-0.9, -0.1], [-0.2, -0.8]]], logprob_token_ids=[[[7, 5], [2, 9]]])
     (completion,) = _read(output, 1)
-    assert (completion.logprobs, completion.reward_columns) == ([-0.1, -0.2], {})
+    assert completion.logprobs.tolist() == pytest.approx([-0.1, -0.2])
+    assert completion.reward_columns == {}
     output = {
         "prompt_ids": np.array([[1]]),
         "completion_ids": [[np.int64(5), np.int64(2)]],
         "logprobs": [list(np.array([-0.1, -0.2], dtype=np.float32))],
     }
     (completion,) = _read(output, 1)
-    assert completion.completion_ids == [5, 2]
-    assert completion.logprobs == pytest.approx([-0.1, -0.2])
+    assert completion.completion_ids.tolist() == [5, 2]
+    assert completion.logprobs.tolist() == pytest.approx([-0.1, -0.2])
 
 
 # ---- calls that fail, hang, or go on after their end ----

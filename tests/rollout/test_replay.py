@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import pack_rank
+from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.loss_sections import AdvantageSection
@@ -135,7 +135,7 @@ def _worst_difference(model: Path, samples: Sequence[RolloutSample], temperature
     lengths = [len(sample.token_ids) for sample in samples]
     plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=4096, pack=True)
     worst = 0.0
-    for batch in pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0):
+    for batch in split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack():
         with torch.no_grad():
             logprobs = policy(batch).logprobs
         worst = max(worst, float((logprobs - batch.sampler_logprobs).abs().max()))
@@ -150,7 +150,7 @@ def _check_shape(completions: Sequence[RolloutCompletion], renderer: ChatRendere
         assert turn.finish_reason is FinishReason.STOP
         assert turn.tool_calls
         num_texts = renderer.tokenizer.decode(turn.tool_response_ids).count("<|im_end|>")
-        num_tokens = turn.tool_response_ids.count(renderer.tokenizer.eos_token_id)
+        num_tokens = turn.tool_response_ids.tolist().count(renderer.tokenizer.eos_token_id)
         assert num_texts == num_tokens + sum(not call.failed for call in turn.tool_calls)
 
 
@@ -164,7 +164,7 @@ def _agree(model: Path, renderer: ChatRenderer, url: str, token: str | None, *, 
     assert _worst_difference(model, samples, 1.0) < tolerance
     greedy = asyncio.run(_converse(renderer, url, token, 0.0))
     assert _worst_difference(model, _samples(greedy), 1.0) < tolerance
-    return [completion.completion_ids for group in greedy for completion in group.completions]
+    return [completion.completion_ids.tolist() for group in greedy for completion in group.completions]
 
 
 @pytest.mark.slow

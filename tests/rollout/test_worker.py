@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -82,7 +83,10 @@ class _Client:
 
 def _answer(value: int, *, version: int = 0) -> Generation:
     return Generation(
-        token_ids=[value, 2], logprobs=[-0.1, -0.2], policy_versions=[version] * 2, finish_reason=FinishReason.STOP
+        token_ids=array("i", [value, 2]),
+        logprobs=array("f", [-0.1, -0.2]),
+        policy_versions=array("i", [version] * 2),
+        finish_reason=FinishReason.STOP,
     )
 
 
@@ -248,8 +252,8 @@ def test_a_group_becomes_samples_with_advantages(tmp_path: Path) -> None:
     advantages = [sample.advantage for sample in groups[0].samples]
     assert advantages == pytest.approx([0.866, -0.866, 0.866, -0.866], abs=1e-3)
     sample = groups[0].samples[0]
-    assert (sample.token_ids, sample.loss_mask) == ([1, 1, 1, 2], [0, 0, 1, 1])
-    assert sample.sampler_logprobs == [0.0, 0.0, -0.1, -0.2]
+    assert (sample.token_ids.tolist(), sample.loss_mask.tolist()) == ([1, 1, 1, 2], [0, 0, 1, 1])
+    assert sample.sampler_logprobs.tolist() == pytest.approx([0.0, 0.0, -0.1, -0.2])
     assert setup.groups()["started"] == 4  # (0 + 1 + 1) x 2 groups are admitted
 
 

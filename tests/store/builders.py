@@ -106,14 +106,13 @@ def build_group(
 
 
 def build_sample(group_id: int, completion: RolloutCompletion, reward: float, advantage: float = 0.0) -> RolloutSample:
-    zeros = len(completion.prompt_ids)
     return RolloutSample(
         group_id=group_id,
         rollout_id=completion.rollout_id,
-        token_ids=[*completion.prompt_ids, *completion.completion_ids],
-        loss_mask=[0] * zeros + completion.completion_mask,
-        sampler_logprobs=[0.0] * zeros + completion.logprobs,
-        policy_versions=[-1] * zeros + completion.versions,
+        token_ids=completion.completion_ids,
+        loss_mask=completion.completion_mask,
+        sampler_logprobs=completion.logprobs,
+        policy_versions=completion.versions,
         advantage=advantage,
         rewards={"exact": reward, "format": None},
         reward=reward,

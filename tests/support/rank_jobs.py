@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
@@ -92,7 +92,7 @@ def one_step(
             each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]
             plan = BatchPlan(ranks=[each[rank::num_ranks] for rank in range(num_ranks)])
         weights = token_weights(part, plan, reduction=section.reduction_in_use, max_completion_tokens=32)
-        minibatches.append(pack_rank(part, weights, plan, dist.get_rank(), trainer_version=trainer_version))
+        minibatches.append(split_by_rank(part, weights, plan, trainer_version=trainer_version)[dist.get_rank()].pack())
     return train_step(
         policy,
         optimizer,

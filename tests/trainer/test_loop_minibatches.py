@@ -87,15 +87,15 @@ def test_each_rank_gets_its_part_of_each_minibatch() -> None:
     _, commands, _ = _one_step((True, True, True))
     assert [command.lr for command in commands] == [0.5, 0.5]
     for command in commands:
-        tokens = [[batch.num_trained_tokens for batch in minibatch] for minibatch in command.minibatches]
+        tokens = [[batch.num_trained_tokens for batch in minibatch] for minibatch in command.pack()]
         assert tokens == [[2], [2], [2]]
-        assert {batch.minibatch_tokens for minibatch in command.minibatches for batch in minibatch} == {4}
+        assert {batch.minibatch_tokens for minibatch in command.pack() for batch in minibatch} == {4}
 
 
 def test_a_completion_that_is_masked_counts_in_the_mean_over_samples() -> None:
     """Reduction grpo, two trained tokens: 1 / (2 samples x 2 tokens), though one of the two is not there."""
     _, commands, _ = _one_step((True, True, True), cut=True)
-    last = [batch for command in commands for batch in command.minibatches[2]]
+    last = [batch for command in commands for batch in command.pack()[2]]
     assert [weight for batch in last for weight in batch.weights.tolist()] == [0.25, 0.25]
 
 

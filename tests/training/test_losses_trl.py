@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import (
@@ -87,7 +87,7 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
         max_completion_tokens=MAX_TOKENS,
         num_masked=len(batch.mask) - len(samples),
     )
-    (micro_batch,) = pack_rank(samples, weights, plan, 0, trainer_version=0)
+    (micro_batch,) = split_by_rank(samples, weights, plan, trainer_version=0)[0].pack()
     kept = batch.mask.bool()
     entropy = batch.entropy[kept]
     entropies = entropy.detach().double()

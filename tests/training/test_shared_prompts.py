@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.prompts import find_prompts
 from grpo_async.config.loss_sections import ClippedLoss
@@ -69,7 +69,7 @@ def _batches(samples: Sequence[RolloutSample], *, shared: bool, limit: int) -> l
         prompts=find_prompts(samples) if shared else None,
     )
     assert (plan.num_shared_tokens > 0) == shared
-    packed = pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0)
+    packed = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
     return [(part.indices, batch) for part, batch in zip(plan.ranks[0], packed, strict=True)]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss
@@ -49,7 +49,7 @@ def _pack(samples: Sequence[RolloutSample], *, micro_batch_tokens: int = 4096) -
         pack=True,
     )
     weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
-    return pack_rank(samples, weights, plan, 0, trainer_version=0)
+    return split_by_rank(samples, weights, plan, trainer_version=0)[0].pack()
 
 
 def _step(
@@ -151,7 +151,7 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
 
     batches = _pack(random_samples(2), micro_batch_tokens=40)
     plan = plan_batch([4], num_ranks=2, micro_batch_tokens=40, pack=True)
-    nothing = pack_rank(random_samples(1), [1.0], plan, 1, trainer_version=0)
+    nothing = split_by_rank(random_samples(1), [1.0], plan, trainer_version=0)[1].pack()
     result = _step(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)
     assert result.metrics["kl"] > 0.0

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.minibatch import split_groups
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.training.ranks import follow
 from tests.support.rank_jobs import random_samples
@@ -128,7 +128,7 @@ def test_a_micro_batch_goes_to_a_gpu_from_pinned_memory_and_nobody_waits(monkeyp
     """Copied from other memory, the host would wait for the GPU to have done everything before it, ten times a micro-batch."""
     sample = random_samples(1)
     plan = plan_batch([len(sample[0].token_ids)], num_ranks=1, micro_batch_tokens=64, pack=True)
-    (batch,) = pack_rank(sample, [1.0], plan, 0, trainer_version=0)
+    (batch,) = split_by_rank(sample, [1.0], plan, trainer_version=0)[0].pack()
     pinned: set[int] = set()
     copied: list[bool] = []
 

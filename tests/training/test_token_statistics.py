@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss
@@ -64,7 +64,7 @@ def _plan_and_pack(
         lengths = [len(sample.token_ids) for sample in samples]
         plan = plan_batch(lengths, num_ranks=1, micro_batch_tokens=64, pack=True)
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=32)
-        packed.append(pack_rank(samples, weights, plan, 0, trainer_version=TRAINER_VERSION))
+        packed.append(split_by_rank(samples, weights, plan, trainer_version=TRAINER_VERSION)[0].pack())
         tokens.add(samples, plan, is_stored=[stored(sample) for sample in samples])
     return tokens, packed
 

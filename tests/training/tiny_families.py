@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.batching.pack import MicroBatch, pack_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan
 from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
@@ -96,7 +96,7 @@ def random_samples(lengths: Sequence[int], *, seed: int = 1) -> list[RolloutSamp
 def pack_rows(samples: Sequence[RolloutSample], rows: Sequence[Sequence[int]], row_tokens: int) -> MicroBatch:
     """One micro-batch with exactly these rows; its trained tokens come in the order of the rows."""
     plan = BatchPlan(ranks=[[MicroBatchPlan(rows=rows, row_tokens=row_tokens)]])
-    (batch,) = pack_rank(samples, [1.0] * len(samples), plan, 0, trainer_version=0)
+    (batch,) = split_by_rank(samples, [1.0] * len(samples), plan, trainer_version=0)[0].pack()
     return batch
 
 
