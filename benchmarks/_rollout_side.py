@@ -138,7 +138,7 @@ class Side:
         groups = self.source.take(
             self.load.groups_per_step, trainer_version=self.version, heartbeat=_nothing, on_change=_nothing
         )
-        self.source.settle_step(groups, GroupStatus.TRAINED, step=self.version)
+        self.source.close_groups(groups, GroupStatus.TRAINED, step=self.version)
         self.version += 1
         self._control.finish_weight_update(self.version)
         self.source.advance(self.version)

@@ -105,6 +105,18 @@ class TaggedMessage:
     name: str | None = None
     tool_call_id: str | None = None
 
+    @classmethod
+    def from_dict(cls, message: Mapping[str, Any], origin: Origin) -> TaggedMessage:
+        """The opposite of `as_dict`."""
+        return cls(
+            role=message["role"],
+            content=message.get("content") or "",
+            origin=origin,
+            tool_calls=tuple(message.get("tool_calls") or ()),
+            name=message.get("name"),
+            tool_call_id=message.get("tool_call_id"),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """As chat templates and reward functions know it: {"role", "content"}, and the other fields where they are set."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
@@ -217,7 +229,6 @@ class RolloutCompletion:
     prompt_ids: IntArray
     turns: Sequence[TurnRecord]
     status: RolloutStatus
-    truncated: bool = False
     done: bool = False  # the environment said the episode is over
     error: str | None = None
     total_duration_s: float = 0.0
@@ -229,6 +240,10 @@ class RolloutCompletion:
 
     def __post_init__(self) -> None:
         as_arrays(self, prompt_ids=np.int32)
+
+    @property
+    def truncated(self) -> bool:
+        return self.status is RolloutStatus.TRUNCATED
 
     @property
     def completion_ids(self) -> IntArray:

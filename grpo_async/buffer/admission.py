@@ -2,8 +2,9 @@
 
     groups admitted and not released <= (server_version + max_staleness + 1) x groups_per_step
 
-counted from the start of the run, where trained groups stay counted (the growing version makes room for the next) and filtered,
-failed, stale or cancelled ones are released at once (else admission would deadlock). With max_staleness 0 this is synchronous GRPO.
+counted from the start of the run. Groups that a step takes, to train them or to filter them, stay counted: the version that the
+step makes admits the next ones. Groups that no step takes (failed, stale, cancelled, filtered before) are released at once, else
+admission would deadlock. With max_staleness 0 this is synchronous GRPO.
 Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
 """
 
@@ -38,10 +39,6 @@ class Admission:
     @property
     def capacity(self) -> int:
         """Groups that may be admitted right now."""
-        with self._lock:
-            return self._capacity()
-
-    def _capacity(self) -> int:
         steps = min(self._version + self._max_staleness + 1, self._last_version) - self._first_version
         return steps * self._groups_per_step - (self._admitted - self._released)
 
@@ -51,7 +48,7 @@ class Admission:
         while True:
             self._changed = asyncio.Event()
             with self._lock:
-                if self._capacity() > 0:
+                if self.capacity > 0:
                     self._admitted += 1
                     return
             await self._changed.wait()  # cancelled with the run

@@ -30,20 +30,9 @@ def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | Non
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Prompt(
         prompt_id=prompt_id,
-        messages=tuple(_tagged(message) for message in messages),
+        messages=tuple(TaggedMessage.from_dict(message, Origin.PROMPT) for message in messages),
         columns={name: value for name, value in row.items() if name != "prompt"},
         is_conversational=not is_text,
-    )
-
-
-def _tagged(message: Mapping[str, Any]) -> TaggedMessage:
-    return TaggedMessage(
-        role=message["role"],
-        content=message["content"],
-        origin=Origin.PROMPT,
-        tool_calls=tuple(message.get("tool_calls", ())),
-        name=message.get("name"),
-        tool_call_id=message.get("tool_call_id"),
     )
 
 

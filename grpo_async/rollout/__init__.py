@@ -1,7 +1,7 @@
 """Generation. `source` is what the trainer sees: a thread that generates and scores, and a queue to take from.
 
-    worker -> producer (the seam) -> conversation_producer -> conversation      our rollouts: turns, tools, environments
-                                  '-> function_producer -> function_output      the user's: with a `function_trainer`
+    worker -> producer (interface) -> conversation_producer -> conversation      our rollouts: turns, tools, environments
+                                   '-> function_producer -> function_output      the user's: with a `function_trainer`
 
 `worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
 what was generated, `error_log` counts what failed, `producer.seed_of` gives every request a seed of its own.

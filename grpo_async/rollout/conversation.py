@@ -185,7 +185,6 @@ class Conversation:
             prompt_ids=rollout.prompt_ids,
             turns=rollout.turns,
             status=RolloutStatus.TRUNCATED if rollout.is_truncated else RolloutStatus.FINISHED,
-            truncated=rollout.is_truncated,
             done=rollout.is_done,
             prompt_messages=rollout.prompt_messages,
             tool_names=rollout.tool_names,

@@ -75,7 +75,6 @@ class OutputReader:
                     prompt_ids=np.array(prompt_ids, np.int32),
                     turns=self._turns(ids, mask, logprobs, version=version, started_at=started_at),
                     status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
-                    truncated=not is_whole,
                     reward_columns={key: values[index] for key, values in columns.items()},
                     started_at=started_at,
                 )
@@ -123,8 +122,8 @@ def turn_borders(mask: Sequence[int]) -> list[tuple[int, int, int]]:
     borders = []
     begin, length = 0, len(mask)
     while begin < length:
-        cut = next((place for place in range(begin, length) if not mask[place]), length)
-        end = next((place for place in range(cut, length) if mask[place]), length)
+        cut = next((index for index in range(begin, length) if not mask[index]), length)
+        end = next((index for index in range(cut, length) if mask[index]), length)
         borders.append((begin, cut, end))
         begin = end
     return borders
@@ -180,8 +179,8 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             continue
         if isinstance(entry, list | tuple):
             names = [] if token_ids is None else list(token_ids[position])
-            place = names.index(token) if token in names else 0
-            entry = entry[place] if place < len(entry) else None
+            rank = names.index(token) if token in names else 0
+            entry = entry[rank] if rank < len(entry) else None
         if not isinstance(entry, Real) or not math.isfinite(entry):
             raise RolloutContractError(
                 f"rollout_func: logprobs[{index}][{position}] is {entry!r}; a sampled token needs a finite number"

@@ -227,18 +227,8 @@ class FunctionTrainer:
             return self._renderer.prompt_ids([message], is_conversational=False)
         if all(isinstance(token, int) for token in prompt):
             return list(prompt)
-        return self._renderer.prompt_ids([_tagged(message) for message in prompt], is_conversational=True)
-
-
-def _tagged(message: Mapping[str, Any]) -> TaggedMessage:
-    return TaggedMessage(
-        role=message["role"],
-        content=message.get("content") or "",
-        origin=_ORIGINS.get(message["role"], Origin.PROMPT),
-        tool_calls=tuple(message.get("tool_calls") or ()),
-        name=message.get("name"),
-        tool_call_id=message.get("tool_call_id"),
-    )
+        messages = [TaggedMessage.from_dict(each, _ORIGINS.get(each["role"], Origin.PROMPT)) for each in prompt]
+        return self._renderer.prompt_ids(messages, is_conversational=True)
 
 
 def _is_on_a_loop() -> bool:

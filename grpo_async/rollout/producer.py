@@ -1,4 +1,4 @@
-"""The seam between the worker and whoever makes rollouts: our conversations, or a rollout function of the user.
+"""The interface between the worker and what makes rollouts: our conversations, or a rollout function of the user.
 
     worker -> GroupRequest -> GroupProducer.produce -> Produced(completions, environments) -> scoring -> released
 

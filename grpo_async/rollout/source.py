@@ -154,7 +154,7 @@ class AsyncRolloutSource:
     def stores(self, group_id: int) -> bool:
         return self._worker.stores(group_id)
 
-    def settle_step(
+    def close_groups(
         self,
         groups: Sequence[ScoredGroup],
         status: GroupStatus,
@@ -164,7 +164,7 @@ class AsyncRolloutSource:
     ) -> None:
         for group in groups:
             mine = {s.rollout_id: figures[s.rollout_id] for s in group.samples if s.rollout_id in figures}
-            self._worker.settle_group(group.group, status, scored=group, step=step, figures=mine)
+            self._worker.close_group(group.group, status, scored=group, step=step, figures=mine)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""
@@ -244,13 +244,13 @@ class AsyncRolloutSource:
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
         self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
-        self._settle_left()
+        self._close_left()
 
-    def _settle_left(self) -> None:
+    def _close_left(self) -> None:
         """No step will see these groups."""
         for group in self._buffer.drain():
             status = GroupStatus.CANCELLED if group.samples else GroupStatus.FILTERED
-            self._worker.settle_group(group.group, status, scored=group)
+            self._worker.close_group(group.group, status, scored=group)
 
     def close(self) -> None:
         """End the thread, whatever it does, in bounded time. Safe to call twice."""
@@ -273,7 +273,7 @@ class AsyncRolloutSource:
                     logger.warning("%s", error)  # the run is over: what does not close ends with the process
         if self._has_started:  # a start that fails leaves the run's files as they are
             try:
-                self._settle_left()  # a run that ends by an error has not: its last groups may say why
+                self._close_left()  # a run that ends by an error has not: its last groups may say why
             except RunError as error:
                 logger.warning("%s", error)
         self._thread.stop(timeout_s=timeout_s)

@@ -2,11 +2,11 @@
 
     run: admission -> prompt -> _run_group: produce -> score -> buffer.put -> (the trainer's thread) source.take
 
-The end of a group, whichever way it goes, is `settle_group`: the ledger closes it, the store gets it.
+Whichever way a group ends, `close_group` ends it: the ledger closes it, the store gets it.
 
-    trained, or filtered by its step     source.settle_step -> settle_group
-    scored, and dropped                  drop_scored -> settle_group, its place is given back
-    never scored                         _drop_unscored -> settle_group, its place is given back
+    trained, or filtered by its step     source.close_groups -> close_group: the version that its step makes admits the next
+    scored, and dropped                  drop_scored -> close_group, its place is given back
+    never scored                         _drop_unscored -> close_group, its place is given back
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
 A failing rollout is that rollout's: its group goes on with at least two survivors. A failing group is that group's. Only when
@@ -43,7 +43,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `settle_group` and `drop_scored` runs on the worker's loop.
+    """See the module's docstring. Everything but `close_group` and `drop_scored` runs on the worker's loop.
 
     Args:
         section: sizes and limits.
@@ -99,11 +99,11 @@ class RolloutWorker:
         self._restorable: dict[int, GroupSnapshot] = {}
         self._reissue: list[int] = []
         if resume is not None:
-            queued = self._put_back(resume)
+            queued = self._requeue(resume)
             self._reissue = [prompt_id for prompt_id in resume.outstanding if prompt_id not in queued]
             self._restorable = {group.prompt_id: group for group in resume.in_progress}
 
-    def _put_back(self, resume: ResumeState) -> set[int]:
+    def _requeue(self, resume: ResumeState) -> set[int]:
         """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
         prompts are issued again. Returns the prompts of those that are queued."""
         kept = [queued for queued in resume.queued if not self._is_stale(queued.scored.oldest_version)]
@@ -280,20 +280,20 @@ class RolloutWorker:
 
     def drop_scored(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
         """Close a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
-        self.settle_group(scored.group, status, scored=scored, step=step)
+        self.close_group(scored.group, status, scored=scored, step=step)
         self._admission.release()
 
     def _drop_unscored(self, group: RolloutGroup, status: GroupStatus) -> None:
         """A group that was not scored gives its place back at once."""
         step = self._buffer.step if status in (GroupStatus.FILTERED, GroupStatus.STALE) else None
-        self.settle_group(group, status, step=step)
+        self.close_group(group, status, step=step)
         self._admission.release()
 
     def stores(self, group_id: int) -> bool:
         """Whether the store keeps this group should it be trained."""
         return self._store.stores(group_id, GroupStatus.TRAINED)
 
-    def settle_group(
+    def close_group(
         self,
         group: RolloutGroup,
         status: GroupStatus,

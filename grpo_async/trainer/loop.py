@@ -187,7 +187,7 @@ class LeaderLoop:
             self._version = step
             with self._timeline.span("close groups", "trainer", step=step):
                 empty = [group for group in groups if not group.samples]
-                self._source.settle_step(empty, GroupStatus.FILTERED, step=step)
+                self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(minibatches, result, statistics, step)
             is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
             if (is_due or self._push_is_held) and self._evaluation_holds_push:
@@ -294,7 +294,7 @@ class LeaderLoop:
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
                 groups = [group for part in parts for group in part.groups]
-                self._source.settle_step(groups, status, step=step, figures=statistics)
+                self._source.close_groups(groups, status, step=step, figures=statistics)
         if made and skipped:
             logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
         return [sample for minibatch in made for sample in minibatch.samples]

@@ -30,7 +30,7 @@ def test_the_ledger_is_closed_at_every_moment() -> None:
     assert snapshot["tokens"]["in_flight"] == 10
 
 
-def test_a_group_is_settled_only_once_and_only_finally() -> None:
+def test_a_group_is_closed_only_once_and_only_finally() -> None:
     ledger = Ledger()
     ledger.start(1)
     with pytest.raises(ValueError, match="not a final status"):
@@ -75,11 +75,11 @@ def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> No
     }
     assert resumed.snapshot()["tokens"]["started"] == 7
     assert ledger.tokens_of(1) == 7
-    assert ledger.tokens_of(0) == 0  # settled
+    assert ledger.tokens_of(0) == 0  # closed
 
 
 def test_events_grow_with_everything_that_moves() -> None:
-    """What a waiting trainer takes as a sign of life: a group that starts, tokens that arrive, a group that is settled."""
+    """What a waiting trainer takes as a sign of life: a group that starts, tokens that arrive, a group that is closed."""
     ledger = Ledger()
     seen = [ledger.num_events]
     for move in (

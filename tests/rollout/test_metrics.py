@@ -37,7 +37,7 @@ def _rollout(
 ) -> RolloutCompletion:
     status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.FINISHED
     return RolloutCompletion(
-        rollout_id="r", prompt_ids=[1], turns=turns, status=status, truncated=truncated, done=done,
+        rollout_id="r", prompt_ids=[1], turns=turns, status=status, done=done,
         total_duration_s=total_s, tool_names=tools.split(),
     )  # fmt: skip
 

@@ -44,14 +44,14 @@ def test_while_it_generates_threads_switch_sooner_and_what_was_loaded_before_is_
     assert gc.get_freeze_count() == 0 < 1000 < frozen
 
 
-def test_groups_that_are_queued_at_the_end_are_settled_unless_the_start_failed() -> None:
+def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() -> None:
     for starts in (False, True):
         source, group = _source(), make_scored(0, has_samples=False)
         source._buffer.drain.return_value = [group]
-        source._worker.settle_group = Mock()
+        source._worker.close_group = Mock()
         if starts:
             source.start()
         source.close()
-        assert [call.args for call in source._worker.settle_group.call_args_list] == (
+        assert [call.args for call in source._worker.close_group.call_args_list] == (
             [(group.group, GroupStatus.FILTERED)] if starts else []
         )

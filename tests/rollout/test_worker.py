@@ -370,7 +370,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         seen.extend([*groups, *setup.buffer.take_noted()])
         for group in groups:  # as the trainer does
             status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-            setup.worker.settle_group(group.group, status, scored=group, step=1)
+            setup.worker.close_group(group.group, status, scored=group, step=1)
 
     setup.run(steps)
     assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
@@ -391,13 +391,13 @@ def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_it
                 await asyncio.sleep(0)
         (first,) = await setup.take(1)
         setup.buffer.take_noted()
-        setup.worker.settle_group(first.group, GroupStatus.TRAINED, scored=first, step=1)
+        setup.worker.close_group(first.group, GroupStatus.TRAINED, scored=first, step=1)
         setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=1)
         setup.worker.on_version(1)
         setup.admission.advance(1)
         taken = await setup.take(1, version=1)  # the other one was sampled by version 0
         seen.extend([*taken, *setup.buffer.take_noted()])
-        setup.worker.settle_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
+        setup.worker.close_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
 
     setup.run(steps)
     with RolloutTable.open(tmp_path) as table:

@@ -73,7 +73,7 @@ def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -
     async def steps(task: asyncio.Task[None]) -> None:
         await _until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
         for group in await setup.take(trained) if trained else []:
-            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
@@ -92,7 +92,7 @@ def _resumed(
     async def steps(task: asyncio.Task[None]) -> None:
         taken.extend(await setup.take(take, version=at))
         for group in taken:
-            setup.worker.settle_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
 
     setup.run(steps)
     return setup, taken
@@ -118,7 +118,7 @@ def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_token
     assert counts["tokens"]["trained"] == 3 * 8 + 4 * 3
 
 
-def test_a_group_that_gets_stale_before_its_task_begins_is_settled_as_stale(
+def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was restored at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
@@ -258,14 +258,14 @@ def test_a_rollout_that_failed_is_tried_again_and_one_that_is_over_is_not(tmp_pa
 
 
 @pytest.mark.parametrize("status", [GroupStatus.FILTERED, GroupStatus.STALE])
-def test_settled_groups_are_not_issued_again(tmp_path: Path, status: GroupStatus) -> None:
+def test_closed_groups_are_not_issued_again(tmp_path: Path, status: GroupStatus) -> None:
     setup = _Setup(tmp_path / "a")
     kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
         await setup.queue_up()
         for group in await setup.take(2):
-            setup.worker.settle_group(group.group, status, scored=group)
+            setup.worker.close_group(group.group, status, scored=group)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)

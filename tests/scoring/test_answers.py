@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.records import Origin, RolloutCompletion, TaggedMessage
+from grpo_async.records import Origin, RolloutCompletion, RolloutStatus, TaggedMessage
 from grpo_async.scoring.answers import read_answer
 from tests.support.records import make_completion
 
@@ -47,9 +47,9 @@ def test_what_a_reward_says_is_the_answer_whatever_the_text(extra: dict[str, Any
 
 
 def test_a_completion_that_was_cut_or_ends_in_a_call_or_a_result_answers_only_in_a_box() -> None:
-    cut = replace(make_completion(text="7"), truncated=True)
+    cut = replace(make_completion(text="7"), status=RolloutStatus.TRUNCATED)
     assert read_answer(cut, {}) is None
-    assert read_answer(replace(make_completion(text=r"\boxed{7} and"), truncated=True), {}) == "7"
+    assert read_answer(replace(make_completion(text=r"\boxed{7} and"), status=RolloutStatus.TRUNCATED), {}) == "7"
     call = TaggedMessage(role="assistant", content="7", origin=Origin.POLICY, tool_calls=[{"function": {}}])
     assert read_answer(_ending_in(call), {}) is None
     assert read_answer(_ending_in(TaggedMessage(role="tool", content="7", origin=Origin.TOOL)), {}) is None

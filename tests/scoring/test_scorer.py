@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.records import Origin, RolloutCompletion, RolloutGroup, ScoredGroup, TaggedMessage
+from grpo_async.records import Origin, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup, TaggedMessage
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
@@ -137,7 +137,11 @@ def test_truncated_completions_count_in_the_mean_and_are_trained_only_if_wanted(
     train_truncated: bool, trained: list[str]
 ) -> None:
     """rollout.overlong: rewards 0, 1, 2: mean 1 either way."""
-    completions = [make_completion("a"), replace(make_completion("b"), truncated=True), make_completion("c")]
+    completions = [
+        make_completion("a"),
+        replace(make_completion("b"), status=RolloutStatus.TRUNCATED),
+        make_completion("c"),
+    ]
     scored = _score_one(completions, by_index, train_truncated=train_truncated)
     assert [sample.rollout_id for sample in scored.samples] == trained
     assert {sample.rollout_id: sample.advantage for sample in scored.samples}["c"] == 1.0

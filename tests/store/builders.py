@@ -49,12 +49,7 @@ def build_rollout(
     )
     status = RolloutStatus.TRUNCATED if truncated else RolloutStatus.FINISHED
     return RolloutCompletion(
-        rollout_id=rollout_id,
-        prompt_ids=[1, 2],
-        turns=[turn],
-        status=status,
-        truncated=truncated,
-        total_duration_s=0.75,
+        rollout_id=rollout_id, prompt_ids=[1, 2], turns=[turn], status=status, total_duration_s=0.75
     )
 
 

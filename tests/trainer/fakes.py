@@ -20,7 +20,7 @@ class FakeSource:
     def stores(self, group_id: int) -> bool:
         return True
 
-    def settle_step(self, *_: Any, **__: Any) -> None: ...
+    def close_groups(self, *_: Any, **__: Any) -> None: ...
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         return {}

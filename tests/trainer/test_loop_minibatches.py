@@ -28,7 +28,7 @@ class _Source(FakeSource):
     def __init__(self, *, cut: bool, kept: Container[int] = range(4)) -> None:
         self._cut = cut
         self._kept = kept
-        self.settled: list[tuple[list[int], GroupStatus]] = []
+        self.closed: list[tuple[list[int], GroupStatus]] = []
         self.statistics: list[Mapping[str, TokenFigures]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
@@ -38,11 +38,11 @@ class _Source(FakeSource):
     def stores(self, group_id: int) -> bool:
         return group_id in self._kept
 
-    def settle_step(
+    def close_groups(
         self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, figures: Any = None
     ) -> None:
         assert step == 1
-        self.settled.append(([group.group.group_id for group in groups], status))
+        self.closed.append(([group.group.group_id for group in groups], status))
         if figures is not None:
             self.statistics.append(figures)
 
@@ -100,7 +100,7 @@ def test_a_completion_that_is_masked_counts_in_the_mean_over_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "settled"),
+    ("updates", "closed"),
     [
         ((True, True, True), [([0, 2, 3], GroupStatus.TRAINED)]),
         ((True, False, True), [([0, 3], GroupStatus.TRAINED), ([2], GroupStatus.FAILED)]),
@@ -108,10 +108,10 @@ def test_a_completion_that_is_masked_counts_in_the_mean_over_samples() -> None:
     ],
 )
 def test_the_groups_of_a_skipped_update_are_failed_and_the_others_trained(
-    updates: tuple[bool, ...], settled: list[tuple[list[int], GroupStatus]]
+    updates: tuple[bool, ...], closed: list[tuple[list[int], GroupStatus]]
 ) -> None:
     source, _, line = _one_step(updates)
-    assert source.settled == [([1], GroupStatus.FILTERED), *settled]
+    assert source.closed == [([1], GroupStatus.FILTERED), *closed]
     assert line["training/skipped_updates"] == updates.count(False)
 
 

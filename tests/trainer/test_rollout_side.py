@@ -204,7 +204,7 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
         groups = take(side, 2)
         assert groups is not None
         assert [group.group.group_id for group in groups] == [1, 2]
-        side.source.settle_step(groups, GroupStatus.TRAINED, step=1)
+        side.source.close_groups(groups, GroupStatus.TRAINED, step=1)
         serve(side, 1)
         assert take(side, 2, version=1) is not None
         gauges = side.source.gauges()

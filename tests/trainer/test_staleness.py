@@ -20,10 +20,10 @@ FIRST_STALE = 101
 
 
 def _train(side: RolloutSide, num_groups: int, *, version: int) -> list[int]:
-    """Take a step's groups and settle them as trained; their ids."""
+    """Take a step's groups and close them as trained; their ids."""
     groups = take(side, num_groups, version=version)
     assert groups is not None
-    side.source.settle_step(groups, GroupStatus.TRAINED, step=version + 1)
+    side.source.close_groups(groups, GroupStatus.TRAINED, step=version + 1)
     return [group.group.group_id for group in groups]
 
 
@@ -100,5 +100,5 @@ def test_with_staleness_zero_every_call_of_the_source_sees_the_weights_of_its_st
             samples = [sample for group in groups for sample in group.samples]
             assert {v for sample in samples for v in sample.policy_versions} == {-1, version}
             assert steps_seen.steps == list(range(version + 1))
-            side.source.settle_step(groups, GroupStatus.TRAINED, step=version + 1)
+            side.source.close_groups(groups, GroupStatus.TRAINED, step=version + 1)
             serve(side, version + 1)
