@@ -10,6 +10,7 @@ an error if it is so on more than a quarter of the rows.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,8 @@ from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.finding import worst_first
 from grpo_async.records import Prompt
-from grpo_async.rewards.audit import Observation, Observations, observe_in_process
-from grpo_async.rewards.function import RewardFunction
+from grpo_async.rewards.audit import Observation, Observations, Observer
+from grpo_async.rewards.function import RewardFunction, load_reward
 from grpo_async.rewards.fuzz import Case, CaseKind, cases_of, find_gold_column
 
 _PAID = 0.1  # of gold's range: from here on a worthless input counts as paid
@@ -82,7 +83,7 @@ def check_reward(
     """Check one reward function on some rows; ends in bounded time, whatever the function does.
 
     Args:
-        reward: the function, to be looked at; it is called in another process.
+        reward: the function, to be looked at; what is called is the same one in a worker process.
         section: its section of the config; `timeout_s` bounds every call.
         path: dotted path of the section.
         prompts: rows; at least one.
@@ -92,10 +93,15 @@ def check_reward(
         on_progress: called with (inputs done, inputs in all).
 
     Raises:
-        ConfigError: the function cannot be loaded, or the rows cannot be sent to another process.
+        ConfigError: the function cannot be loaded.
     """
     cases = cases_of(prompts, gold_column=gold_column, seed=seed)
-    seen = observe_in_process(section, path, prompts, cases, seed=seed, slow_s=slow_s, on_progress=on_progress)
+    # one worker: there is one call at a time, and the start of a second would be taken for a slow call
+    tried = load_reward(section.model_copy(update={"run_in": "process"}), path, num_workers=1)
+    try:
+        seen = asyncio.run(Observer(tried, prompts, cases, seed=seed, slow_s=slow_s, on_progress=on_progress).all())
+    finally:
+        tried.close()
     asks = any(reward.names(name) for prompt in prompts if (name := gold_column or find_gold_column(prompt.columns)))
     return make_report(
         seen, name=reward.name, place=reward.place, timeout_s=reward.timeout_s, slow_s=slow_s, asks_for_gold=asks
@@ -112,8 +118,9 @@ def make_report(
         if one.value is not None and one.case.kind in by_kind:
             by_kind[one.case.kind].append(one.value)
     slowest = max(singles, key=lambda one: one.duration_s, default=None)
-    findings = [*_failures(seen), *_values(table, asks_for_gold), *_stability(seen)]
-    findings += _slowness(singles, is_thread=place == "thread", timeout_s=timeout_s, slow_s=slow_s)
+    is_process = place == "process"
+    findings = [*_failures(seen, is_process=is_process), *_values(table, asks_for_gold), *_stability(seen)]
+    findings += _slowness(singles, is_process=is_process, timeout_s=timeout_s, slow_s=slow_s)
     return RewardReport(
         name=name,
         place=place,
@@ -163,15 +170,17 @@ class _Table:
         return bool(differences) and max(differences) <= _SAME * self.range
 
 
-def _failures(seen: Observations) -> Iterator[Finding]:
+def _failures(seen: Observations, *, is_process: bool) -> Iterator[Finding]:
     by_error: dict[tuple[str, bool], list[Observation]] = defaultdict(list)
     for one in seen.singles:
         if one.error is not None:
-            by_error[one.error, one.timed_out].append(one)
-    for (error, timed_out), group in by_error.items():
+            by_error[one.error, one.is_lost].append(one)
+    for (error, is_lost), group in by_error.items():
         do = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
-        if timed_out:
-            do = "Make it faster for such inputs or cut them; in training every group that holds one fails."
+        if is_lost:
+            do = "Make it safe and fast for such inputs, or cut them; in training every group that holds one fails."
+        if is_lost and not is_process:
+            do += " Set `run_in: process`: in the trainer's own process it could not be ended, and might end or hold the run."
         yield _about("fails", Severity.ERROR, f"It {error}.", do, group)
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, error in seen.batch_errors:
@@ -314,8 +323,10 @@ def _stability(seen: Observations) -> Iterator[Finding]:
             yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
 
 
-def _slowness(singles: Sequence[Observation], *, is_thread: bool, timeout_s: float, slow_s: float) -> Iterator[Finding]:
-    slow = [one for one in singles if not one.timed_out and one.duration_s > min(slow_s, 0.5 * timeout_s)]
+def _slowness(
+    singles: Sequence[Observation], *, is_process: bool, timeout_s: float, slow_s: float
+) -> Iterator[Finding]:
+    slow = [one for one in singles if not one.is_lost and one.duration_s > min(slow_s, 0.5 * timeout_s)]
     if not slow:
         return
     worst = max(slow, key=lambda one: one.duration_s)
@@ -323,8 +334,8 @@ def _slowness(singles: Sequence[Observation], *, is_thread: bool, timeout_s: flo
     if worst.duration_s > 0.5 * timeout_s:
         what += f", more than half of timeout_s = {timeout_s:g}"
     do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
-    if is_thread and max(one.cpu_s for one in slow) > 0.5 * slow_s:
-        do += " It computes, which holds up the trainer's interpreter: set `run_in: process`."
+    if not is_process:
+        do += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
     yield _about("slow", Severity.WARNING, f"{what}.", do, slow)
 
 

@@ -51,6 +51,10 @@ class RewardTimeoutError(RewardError):
     """A call took longer than the function's `timeout_s`."""
 
 
+class WorkerDiedError(RewardError):
+    """The worker process of a call ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
     """What a reward function may ask about the progress of the run."""

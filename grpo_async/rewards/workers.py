@@ -26,7 +26,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from grpo_async.rewards.call import RewardCallable, RewardError, RewardOutcome, RewardRequest, call_of
+from grpo_async.rewards.call import (
+    RewardCallable,
+    RewardError,
+    RewardOutcome,
+    RewardRequest,
+    RewardTimeoutError,
+    WorkerDiedError,
+    call_of,
+)
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
@@ -35,7 +43,7 @@ from grpo_async.utils.lifetime import die_with_parent
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module(sys.argv[4]).main(int(sys.argv[2]), sys.argv[3])"
+    "importlib.import_module('grpo_async.rewards.workers').main(int(sys.argv[2]), sys.argv[3])"
 )
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
 _LENGTH = struct.Struct(">Q")  # stands before each message
@@ -117,13 +125,13 @@ class WorkerPool:
                 if not is_new:
                     raise
                 took = f"importing `{self._reference.partition(':')[0]}` in a worker process took over {START_TIMEOUT_S:.0f} s"
-                raise RewardError(self._name, took) from error
+                raise RewardTimeoutError(self._name, took) from error
             except (EOFError, OSError) as error:
                 ending = _ending(self._end(worker, hung_up=True))
                 if self._is_closed:
                     raise self._closed_error() from error
                 when = "while it started" if is_new else "during the call"
-                raise RewardError(self._name, f"its worker process {ending} {when}") from error
+                raise WorkerDiedError(self._name, f"lost its worker process, which {ending} {when}") from error
             except asyncio.CancelledError:
                 self._end(worker)
                 raise
@@ -147,11 +155,10 @@ def _ending(code: int) -> str:
 
 
 class Worker:
-    """A process that serves the function `reference` (`module:attribute`); `module` holds its `main(descriptor, reference)`. It
-    belongs to the event loop in which it is made, whose thread must not end before it. Messages raise EOFError or OSError once it
-    has died; the callers set their time limits."""
+    """A process that serves the function `reference` (`module:attribute`). It belongs to the event loop in which it is made, whose
+    thread must not end before it. Messages raise EOFError or OSError once it has died; the callers set their time limits."""
 
-    def __init__(self, reference: str, *, module: str = __name__) -> None:
+    def __init__(self, reference: str) -> None:
         self._socket, theirs = socket.socketpair()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
@@ -163,7 +170,6 @@ class Worker:
                 json.dumps([str(entry) for entry in sys.path]),
                 str(theirs.fileno()),
                 reference,
-                module,
             ]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0
@@ -176,19 +182,16 @@ class Worker:
     async def wait_until_ready(self) -> None:
         """Wait until the function is imported."""
         self._streams = await asyncio.open_unix_connection(sock=self._socket)
-        await self.receive()
+        await self._receive()
 
     async def exchange(self, request: bytes) -> bytes:
         """Send a request and wait for its answer."""
-        await self.send(request)
-        return await self.receive()
-
-    async def send(self, message: bytes) -> None:
         assert self._streams is not None
-        self._streams[1].write(_LENGTH.pack(len(message)) + message)
+        self._streams[1].write(_LENGTH.pack(len(request)) + request)
         await self._streams[1].drain()
+        return await self._receive()
 
-    async def receive(self) -> bytes:
+    async def _receive(self) -> bytes:
         assert self._streams is not None
         (length,) = _LENGTH.unpack(await self._streams[0].readexactly(_LENGTH.size))
         return await self._streams[0].readexactly(length)
@@ -214,24 +217,6 @@ class Worker:
 # ------------------------------------------------------------------------------------------------- inside the worker
 
 
-class Owner:
-    """The worker's end of the socket."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._stream = socket.socket(fileno=descriptor).makefile("rwb")
-
-    def send(self, message: bytes = b"") -> None:
-        self._stream.write(_LENGTH.pack(len(message)) + message)
-        self._stream.flush()  # the owner kills this process
-
-    def receive(self) -> bytes:
-        """Wait for a message; EOFError when the owner hangs up."""
-        head = self._stream.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            raise EOFError
-        return self._stream.read(_LENGTH.unpack(head)[0])
-
-
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """What a call raised, in a form that crosses a process border: `error` is None where it cannot."""
@@ -243,22 +228,29 @@ class _Failure:
 
 def main(descriptor: int, reference: str) -> None:
     """Serve `reference` on the socket `descriptor` until the owner hangs up. The import happens before the first call, outside its
-    time limit."""
+    time limit. What the function prints goes to stderr: the owner's stdout may be a report."""
     die_with_parent()
-    owner = Owner(descriptor)
+    os.dup2(2, 1)
+    stream = socket.socket(fileno=descriptor).makefile("rwb")
+
+    def send(message: bytes) -> None:
+        stream.write(_LENGTH.pack(len(message)) + message)
+        stream.flush()  # the owner kills this process
+
     with contextlib.suppress(Exception):  # the first call meets it again and reports it
         _load(reference)
-    owner.send()
-    with contextlib.suppress(EOFError):  # the owner hung up
-        while True:
-            owner.send(_answer(reference, owner.receive()))
+    send(b"")
+    with asyncio.Runner() as runner:  # one loop for all calls: an HTTP client that they share belongs to it
+        while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:  # until the owner hangs up
+            send(_answer(reference, stream.read(_LENGTH.unpack(head)[0]), runner))
 
 
-def _answer(reference: str, request: bytes) -> bytes:
+def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
     """Run one pickled RewardRequest; returns a pickled RewardOutcome or _Failure."""
     try:
         loaded: RewardRequest = pickle.loads(request)
-        result = call_of(_load(reference), loaded).attempt()
+        call = call_of(_load(reference), loaded)
+        result = runner.run(call.attempt_async()) if call.is_async else call.attempt()
     except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.user_code.calls
         result = Raised(error)
     if not isinstance(result, Raised):

@@ -1,4 +1,4 @@
-"""check_reward on real functions. Those that no time limit inside a process can end run in a child, as the command runs all."""
+"""check_reward on real functions. Those that no time limit inside a process can end run in a worker, as the command runs all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _report(
     *,
     rows: Any = ROWS,
     conversational: bool = False,
-    in_child: bool = False,
+    in_worker: bool = False,
     slow_s: float = 60.0,
     **section: Any,
 ) -> RewardReport:
@@ -39,7 +39,7 @@ def _report(
         for n, (text, gold) in enumerate(rows)
     ]
     try:
-        if in_child:
+        if in_worker:
             return check_reward(reward, settings, "rewards.0", prompts, slow_s=slow_s)
         cases = cases_of(prompts, gold_column=None, seed=0)
         seen = asyncio.run(Observer(reward, prompts, cases, seed=0, slow_s=slow_s).all())
@@ -55,7 +55,7 @@ def _findings(function: str, **more: Any) -> list[tuple[str, str]]:
 
 
 def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
-    report = _report("honest", in_child=True)
+    report = _report("honest", in_worker=True)
     assert report.findings == []
     assert report.gold is not None
     assert (report.gold.lowest, report.gold.mean, report.gold.highest) == (1.0, 1.0, 1.0)
@@ -91,10 +91,27 @@ def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
     assert min(rank(level) for level, _ in found) == rank(severity), found
 
 
-def test_a_function_that_ends_its_process_is_told_with_the_input() -> None:
-    report = _report("dies", in_child=True)
-    assert report.findings[0].what == "With `gold, boxed` on row 0 it ended its process (exit 7)."
-    assert report.num_inputs == 1  # `gold, plain`
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("dies", "It lost its worker process, which ended with exit code 7 during the call."),
+        (
+            "catastrophic",
+            "It took longer than 0.5 s for 1 completions; raise `rewards.0.timeout_s` if this is expected.",
+        ),
+    ],
+)
+def test_a_function_that_ends_or_holds_its_process_is_told_with_the_input_and_does_not_hold_up_the_check(
+    function: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit, "_MAX_LOST_IN_ALL", 2)
+    report = _report(function, in_worker=True, timeout_s=0.5)
+    lost, stopped = (finding for finding in report.findings if finding.key == "fails")
+    assert (lost.what, report.num_failed, report.place) == (what, 2, "thread")
+    assert "Set `run_in: process`" in lost.do
+    assert stopped.what == "It took longer than its timeout_s, or died, 2 times."
+    if function == "dies":
+        assert lost.inputs[0] == "gold, boxed"
 
 
 def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only() -> None:
@@ -105,20 +122,6 @@ def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only(
     assert (report.num_failed, report.num_inputs) == (6, 120)
     assert report.gold is not None
     assert report.gold.lowest == 1.0
-
-
-def test_too_many_abandoned_threads_end_the_check_of_that_function() -> None:
-    whats = [what for _, what in _findings("hangs_on_boxes", timeout_s=0.1)]
-    assert any(
-        "hangs past its timeout_s in threads, which cannot be killed; set `run_in: process`" in what for what in whats
-    )
-
-
-def test_a_function_that_holds_the_interpreter_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit, "_GRACE_S", 0.5)
-    (finding,) = (f for f in _report("catastrophic", in_child=True, timeout_s=0.5).findings if "killed" in f.what)
-    assert finding.severity == "error"
-    assert "holds the interpreter or the event loop" in finding.what
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,9 @@ def test_none_for_everything_and_none_for_gold_are_warnings() -> None:
 
 def test_slowness_is_told_with_the_way_out() -> None:
     good = _rows(1, (GOLD, 1.0), (LOOKALIKE, 0.0))
-    (waits,) = _find(*good, _seen(EMPTY, 0.0, duration_s=2.0, cpu_s=0.4))
-    assert "`empty` took 2.0 s." in waits.what
-    assert "run_in: process" not in waits.do
-    (computes,) = _find(*good, _seen(EMPTY, 0.0, duration_s=6.0, cpu_s=5.9))
-    assert "more than half of timeout_s = 10" in computes.what
-    assert "set `run_in: process`" in computes.do
-    (in_process,) = _find(*good, _seen(EMPTY, 0.0, duration_s=2.0, cpu_s=1.9), place="process")
+    (in_thread,) = _find(*good, _seen(EMPTY, 0.0, duration_s=6.0))
+    assert "`empty` took 6.0 s, more than half of timeout_s = 10" in in_thread.what
+    assert "set `run_in: process`" in in_thread.do
+    (in_process,) = _find(*good, _seen(EMPTY, 0.0, duration_s=2.0), place="process")
+    assert "`empty` took 2.0 s." in in_process.what
     assert "run_in: process" not in in_process.do

@@ -58,7 +58,7 @@ def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
 )
 def test_a_worker_that_dies_is_an_error_of_its_call_only(how: str, text: str) -> None:
     async def use(reward: RewardFunction) -> Any:
-        with pytest.raises(RewardError, match=f"its worker process {text} during the call"):
+        with pytest.raises(RewardError, match=f"lost its worker process, which {text} during the call"):
             await score(reward, [how])
         return (await score(reward, ["next"])).values
 
@@ -153,9 +153,9 @@ def test_a_busy_worker_dies_with_its_killed_parent() -> None:
         f"with loaded('{FAULTY}:prints_its_pid_and_sleeps', run_in='process') as reward:\n"
         "    asyncio.run(score(reward, ['a']))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker = psutil.Process(int(parent.stdout.readline()))  # the worker writes to its parent's output
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        worker = psutil.Process(int(parent.stderr.readline()))  # the worker writes to its parent's stderr
         parent.kill()
         worker.wait(10.0)
 
