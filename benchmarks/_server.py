@@ -51,7 +51,7 @@ def write_config(folder: Path, sections: Mapping[str, Any]) -> Path:
         "run": {"name": "bench", "dir": str(folder)},
         "model": {"path": str(folder / "model")},
         "data": {"train": {"type": "jsonl", "path": str(data)}},
-        "rewards": [{"function": "grpo_async.quickstart.reward:exact_answer"}],
+        "rewards": [{"function": "grpo_async.rewards.text:exact_match"}],
         **sections,
     }
     path = folder / "bench.yaml"

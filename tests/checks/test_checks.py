@@ -66,7 +66,7 @@ def test_rows_that_an_environment_cannot_use_are_found_in_both_sources(tmp_path:
 
 
 def test_a_function_named_like_an_environments_reward_is_refused(tmp_path: Path) -> None:
-    reward = {"function": "grpo_async.quickstart.reward:exact_answer", "name": "GuessingGame"}
+    reward = {"function": "grpo_async.rewards.text:exact_match", "name": "GuessingGame"}
     config = make_config(tmp_path, environments=GAME, rewards=[reward])
     with pytest.raises(ConfigError, match="`GuessingGame` is also the reward of an environment"):
         check_inputs(config, engine=EMBEDDED)

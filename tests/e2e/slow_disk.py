@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from grpo_async.quickstart.reward import exact_answer
+from grpo_async.rewards.text import exact_match
 
 DELAY_S = 4.0
 
@@ -22,4 +22,4 @@ def exact_answer_with_a_slow_disk(**arguments: Any) -> list[float]:
 
         module.dcp.save = slowly
         module.is_slow = True
-    return exact_answer(**arguments)
+    return exact_match(**arguments)

@@ -97,7 +97,7 @@ def test_a_rollout_function_written_for_trl_makes_the_rollouts(tmp_path: Path) -
             "optimizer.lr=0.001",
             "rollout_function={function: 'tests.e2e.user_code:rollout_func'}",
             "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, "
-            "{function: 'grpo_async.quickstart.reward:exact_answer'}]",
+            "{function: 'grpo_async.rewards.text:exact_match'}]",
         ),
     )
     run.complete()

@@ -44,7 +44,7 @@ def test_with_vllm_the_weights_are_pushed_before_each_call_of_a_rollout_function
         "training.max_steps=3",
         "evaluation=null",
         "rollout_function.function=tests.e2e.user_code:rollout_func",
-        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.quickstart.reward:exact_answer'}]",
+        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.rewards.text:exact_match'}]",
     )
     run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
     summary, _ = run.complete(timeout_s=600.0)

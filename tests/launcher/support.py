@@ -36,7 +36,7 @@ def make_config(folder: Path, **sections: Any) -> ExperimentConfig:
         "run": {"name": "test", "dir": str(folder / "runs")},
         "model": {"path": str(model)},
         "data": {"train": {"type": "jsonl", "path": str(data)}},
-        "rewards": [{"function": "grpo_async.quickstart.reward:exact_answer"}],
+        "rewards": [{"function": "grpo_async.rewards.text:exact_match"}],
         "inference": {"engine": "embedded"},
         "training": {"max_steps": 2},
         "record": {"report": False},

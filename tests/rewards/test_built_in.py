@@ -94,7 +94,12 @@ def test_exact_match_ignores_outer_space_and_thinking() -> None:
     answers = ["Paris", "Paris", "Paris", "Paris", None]
     assert exact_match(completions, answers) == [1.0, 1.0, 0.0, 1.0, None]
     assert exact_match(["paris"], ["Paris"], ignore_case=True) == [1.0]
-    assert exact_match(["<think>1</think>2</think> 3"], ["3"]) == [1.0]
+    assert exact_match(["<think>1</think>2</think> 3", "<think>3 + 4 = 7", "7 7", ""], ["3", "7", "7", "7"]) == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert regex_match(["say 12 times", _chat("never")], pattern=r"\d{2}") == [1.0, 0.0]
 
 

@@ -262,7 +262,7 @@ def test_text_of_models_data_and_config_stays_text(tmp_path: Path) -> None:
 
 
 def test_the_page_has_no_secrets_names_no_other_address_and_stays_small(tmp_path: Path) -> None:
-    reward = {"function": "grpo_async.quickstart.reward:exact_answer", "arguments": {"api_key": "sk-secret"}}
+    reward = {"function": "grpo_async.rewards.text:exact_match", "arguments": {"api_key": "sk-secret"}}
     config = {"rewards": [reward], "tracking": [{"type": "wandb", "project": "hidden-project"}]}
     page = _page(write_run(tmp_path, metrics=steps(10_000), config=config))
     assert "sk-secret" not in page
