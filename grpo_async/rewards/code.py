@@ -162,7 +162,7 @@ class _Judge:
     async def _run_programs(self, code: str, row: RowTests) -> tuple[int, int]:
         passed = 0
         for stdin, wanted in row.tests:
-            result = await self._candidate.arun(code, stdin=stdin)
+            result = await self._candidate.run(code, stdin=stdin)
             if result.status.is_ok and is_same_output(result.stdout, wanted):
                 passed += 1
             elif self._all_or_nothing:
@@ -199,7 +199,7 @@ class _Judge:
         sandbox: Sandbox, main: str, ends: _Descriptors, *, stdin: str = "", files: Mapping[str, str] | None = None
     ) -> str:
         source = _MAIN.format(main=main, descriptors=ends.numbers)
-        result = await sandbox.arun(
+        result = await sandbox.run(
             source, stdin=stdin, files={**_MODULES, **(files or {})}, pass_descriptors=ends.numbers
         )
         if main == "run_examiner" and not result.stdout:

@@ -1,6 +1,6 @@
 """Runs model-written code: in a process of its own, under limits, without network, in an empty directory, killed as a tree.
 
-    Sandbox(limits).run(code) -> SandboxResult          `arun` does not hold the event loop
+    await Sandbox(limits).run(code) -> SandboxResult
       |- what can be restricted here, tried once per process  `restrictions`
       |- one run, from start to the last process' death       `execution`
       `- what the child does to itself before the code        `inside`

@@ -29,7 +29,6 @@ from grpo_async.sandbox.execution import (
     MechanismError,
     SandboxError,
     SandboxLimits,
-    SandboxResult,
     execute,
     find_interpreter,
 )
@@ -77,12 +76,6 @@ class Capability:
     is_available: bool
     how: str  # by what means; where it is not available: what was tried and the system's answer
     consequence: str  # what follows where it is not available
-
-
-def execute_in_thread(job: Job) -> tuple[SandboxResult, list[str]]:
-    """As `execute`, and wait for it; whether or not an event loop runs in this thread."""
-    with ThreadPoolExecutor(1, "sandbox") as threads:
-        return threads.submit(asyncio.run, execute(job)).result()  # the run has wall_s
 
 
 _lock = threading.Lock()
@@ -303,7 +296,8 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
             pass_descriptors=(until, held),
         )
         try:
-            result, notes = execute_in_thread(job)
+            with ThreadPoolExecutor(1, "sandbox") as threads:  # an event loop may run in this thread
+                result, notes = threads.submit(asyncio.run, execute(job)).result()  # the run has wall_s
         finally:
             os.close(until)
             os.close(held)

@@ -13,7 +13,6 @@ from grpo_async.sandbox.restrictions import (
     PROCESSES,
     capabilities,
     describe,
-    execute_in_thread,
     findings,
 )
 
@@ -46,7 +45,7 @@ class Sandbox:
         self._interpreter = find_interpreter(with_site_packages=with_site_packages)
         _check(require)
 
-    def run(
+    async def run(
         self,
         code: str,
         *,
@@ -54,9 +53,9 @@ class Sandbox:
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
     ) -> SandboxResult:
-        """Run code as the main program of a fresh interpreter, and wait for it.
+        """Run code as the main program of a fresh interpreter. Cancelling it kills the code and all its processes first.
 
-        Example: Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
+        Example: await Sandbox().run("print(int(input()) + 1)", stdin="41") -> status OK, stdout "42\\n".
 
         Args:
             code: Python source.
@@ -67,27 +66,11 @@ class Sandbox:
         Raises:
             SandboxError: the sandbox failed; whatever the code does is a result.
         """
-        return execute_in_thread(self._job(code, stdin, files, pass_descriptors))[0]
-
-    async def arun(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        files: Mapping[str, str | bytes] | None = None,
-        pass_descriptors: Sequence[int] = (),
-    ) -> SandboxResult:
-        """As `run`, without holding the event loop. Cancelling it kills the code and all its processes first."""
-        return (await execute(self._job(code, stdin, files, pass_descriptors)))[0]
-
-    def _job(
-        self, code: str, stdin: str, files: Mapping[str, str | bytes] | None, pass_descriptors: Sequence[int]
-    ) -> Job:
         contents = {
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
             for name, content in (files or {}).items()
         }
-        return Job(
+        job = Job(
             code=code,
             stdin=stdin,
             files=contents,
@@ -96,6 +79,7 @@ class Sandbox:
             mechanisms=findings().mechanisms,
             pass_descriptors=pass_descriptors,
         )
+        return (await execute(job))[0]
 
 
 def _check(require: Iterable[str]) -> None:

@@ -42,7 +42,7 @@ async def _run_python(
     """
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mb=memory_mb, max_output_chars=max_output_chars)
     sandbox = await asyncio.to_thread(Sandbox, limits, require=tuple(require), with_site_packages=with_site_packages)
-    return _describe(await sandbox.arun(code), limits)
+    return _describe(await sandbox.run(code), limits)
 
 
 _run_python.__name__ = "run_python"

@@ -221,14 +221,14 @@ def test_outputs_are_compared_by_line(given: str, wanted: str, is_same: bool) ->
 
 @pytest.mark.parametrize("failing", ["run_candidate", "run_examiner"])
 def test_a_sandbox_that_fails_is_no_score(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
-    whole = Sandbox.arun
+    whole = Sandbox.run
 
-    async def arun(self: Sandbox, code: str, **rest: Any) -> Any:
+    async def run(self: Sandbox, code: str, **rest: Any) -> Any:
         if failing in code:
             raise SandboxError("no more processes")
         return await whole(self, code, **rest)
 
-    monkeypatch.setattr(Sandbox, "arun", arun)
+    monkeypatch.setattr(Sandbox, "run", run)
     with pytest.raises(RewardError, match="no more processes"):
         asyncio.run(score(RewardFunction(code_tests), [ADD], columns={"tests": [TWO]}))
 

@@ -3,6 +3,7 @@ namespaces. A test whose subject they cannot hold is skipped by name; with names
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -86,4 +87,5 @@ def run_code(
     code: str, *, stdin: str = "", files: dict[str, str | bytes] | None = None, **limits: float
 ) -> SandboxResult:
     values: dict[str, float] = {"wall_s": 20.0, "cpu_s": 10.0, **limits}
-    return Sandbox(SandboxLimits(**values), require=[]).run(code, stdin=stdin, files=files)  # type: ignore[arg-type]
+    sandbox = Sandbox(SandboxLimits(**values), require=[])  # type: ignore[arg-type]
+    return asyncio.run(sandbox.run(code, stdin=stdin, files=files))

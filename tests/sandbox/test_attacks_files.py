@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.sandbox import Sandbox, SandboxStatus
+from grpo_async.sandbox import SandboxStatus
 from grpo_async.sandbox.restrictions import Findings
 from tests.sandbox.support import TRIAL, Run
 
@@ -173,7 +173,7 @@ def test_what_is_left_behind_is_removed_without_following_it(
     assert (outside / "kept").read_text(encoding="utf-8") == "whole"
 
 
-def test_a_hostile_file_given_to_a_run_stays_inside(restrictions: Findings) -> None:
+def test_a_hostile_file_given_to_a_run_stays_inside(run: Run) -> None:
     files: dict[str, str | bytes] = {"sitecustomize.py": "print('hijacked')", "os.py": "print('hijacked')"}
-    result = Sandbox(require=[]).run("print('mine')", files=files)
+    result = run("print('mine')", files=files)
     assert result.stdout.endswith("mine\n")

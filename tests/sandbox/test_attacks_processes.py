@@ -121,14 +121,14 @@ time.sleep(0.3)
 def test_the_run_dies_with_the_thread_that_started_it(restrictions: Findings, tmp_path: Path) -> None:
     """As when the trainer is killed: nobody is left to keep the time."""
     code = f"""
-import os, sys, threading
+import asyncio, os, sys, threading
 sys.path.insert(0, {os.getcwd()!r})
 from grpo_async.sandbox import restrictions, Sandbox, SandboxLimits
 from grpo_async.sandbox.restrictions import Findings
 restrictions._findings = Findings(mechanisms=frozenset({set(restrictions.mechanisms)!r}), passed=frozenset(), refused={{}})
 sandbox = Sandbox(SandboxLimits(wall_s=120), require=[])
 code = "import sys, time\\nsys.stdout.write('up')\\nsys.stdout.flush()\\ntime.sleep(100)"
-threading.Thread(target=sandbox.run, args=(code,), daemon=True).start()
+threading.Thread(target=asyncio.run, args=(sandbox.run(code),), daemon=True).start()
 sys.stdin.read()
 """
     tmp_path.chmod(0o755)

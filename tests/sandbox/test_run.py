@@ -63,7 +63,7 @@ def test_files_are_there_and_can_be_imported(run: Run) -> None:
 @pytest.mark.parametrize("name", ["../main.py", "/etc/passwd", "a/../../b", "", "a//b", "./a", "a\0b"])
 def test_a_file_outside_the_working_directory_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no path below the working directory"):
-        Sandbox(require=[]).run("pass", files={name: "x"})
+        asyncio.run(Sandbox(require=[]).run("pass", files={name: "x"}))
 
 
 def test_nothing_of_the_environment_is_seen(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,14 +114,14 @@ def test_site_packages_are_there_only_if_asked_for(
     finally:
         find_interpreter.cache_clear()
     code = "import installed; print(installed.value)"
-    assert without.run(code).last_error_line == "ModuleNotFoundError: No module named 'installed'"
-    assert with_them.run(code).stdout == "7\n"
+    assert asyncio.run(without.run(code)).last_error_line == "ModuleNotFoundError: No module named 'installed'"
+    assert asyncio.run(with_them.run(code)).stdout == "7\n"
 
 
 def test_an_owner_that_ignores_the_death_of_children_still_gets_results(restrictions: object) -> None:
     handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        assert Sandbox(require=[]).run("1 / 0").exit_code == 1
+        assert asyncio.run(Sandbox(require=[]).run("1 / 0")).exit_code == 1
     finally:
         signal.signal(signal.SIGCHLD, handler)
 
@@ -132,10 +132,10 @@ def test_a_stdin_that_nobody_reads_holds_nothing_up(run_strongest: Run) -> None:
     assert run_strongest("import os, time; os.close(0); print(1)", stdin="x" * 1_000_000).stdout == "1\n"
 
 
-def test_arun_leaves_the_event_loop_free() -> None:
+def test_a_run_leaves_the_event_loop_free() -> None:
     async def use() -> int:
         ticks = 0
-        run = asyncio.create_task(Sandbox(require=[]).arun("import time; time.sleep(0.5)"))
+        run = asyncio.create_task(Sandbox(require=[]).run("import time; time.sleep(0.5)"))
         while not run.done():
             await asyncio.sleep(0.01)
             ticks += 1
@@ -150,7 +150,7 @@ def test_cancelling_kills_the_tree_and_leaves_no_thread(restrictions: object) ->
         before, processes = {thread.ident for thread in threading.enumerate()}, descendants()
         sandbox = Sandbox(SandboxLimits(wall_s=60), require=[])
         code = "import os, time\ntry:\n    os.fork()\nexcept OSError: pass\ntime.sleep(60)"
-        run = asyncio.create_task(sandbox.arun(code))
+        run = asyncio.create_task(sandbox.run(code))
         while not descendants(processes):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # into the code, mostly; right at any moment before
