@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs.environment import Environment, EnvironmentCallError
 from grpo_async.envs.kind import EnvironmentKind
-from grpo_async.errors import DeadlineError
 from grpo_async.user_code.calls import Raised, UserCall
 from grpo_async.user_code.threads import InstanceThread
 
@@ -80,12 +76,6 @@ class Construction:
                 await closing  # the thread is a daemon
 
 
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    count: int
-    granted: asyncio.Future[None]
-
-
 class EnvironmentPool:
     """Instances of one kind.
 
@@ -102,7 +92,8 @@ class EnvironmentPool:
         self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
         self._free = [probe]
         self._num_taken = 0
-        self._waiters: deque[_Waiter] = deque()
+        self._turn = asyncio.Lock()  # of the leases that wait
+        self._freed = asyncio.Event()
         self._returning: set[asyncio.Task[None]] = set()
         self._discarded: list[Future[Any]] = []
         self._closed = False
@@ -131,17 +122,15 @@ class EnvironmentPool:
         return len(self._discarded)
 
     @asynccontextmanager
-    async def lease(self, count: int, *, timeout_s: float | None = None) -> AsyncIterator[list[Environment]]:
-        """`count` instances, to be reset by the caller.
-
-        `timeout_s` bounds the wait for others to give theirs back; None = that is bounded by what they do with them.
+    async def lease(self, count: int) -> AsyncIterator[list[Environment]]:
+        """`count` instances, to be reset by the caller. The wait for others to give theirs back is bounded by what they do with
+        them.
 
         Raises:
             EnvironmentCallError: an instance could not be made.
-            DeadlineError: the wait took longer than `timeout_s`.
             ValueError: `count` is more than `max_instances`.
         """
-        await self._take(count, timeout_s)
+        await self._take(count)
         environments: list[Environment] = []
         try:
             await self._fill(environments, count)
@@ -163,7 +152,7 @@ class EnvironmentPool:
         free, self._free = self._free, []
         self._discarded.extend(environment.discard() for environment in free)
 
-    async def _take(self, count: int, timeout_s: float | None) -> None:
+    async def _take(self, count: int) -> None:
         limit = self.kind.section.max_instances
         if limit is not None and count > limit:
             raise ValueError(
@@ -171,40 +160,13 @@ class EnvironmentPool:
             )
         if self._closed:
             raise EnvironmentCallError(self.name, "its pool was closed")
-        if not self._waiters and self._fits(count):
+        if not self._num_taken and not self._turn.locked():  # they belong to the event loop that first waited for them
+            self._turn, self._freed = asyncio.Lock(), asyncio.Event()
+        async with self._turn:  # the first first: a later, smaller wish does not overtake
+            while limit is not None and self._num_taken + count > limit:
+                self._freed.clear()
+                await self._freed.wait()  # until rollouts end, which have limits
             self._num_taken += count
-            return
-        waiter = _Waiter(count, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):  # None: until rollouts end, which have limits
-                await waiter.granted
-        except BaseException as error:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            elif waiter.granted.done() and not waiter.granted.cancelled():
-                self._num_taken -= count  # granted in the same moment
-            self._grant()
-            if isinstance(error, TimeoutError):
-                raise DeadlineError(
-                    f"{count} instances of the environment `{self.name}`",
-                    waited_s=time.monotonic() - started,
-                    setting=f"{self.kind.setting}.max_instances",
-                ) from error
-            raise
-
-    def _fits(self, count: int) -> bool:
-        limit = self.kind.section.max_instances
-        return limit is None or self._num_taken + count <= limit
-
-    def _grant(self) -> None:
-        """Give what is free to those who wait, the first first: a later, smaller wish does not overtake."""
-        while self._waiters and self._fits(self._waiters[0].count):
-            waiter = self._waiters.popleft()
-            if not waiter.granted.done():
-                self._num_taken += waiter.count
-                waiter.granted.set_result(None)
 
     async def _fill(self, environments: list[Environment], count: int) -> None:
         """Append `count` instances to `environments`, each as soon as it is there, so that none is lost where this fails or is
@@ -257,17 +219,17 @@ class EnvironmentPool:
                 task = asyncio.get_running_loop().create_task(self._put_back_when_idle(environment))
                 self._returning.add(task)
                 task.add_done_callback(self._returning.discard)
-        self._grant()
+        self._freed.set()
 
     async def _put_back_when_idle(self, environment: Environment) -> None:
         try:
             await environment.wait_idle()
         finally:  # also when the loop ends
             self._put_back(environment)
-            self._grant()
 
     def _put_back(self, environment: Environment) -> None:
         self._num_taken -= 1
+        self._freed.set()
         if self._closed or environment.broken is not None or not environment.is_idle:
             self._discarded.append(environment.discard())
         else:
