@@ -112,7 +112,7 @@ def inspect_rollouts(
 
     from grpo_async.errors import ConfigError
     from grpo_async.store.query import QueryError
-    from grpo_async.store.table_sql import group_order
+    from grpo_async.store.table import group_order
     from grpo_async.viewer.plain import Selection
     from grpo_async.viewer.short_forms import query_text, sort_order
 

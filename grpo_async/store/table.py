@@ -16,6 +16,7 @@ resume) the one that counts is given, and without one that counts the newest.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +27,15 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from grpo_async.errors import RunError
-from grpo_async.store import table_sql
 from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
 from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER, ROW_KEY
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
-from grpo_async.store.schema import COLUMN_NAMES, SCHEMA
+from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA
 from grpo_async.store.seal import ROWS_PER_GROUP
 from grpo_async.store.summaries import (
+    PREVIEW_CHARACTERS,
     Counts,
     Extremes,
     GroupSummary,
@@ -42,11 +43,16 @@ from grpo_async.store.summaries import (
     PromptChange,
     RolloutSummary,
     StepSummary,
+    sql_of,
 )
 
 _Answer = TypeVar("_Answer")
 _ROWS_AT_ONCE = 256
 _NUM_NEAR = 3
+_ROLLOUT_NAMES = tuple(each.name for each in dataclasses.fields(RolloutSummary) if not each.name.endswith("_preview"))
+_GROUP_NAMES = tuple(sql_of(GroupSummary))
+_STEP_SQL = sql_of(StepSummary)
+_PREVIEW = f"left(json_extract_string({{}}, '$[#-1].content'), {PREVIEW_CHARACTERS})"
 _SUPERSEDED = "is superseded (a resume left it behind); ask for superseded ones to see it"
 
 
@@ -141,7 +147,8 @@ class RolloutTable:
     def count(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Counts:
         """Rollouts that the query holds for, and in how many groups they are."""
         where = self._where(query, with_superseded)
-        ((rollouts, groups),) = self._fetch(query, table_sql.count_sql(where))
+        select = Sql("SELECT count(rollout_index), count(DISTINCT seq) FROM rollouts WHERE ")
+        ((rollouts, groups),) = self._fetch(query, select + where)
         return Counts(rollouts=rollouts, groups=groups)
 
     def page(
@@ -163,7 +170,7 @@ class RolloutTable:
             QueryError: no such column, or one that cannot be sorted by.
         """
         where = self._where(query, with_superseded)
-        return self._with_previews(self._fetch(query, table_sql.page_sql(where, sort, offset, limit)))
+        return self._with_previews(self._fetch(query, _page(where, sort, offset, limit)))
 
     def group_page(
         self,
@@ -184,7 +191,7 @@ class RolloutTable:
             QueryError: no such column, or one of rollouts only.
         """
         where = self._where(query, with_superseded)
-        return self._groups(self._fetch(query, table_sql.group_page_sql(where, sort, offset, limit)))
+        return self._groups(self._fetch(query, _group_page(where, sort, offset, limit)))
 
     # ------------------------------------------------------------------------------------------- single ones
 
@@ -214,7 +221,7 @@ class RolloutTable:
 
     def rollout_summaries_at(self, seq: int) -> list[RolloutSummary]:
         """The rollouts of one group, by the number of its line, in their order."""
-        sql = table_sql.page_sql(Sql("seq = ?", (seq,)), "index", 0, 1 << 16)
+        sql = _page(Sql("seq = ?", (seq,)), "index", 0, 1 << 16)
         return self._with_previews(self._index.fetch(sql))
 
     def rollout(self, rollout_id: str, *, with_superseded: bool = False) -> tuple[GroupRow, RolloutRow]:
@@ -300,15 +307,21 @@ class RolloutTable:
         `with_superseded` also the one that is not done yet."""
         where = self._where(query, with_superseded)
         rewards: dict[int | None, dict[str, float]] = defaultdict(dict)
-        for step, name, mean in self._fetch(query, table_sql.step_rewards_sql(where)):
+        parts = Sql("SELECT step, unnest(map_entries(rewards)) AS part FROM rollouts WHERE ") + where
+        means = "SELECT step, part.key, avg(part.value) FROM ("
+        for step, name, mean in self._fetch(query, Sql(means) + parts + ") WHERE part.value IS NOT NULL GROUP BY ALL"):
             rewards[step][name] = mean
         statuses: dict[int | None, dict[str, int]] = defaultdict(dict)
-        for step, status, groups in self._fetch(query, table_sql.step_statuses_sql(where)):
+        counts = Sql("SELECT step, group_status, count(DISTINCT seq) FROM rollouts WHERE ")
+        for step, status, groups in self._fetch(query, counts + where + " GROUP BY ALL ORDER BY ALL"):
             statuses[step][status] = groups
-        rows = self._fetch(query, table_sql.step_sql(where, with_unfinished=with_superseded))
+        # what was filtered or dropped for a step that is not done would give a wrong mean
+        is_done = "" if with_superseded else " AND (step IS NULL OR step <= last_step())"
+        select = Sql(f"SELECT {', '.join(_STEP_SQL.values())} FROM rollouts WHERE ")
+        rows = self._fetch(query, select + where + is_done + " GROUP BY step ORDER BY step NULLS LAST")
         return [
             StepSummary(
-                **dict(zip(table_sql.STEP_SQL, row, strict=True)),
+                **dict(zip(_STEP_SQL, row, strict=True)),
                 rewards=dict(sorted(rewards[row[0]].items())),
                 group_statuses=statuses[row[0]],
             )
@@ -326,10 +339,10 @@ class RolloutTable:
         where = self._where(query, False)
         scored = Sql("reward IS NOT NULL AND ") + where
         return Extremes(
-            best=self._with_previews(self._fetch(query, table_sql.page_sql(scored, "-reward,-advantage", 0, k))),
-            worst=self._with_previews(self._fetch(query, table_sql.page_sql(scored, "reward,advantage", 0, k))),
-            improved=self._changes(table_sql.improvement_sql(where, k, worsened=False)),
-            worsened=self._changes(table_sql.improvement_sql(where, k, worsened=True)),
+            best=self._with_previews(self._fetch(query, _page(scored, "-reward,-advantage", 0, k))),
+            worst=self._with_previews(self._fetch(query, _page(scored, "reward,advantage", 0, k))),
+            improved=self._changes(where, k, "> 0", "DESC"),
+            worsened=self._changes(where, k, "< 0", "ASC"),
         )
 
     def reward_names(self) -> list[str]:
@@ -349,15 +362,15 @@ class RolloutTable:
     def dump_json(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> Iterator[str]:
         """Every column of every matching rollout and `superseded` as the text of a JSON object, in the order of writing, a block in
         memory at a time. A group without rollouts is one row, without an id of a rollout."""
-        for select in self._dumps(query, table_sql.DUMPED_JSON_SQL, with_superseded):
+        for select in self._dumps(query, _DUMPED_JSON_SQL, with_superseded):
             for (text,) in self._index.stream(select + " ORDER BY seq, rollout_index", _ROWS_AT_ONCE, query):
                 yield text
 
     def write_parquet(self, path: Path, query: Query = EVERYTHING, *, with_superseded: bool = False) -> None:
         """As `dump_json`, into a Parquet file (zstd). Its folder was named as `writable`. Without a sort, which would hold
         everything in memory: DuckDB keeps the order of the blocks and, within one, of the rows."""
-        selects = self._dumps(query, table_sql.DUMPED_SQL, with_superseded)
-        none = f"SELECT {table_sql.DUMPED_SQL} FROM (SELECT *, false AS superseded FROM unsealed) LIMIT 0"
+        selects = self._dumps(query, _DUMPED_SQL, with_superseded)
+        none = f"SELECT {_DUMPED_SQL} FROM (SELECT *, false AS superseded FROM unsealed) LIMIT 0"
         whole = selects[0] if selects else Sql(none)
         for select in selects[1:]:
             whole = whole + " UNION ALL " + select
@@ -423,9 +436,10 @@ class RolloutTable:
 
     def _with_previews(self, rows: Sequence[Sequence[Any]]) -> list[RolloutSummary]:
         """`rows`: ROLLOUT_NAMES."""
-        names = table_sql.ROLLOUT_NAMES
+        names = _ROLLOUT_NAMES
         seq = names.index("seq")
-        columns = f"seq, rollout_index, {table_sql.PROMPT_PREVIEW}, {table_sql.COMPLETION_PREVIEW}"
+        prompt = _PREVIEW.format("coalesce(reset_messages, prompt_messages)")
+        columns = f"seq, rollout_index, {prompt}, left(completion_text, {PREVIEW_CHARACTERS})"
         texts = {
             (s, i): (prompt, answer) for s, i, prompt, answer in self._read(columns, sorted({row[seq] for row in rows}))
         }
@@ -440,13 +454,13 @@ class RolloutTable:
 
     def _groups(self, rows: Sequence[Sequence[Any]]) -> list[GroupSummary]:
         """`rows`: (num_matching, *GROUP_NAMES)."""
-        names = table_sql.GROUP_NAMES
+        names = _GROUP_NAMES
         seq = names.index("seq") + 1
-        columns = f"seq, rollout_index, {table_sql.GROUP_PROMPT_PREVIEW}"
+        columns = f"seq, rollout_index, {_PREVIEW.format('prompt_messages')}"
         first = Sql("coalesce(rollout_index, 0) = 0")
         seqs = sorted({row[seq] for row in rows})
         texts = {s: prompt for s, _, prompt in self._read(columns, seqs, first)}
-        tools = dict(self._index.fetch(Sql(table_sql.TOOLS, (seqs,)))) if seqs else {}
+        tools = dict(self._index.fetch(Sql(_TOOLS, (seqs,)))) if seqs else {}
         return [
             GroupSummary(
                 num_matching=row[0],
@@ -459,10 +473,16 @@ class RolloutTable:
 
     def _group_summaries(self, seqs: Sequence[int]) -> list[GroupSummary]:
         where = Sql("seq IN ?", (list(seqs),))
-        return self._groups(self._index.fetch(table_sql.group_page_sql(where, "seq", 0, len(seqs))))
+        return self._groups(self._index.fetch(_group_page(where, "seq", 0, len(seqs))))
 
-    def _changes(self, sql: Sql) -> list[PromptChange]:
-        rows = self._index.fetch(sql)
+    def _changes(self, where: Sql, k: int, sign: str, order: str) -> list[PromptChange]:
+        """Of prompts that were scored in two groups or more; `sign` and `order` of the change."""
+        select = Sql(
+            "SELECT prompt_hash, count(*), arg_max(reward_mean, seq) - arg_min(reward_mean, seq) AS change, min(seq), "
+            "max(seq) FROM groups WHERE reward_mean IS NOT NULL AND seq IN (SELECT seq FROM rollouts WHERE "
+        )
+        having = f") GROUP BY prompt_hash HAVING count(*) > 1 AND change {sign} ORDER BY change {order}, prompt_hash"
+        rows = self._index.fetch(select + where + having + Sql(" LIMIT ?", (k,)))
         groups = (
             {g.seq: g for g in self._group_summaries(sorted({seq for row in rows for seq in row[3:5]}))} if rows else {}
         )
@@ -502,3 +522,79 @@ class RolloutTable:
         )
         there = f"did you mean {' or '.join(name for (name,) in near)}?" if near else "it holds none"
         return f"there is no rollout {rollout_id} in {index.folder}; {there}"
+
+
+# ------------------------------------------------------------------------------- SELECTs over the view `rollouts`
+
+
+_TOOLS = """SELECT seq, list_sort(list_distinct(flatten(list(tool_names)))) FROM rows WHERE seq IN ? AND tool_names IS NOT NULL
+GROUP BY seq"""
+
+
+def _page(where: Sql, sort: str, offset: int, limit: int) -> Sql:
+    select = Sql(f"SELECT {', '.join(_ROLLOUT_NAMES)} FROM rollouts WHERE rollout_index IS NOT NULL AND ") + where
+    order = "".join(f"{value} {direction} NULLS LAST, " for value, direction in _order(sort, of_groups=False))
+    return select + f" ORDER BY {order}seq DESC, rollout_index" + _window(offset, limit)
+
+
+def _group_page(where: Sql, sort: str, offset: int, limit: int) -> Sql:
+    keys = group_order(sort)
+    names = ", ".join(f"g.{name}" for name in _GROUP_NAMES)
+    values = "".join(
+        f", any_value({value}) AS key_{index}" for index, (value, _) in enumerate(keys) if value != "matching"
+    )
+    found = Sql(f"SELECT seq, count(rollout_index) AS matching{values} FROM rollouts WHERE ") + where + " GROUP BY seq"
+    order = ", ".join(
+        f"m.{'matching' if value == 'matching' else f'key_{index}'} {direction} NULLS LAST"
+        for index, (value, direction) in enumerate(keys)
+    )
+    select = (
+        Sql("WITH found AS (") + found + f") SELECT m.matching, {names} FROM groups AS g JOIN found AS m USING (seq)"
+    )
+    return select + f" ORDER BY {order}, g.seq DESC" + _window(offset, limit)
+
+
+def _window(offset: int, limit: int) -> Sql:
+    return Sql(" LIMIT ? OFFSET ?", (max(limit, 0), max(offset, 0)))
+
+
+def group_order(sort: str) -> list[tuple[str, str]]:
+    """(SQL, ASC or DESC) of a list of values of groups: "-reward,step".
+
+    Raises:
+        QueryError: groups cannot be sorted by one of them.
+    """
+    return _order(sort, of_groups=True)
+
+
+def _order(sort: str, *, of_groups: bool) -> list[tuple[str, str]]:
+    found = []
+    for part in sort.split(","):
+        name, direction = part.strip().lstrip("+-"), "DESC" if part.strip().startswith("-") else "ASC"
+        if of_groups and name == "matching":
+            found.append((name, direction))
+            continue
+        value = find_value("group_status" if of_groups and name == "status" else name, of_group=of_groups, text=sort)
+        if value.in_blocks or value.kind == LIST:
+            raise QueryError(sort, max(sort.find(name), 0), len(name), f"rollouts cannot be sorted by {name}")
+        found.append((value.sql, direction))
+    return found
+
+
+_DUMPED_SQL = ", ".join(f'"{name}"' for name in (*COLUMN_NAMES, "superseded"))
+
+
+def _as_json(name: str, type_: str) -> str:
+    """The column as JSON has it: JSON as what it stands for, single precision with the digits that it needs."""
+    if type_ == "JSON":
+        return f'"{name}"::JSON'
+    if type_ == "FLOAT[]":
+        return f"replace(\"{name}\"::VARCHAR, 'NULL', 'null')::JSON"
+    return f'"{name}"'
+
+
+_DUMPED_JSON_SQL = (
+    "to_json({"
+    + ", ".join(f"'{column.name}': {_as_json(column.name, column.type)}" for column in COLUMNS)
+    + ", 'superseded': superseded})::VARCHAR"
+)

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.store.query import parse_query
-from grpo_async.store.table_sql import group_order
+from grpo_async.store.table import group_order
 from grpo_async.utils.loopback import is_loopback
 from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.sources import Library
