@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from grpo_async.rewards.text import after_thinking
+from grpo_async.user_code.calls import clipped
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -172,7 +173,7 @@ def _read(tests: Any) -> tuple[RowKind, list[Any]]:
         if kinds == {"stdin"}:
             return RowKind.PROGRAMS, [(_lines(test["input"]), _lines(test["output"])) for test in tests]
     raise ValueError(
-        f"the tests {_short(tests)} are in no known form; give a list of assert statements, a script, a list of "
+        f"the tests {clipped(repr(tests), 200)} are in no known form; give a list of assert statements, a script, a list of "
         '{"input": ..., "output": ...}, or {"inputs": [...], "outputs": [...]}'
     )
 
@@ -195,7 +196,7 @@ def _check(row: RowTests) -> None:
         try:
             ast.parse(text)
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the tests are no Python: {error}; in {_short(text)}") from error
+            raise ValueError(f"the tests are no Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
         raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
 
@@ -219,8 +220,3 @@ def _json_or(value: Any) -> Any:
 
 def _lines(value: Any) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -38,6 +38,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.rewards.call import ENVIRONMENTS, checked_by
 from grpo_async.rewards.text import final_text
+from grpo_async.user_code.calls import clipped
 from grpo_async.utils.retry import RetryPolicy, server_message
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -377,7 +378,9 @@ def _read_scores(settings: RemoteSettings, request: _Request, answer: Any) -> li
     first, count = request.first, request.count
     found = _member(answer, "rewards" if settings.format == "json" else "data", "an answer")
     if not isinstance(found, list):
-        raise RemoteRewardError(f"the answer holds {_short(found)} where a list of {count} scores should stand")
+        raise RemoteRewardError(
+            f"the answer holds {clipped(repr(found), 120)} where a list of {count} scores should stand"
+        )
     if len(found) != count:
         raise RemoteRewardError(
             f"the answer has {len(found)} scores for {count} completions ({first} to {first + count - 1})"
@@ -401,23 +404,22 @@ def _read_score(settings: RemoteSettings, item: Mapping[str, Any], position: int
     index = settings.score_index
     if not isinstance(values, list) or not -len(values) <= index < len(values):
         raise RemoteRewardError(
-            f"{where} has {_short(values)}, which has no score_index {index}; choose one of its positions"
+            f"{where} has {clipped(repr(values), 120)}, which has no score_index {index}; choose one of its positions"
         )
     return _finite(values[index], position)
 
 
 def _member(holder: Any, name: str, where: str) -> Any:
     if not isinstance(holder, dict) or name not in holder:
-        raise RemoteRewardError(f"{where} has no `{name}`: {_short(holder)}; is `format` right for this server?")
+        raise RemoteRewardError(
+            f"{where} has no `{name}`: {clipped(repr(holder), 120)}; is `format` right for this server?"
+        )
     return holder[name]
 
 
 def _finite(value: Any, position: int) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RemoteRewardError(f"the score of completion {position} is {_short(value)}; it must be a finite number")
+        raise RemoteRewardError(
+            f"the score of completion {position} is {clipped(repr(value), 120)}; it must be a finite number"
+        )
     return float(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."

@@ -148,8 +148,8 @@ class Index:
                 (block for block in self._blocks.values() if block.is_sealed), key=lambda block: block.first
             )
             firsts = [block.first for block in sealed]
-            places = {bisect_right(firsts, seq) - 1 for seq in seqs}
-            return [sealed[place].path for place in sorted(places) if place >= 0]
+            indexes = {bisect_right(firsts, seq) - 1 for seq in seqs}
+            return [sealed[index].path for index in sorted(indexes) if index >= 0]
 
     def sealed_blocks(self, after_seq: int = -1) -> list[Path]:
         """Sealed blocks with rows behind `after_seq`, oldest first."""

@@ -174,27 +174,28 @@ _NO_FIGURES = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights",
 
 def _figures(figures: TokenFigures, mask: BoolArray) -> dict[str, Any]:
     """Lists of the length of the mask."""
-    places = None if mask.all() else mask
+    is_sampled = None if mask.all() else mask
     marks: Any = np.ascontiguousarray(figures.marks, dtype=np.uint8)
-    if places is not None:
+    if is_sampled is not None:
         rest = iter(marks.tolist())
         marks = [next(rest) if sampled else None for sampled in mask.tolist()]
     return {
-        "trainer_logprobs": _aligned(figures.logprobs, places),
-        "proximal_logprobs": _aligned(figures.proximal_logprobs, places),
-        "weights": _aligned(figures.weights, places),
-        "entropies": _aligned(figures.entropies, places),
+        "trainer_logprobs": _aligned(figures.logprobs, is_sampled),
+        "proximal_logprobs": _aligned(figures.proximal_logprobs, is_sampled),
+        "weights": _aligned(figures.weights, is_sampled),
+        "entropies": _aligned(figures.entropies, is_sampled),
         "marks": marks,
     }
 
 
-def _aligned(values: Sequence[float], places: BoolArray | None) -> FloatArray:
-    """One entry per completion token; NaN, in JSON null, where the mask is 0. `places` is None where it is 1 everywhere."""
+def _aligned(values: Sequence[float], is_sampled: BoolArray | None) -> FloatArray:
+    """One entry per completion token; NaN, in JSON null, where the mask is 0. `is_sampled` is the mask, None where it is 1
+    everywhere."""
     found = np.ascontiguousarray(values, dtype=np.float32)
-    if places is None:
+    if is_sampled is None:
         return found
-    aligned = np.full(len(places), np.nan, dtype=np.float32)
-    aligned[places] = found
+    aligned = np.full(len(is_sampled), np.nan, dtype=np.float32)
+    aligned[is_sampled] = found
     return aligned
 
 

@@ -271,8 +271,8 @@ class RolloutTable:
             (low, width, bins - 1),
         )
         counts = [0] * bins
-        for place, count in self._fetch(query, finite + counted):
-            counts[place] = count
+        for index, count in self._fetch(query, finite + counted):
+            counts[index] = count
         edges = [low + width * k for k in range(bins)] + [high]
         return Histogram(field=field, edges=edges, counts=counts, num_null=missing)
 

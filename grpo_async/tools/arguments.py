@@ -15,6 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
+from grpo_async.user_code.calls import clipped
 
 Arguments = TypeAdapter[dict[str, Any]]
 
@@ -56,9 +57,9 @@ def _problem(error: Any, parameters: Mapping[str, Any]) -> str:
         return f'missing argument "{key}"'
     if error["type"] == "extra_forbidden" and not inside:
         nearest = difflib.get_close_matches(key, list(parameters.get("properties", {})), n=1)
-        return f'unknown argument "{_clipped(key)}"' + (f', did you mean "{nearest[0]}"?' if nearest else "")
+        return f'unknown argument "{clipped(key)}"' + (f', did you mean "{nearest[0]}"?' if nearest else "")
     place = f" at {'.'.join(map(str, inside))}" if inside else ""
-    given = _clipped(json.dumps(error["input"], ensure_ascii=False, default=str))
+    given = clipped(json.dumps(error["input"], ensure_ascii=False, default=str))
     return f'argument "{key}"{place}: {error["msg"][0].lower()}{error["msg"][1:]}, not {given}'
 
 
@@ -71,7 +72,3 @@ def _signature(parameters: Mapping[str, Any]) -> str:
         kind = types if isinstance(types, str) else " or ".join(types)
         parts.append(f"{key}{'' if key in required else '?'}: {kind}")
     return f"It takes {', '.join(parts) or 'no arguments'}"
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."

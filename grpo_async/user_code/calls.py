@@ -206,8 +206,12 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
 
 def shown(value: Any) -> str:
     """Value and type in a few words, for errors."""
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+    return f"{clipped(repr(value))} ({type(value).__name__})"
+
+
+def clipped(text: str, most: int = 60) -> str:
+    """At most so many characters, the last three dots where some are left out."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from grpo_async.errors import ConfigError
+from grpo_async.user_code.calls import is_async
 
 
 def resolve(reference: str) -> Any:
@@ -126,9 +127,7 @@ def resolve_plain_function(
     """
     where = f"{setting}: {reference}"
     function = resolve_function(reference, where)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - of an object that is called, not whether it can be
-    ):
+    if is_async(function):
         raise ConfigError(f"{where}: is async; make it a plain function, it has {turns}")
     names = ", ".join(given)
     try:

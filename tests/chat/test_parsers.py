@@ -357,7 +357,7 @@ def test_calls_of_the_users_parser_are_held_to_the_rules_of_json() -> None:
     ("name", "error"),
     [
         ("absent", "has no `absent`"),
-        ("NOT_CALLABLE", "is dict, not a function"),
+        ("NOT_CALLABLE", "is a dict, which cannot be called"),
         ("waits", "is async"),
         ("takes_two", r"cannot be called as parse\(text\)"),
     ],

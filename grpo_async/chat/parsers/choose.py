@@ -24,7 +24,8 @@ from grpo_async.chat.parsers.formats import FORMATS, Format, explained
 from grpo_async.chat.parsers.json_calls import calls_of, checked_call_of, kind_of
 from grpo_async.chat.turn import ReadCall, Reading, SampledTurn
 from grpo_async.errors import ConfigError
-from grpo_async.user_code.references import resolve
+from grpo_async.user_code.calls import is_async
+from grpo_async.user_code.references import resolve_function
 
 AUTO = "auto"
 RESPONSE_TEMPLATE = "response_template"
@@ -160,14 +161,8 @@ class UserParser:
     def __init__(self, reference: str, decode: Callable[[list[int]], str]) -> None:
         self._reference = reference
         self._decode = decode
-        try:
-            self._parse = resolve(reference)
-        except ConfigError as error:
-            raise ConfigError(f"tool_calling.parser: {error}") from error
-        if not callable(self._parse):
-            raise ConfigError(f"tool_calling.parser: `{reference}` is {type(self._parse).__name__}, not a function")
-        call = getattr(type(self._parse), "__call__", None)  # noqa: B004 - a look at its kind
-        if inspect.iscoroutinefunction(self._parse) or inspect.iscoroutinefunction(call):
+        self._parse = resolve_function(reference, f"tool_calling.parser: {reference}")
+        if is_async(self._parse):
             raise ConfigError(f"tool_calling.parser: `{reference}` is async; a parser is a plain function")
         self._keywords = self._wanted_keywords()
 
