@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
-from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, startup_notes
+from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class _Judge:
         passed = 0
         for stdin, wanted in row.tests:
             result = await self._candidate.run(code, stdin=stdin)
-            if result.status.is_ok and is_same_output(result.stdout, wanted):
+            if result.status is SandboxStatus.OK and is_same_output(result.stdout, wanted):
                 passed += 1
             elif self._all_or_nothing:
                 break

@@ -70,10 +70,6 @@ class SandboxStatus(StrEnum):
     OUTPUT = "output"  # more output than `max_output_chars`; killed, and what came before is kept
     KILLED = "killed"  # by another signal: a crash, or a kill of its own
 
-    @property
-    def is_ok(self) -> bool:
-        return self is SandboxStatus.OK
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:

@@ -124,17 +124,6 @@ def capabilities() -> list[Capability]:
     ]
 
 
-def describe() -> list[str]:
-    """Lines for the start of a run: one for what holds, one for each thing that does not, and what follows from it."""
-    found = capabilities()
-    held = [f"{c.name} ({c.how})" for c in found if c.is_available]
-    notes = [f"sandbox holds: {', '.join(held) or 'nothing'}"]
-    for capability in found:
-        if not capability.is_available:
-            notes.append(f"sandbox does NOT hold {capability.name}: {capability.consequence} (tried: {capability.how})")
-    return notes
-
-
 # ------------------------------------------------------------------------------------------------ trying them
 
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256, file_mb=1, directory_mb=4, max_processes=8)

@@ -12,7 +12,6 @@ from grpo_async.sandbox.restrictions import (
     NETWORK,
     PROCESSES,
     capabilities,
-    describe,
     findings,
 )
 
@@ -113,4 +112,9 @@ def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
         ConfigError: a required capability is not to be had on this machine, or its name is unknown.
     """
     _check(require)
-    return describe()
+    found = capabilities()
+    notes = [f"sandbox holds: {', '.join(f'{c.name} ({c.how})' for c in found if c.is_available) or 'nothing'}"]
+    for c in found:
+        if not c.is_available:
+            notes.append(f"sandbox does NOT hold {c.name}: {c.consequence} (tried: {c.how})")
+    return notes

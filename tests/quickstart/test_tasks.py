@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from grpo_async.quickstart.tasks import TASKS
 from grpo_async.quickstart.tasks.base import WarmupRecipe, is_held_out
 from grpo_async.quickstart.tasks.code import CodeTask, Formula, all_formulas
 from grpo_async.quickstart.tasks.game import MAX_GUESSES, Game, GameTask
-from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask
+from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask, _SumTask
 from grpo_async.quickstart.warmup import demonstration
 from grpo_async.rewards.reasoning_gym import task_score
 from grpo_async.tools import load_tools
@@ -50,6 +51,11 @@ def test_the_split_covers_every_item_once(name: str, num_training: int | None, n
     """99 ranges x 7 numbers; 10^3 numbers x 2^2 signs; 20 constants x 2 signs x (8 factors x 2 forms + 1 square)."""
     training, held_out = TASKS[name].training_items(), TASKS[name].held_out_items()
     assert not set(training) & set(held_out)
+    asked = [{json.dumps(TASKS[name].row(item), sort_keys=True) for item in side} for side in (training, held_out)]
+    assert asked[0].isdisjoint(asked[1])
+    if isinstance(TASKS[name], _SumTask):  # no held-out sum is trained on in another order
+        terms = [{tuple(sorted(item.terms)) for item in side} for side in (training, held_out)]
+        assert terms[0].isdisjoint(terms[1])
     assert len(set(training)) + len(set(held_out)) == num_items
     assert len(training) == (num_training or len(training))
     assert len(held_out) >= (63 if name in ("code", "game") else 200)  # what their configs evaluate

@@ -8,7 +8,7 @@ turn begins with thinking, calls are looked for after it: a model that ponders a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, scan_json
@@ -38,17 +38,7 @@ class Hermes:
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
     def read(self, turn: SampledTurn) -> Reading:
-        text, opening = turn.marked_text, self.special_tokens[0]
-        found = text.find(opening, answer_start(turn))
-        if found < 0:
-            return Reading(content=turn.text)
-        outside, calls = [text[:found]], []
-        while found >= 0:
-            block, position = self._block(text, found + len(opening))
-            calls += block
-            found = text.find(opening, position)
-            outside.append(text[position : found if found >= 0 else len(text)])
-        return Reading(content=joined(outside), calls=calls)
+        return _read_blocks(turn, self.special_tokens[0], self._block)
 
     def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
         """The calls of the block whose inside begins at `start`, and the position after the block."""
@@ -132,17 +122,7 @@ class Mistral:
     _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
 
     def read(self, turn: SampledTurn) -> Reading:
-        text, mark = turn.marked_text, self.special_tokens[0]
-        found = text.find(mark, answer_start(turn))
-        if found < 0:
-            return Reading(content=turn.text)
-        outside, calls = [text[:found]], []
-        while found >= 0:
-            block, position = self._block(text, found + len(mark))
-            calls += block
-            found = text.find(mark, position)
-            outside.append(text[position : found if found >= 0 else len(text)])
-        return Reading(content=joined(outside), calls=calls)
+        return _read_blocks(turn, self.special_tokens[0], self._block)
 
     def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
         named = self._NAME.match(text, start)
@@ -219,6 +199,24 @@ def answer_start(turn: SampledTurn) -> int:
             end = text.find(closing)
             return end + len(closing) if end >= 0 else len(text)
     return 0
+
+
+def _read_blocks(
+    turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ReadCall], int]]
+) -> Reading:
+    """The calls of every block behind `opening`. `read_block` gets the text and where the inside of a block begins, and gives its
+    calls and the position after it."""
+    text = turn.marked_text
+    found = text.find(opening, answer_start(turn))
+    if found < 0:
+        return Reading(content=turn.text)
+    outside, calls = [text[:found]], []
+    while found >= 0:
+        block, position = read_block(text, found + len(opening))
+        calls += block
+        found = text.find(opening, position)
+        outside.append(text[position : found if found >= 0 else len(text)])
+    return Reading(content=joined(outside), calls=calls)
 
 
 def joined(pieces: Sequence[str]) -> str:
