@@ -61,8 +61,10 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
         with RolloutStore(Path(folder), settings=RolloutRecordSection(block_mb=options.block_mb)) as store:
 
             def on() -> None:
-                group, samples, figures = groups.pop()
-                append = functools.partial(store.append, group, samples, GroupStatus.TRAINED, 1, figures=figures)
+                scored, figures = groups.pop()
+                append = functools.partial(
+                    store.append, scored.group, GroupStatus.TRAINED, 1, scored=scored, figures=figures
+                )
                 appends.append(seconds_of(append))
                 _work(matrix, loops)
 
@@ -94,13 +96,19 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
     report.target("slow-down by the store, median %", median, at_most=options.max_percent)
 
 
-def _build_line(group: Any, samples: list[Any], figures: dict[str, Any]) -> tuple[float, int]:
+def _build_line(scored: Any, figures: dict[str, Any]) -> tuple[float, int]:
     """Seconds that the line of a group takes to build, and its bytes."""
     from grpo_async.records import GroupStatus
     from grpo_async.store.lines import Entry, line_of
 
     entry = Entry(
-        seq=0, group=group, samples=samples, status=GroupStatus.TRAINED, step=1, written_at=0.0, figures=figures
+        seq=0,
+        group=scored.group,
+        status=GroupStatus.TRAINED,
+        step=1,
+        written_at=0.0,
+        scored=scored,
+        figures=figures,
     )
     began = time.perf_counter()
     line = line_of(entry)
@@ -128,6 +136,7 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
         RolloutGroup,
         RolloutSample,
         RolloutStatus,
+        ScoredGroup,
         TaggedMessage,
         TokenFigures,
         TurnRecord,
@@ -177,7 +186,9 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], 
         )
     message = TaggedMessage(role="user", content="What is 3 + 4? " * 20, origin=Origin.PROMPT)
     prompt = Prompt(prompt_id=group_id, messages=[message], columns={"answer": "7"})
-    return RolloutGroup(group_id=group_id, prompt=prompt, completions=completions), samples, figures
+    group = RolloutGroup(group_id=group_id, prompt=prompt, completions=completions)
+    rewards, parts = [1.0] * len(samples), [{"exact": 1.0}] * len(samples)
+    return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=parts), figures
 
 
 if __name__ == "__main__":

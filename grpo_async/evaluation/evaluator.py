@@ -189,7 +189,7 @@ class Evaluator:
 
     def _keep(self, task: EvaluationTask, group: RolloutGroup, status: GroupStatus, scored: ScoredGroup | None) -> None:
         if task.store is not None:
-            task.store.append(group, [], status, task.step, scored=scored)
+            task.store.append(group, status, task.step, scored=scored)
 
 
 def _outcome(

@@ -312,7 +312,7 @@ class RolloutWorker:
         self._ledger.close_group(group.group_id, status)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
-        self._store.append(group, scored.samples if scored else [], status, step, scored=scored, figures=figures)
+        self._store.append(group, status, step, scored=scored, figures=figures)
 
     def resume_state(self) -> ResumeState:
         """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's

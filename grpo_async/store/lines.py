@@ -1,6 +1,6 @@
 """Groups to lines of JSON.
 
-    RolloutGroup + RolloutSample... + TokenFigures... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
+    RolloutGroup + ScoredGroup + TokenFigures... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
 
 Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
 "entropies": [0.5, 0.25, null, 1.0].
@@ -27,7 +27,6 @@ from grpo_async.records import (
     IntArray,
     RolloutCompletion,
     RolloutGroup,
-    RolloutSample,
     ScoredGroup,
     TaggedMessage,
     TokenFigures,
@@ -41,12 +40,11 @@ _MOST_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A group on its way to the disk. `samples` and `scored` know the rewards, `figures` maps rollout ids to what the trainer
-    found, `written_at` is in seconds since the epoch."""
+    """A group on its way to the disk. `scored` knows the rewards and advantages, `figures` maps rollout ids to what the trainer found,
+    `written_at` is in seconds since the epoch."""
 
     seq: int
     group: RolloutGroup
-    samples: Sequence[RolloutSample]
     status: GroupStatus
     step: int | None
     written_at: float
@@ -65,13 +63,13 @@ class _Outcome:
 
 
 def line_of(entry: Entry) -> bytes:
-    """One line of JSON with its line feed. Rewards come from the samples, and from `scored` where a filtered group has none.
+    """One line of JSON with its line feed.
 
     Raises:
         ValueError: figures that do not fit their rollout (see `check_figures`).
     """
     group = entry.group
-    outcomes = _outcomes(entry.samples, entry.scored)
+    outcomes = _outcomes(entry.scored)
     shared_ids = group.completions[0].prompt_ids if group.completions else None
     rollouts = [
         _rollout(each, outcomes.get(each.rollout_id, _Outcome()), entry.figures.get(each.rollout_id), shared_ids)
@@ -120,22 +118,21 @@ def prompt_hash(messages: Sequence[TaggedMessage]) -> str:
     return blake2b(_dumps(kept, orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 
-def _outcomes(samples: Sequence[RolloutSample], scored: ScoredGroup | None) -> dict[str, _Outcome]:
-    """By rollout id."""
-    found: dict[str, _Outcome] = {}
-    if scored is not None:
-        scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
-        for index, (completion, reward, parts) in enumerate(scores):
-            extra = {name: values[index] for name, values in scored.extra_columns.items()}
-            found[completion.rollout_id] = _Outcome(reward=reward, rewards=parts, extra=extra)
-    for sample in samples:
-        found[sample.rollout_id] = _Outcome(
-            reward=sample.reward,
-            advantage=sample.advantage,
-            rewards=sample.rewards,
-            extra=found.get(sample.rollout_id, _Outcome()).extra,
+def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
+    """By rollout id; those that were never scored are left out."""
+    if scored is None:
+        return {}
+    advantages = {sample.rollout_id: sample.advantage for sample in scored.samples}
+    scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
+    return {
+        completion.rollout_id: _Outcome(
+            reward=reward,
+            advantage=advantages.get(completion.rollout_id),
+            rewards=parts,
+            extra={name: values[index] for name, values in scored.extra_columns.items()},
         )
-    return found
+        for index, (completion, reward, parts) in enumerate(scores)
+    }
 
 
 def _rollout(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus, RolloutGroup, RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenFigures
 from grpo_async.store.blocks import (
     TEMPORARY_SUFFIX,
     Block,
@@ -99,7 +99,6 @@ class RolloutStore(Writer):
     def append(
         self,
         group: RolloutGroup,
-        samples: Sequence[RolloutSample],
         status: GroupStatus,
         step: int | None,
         *,
@@ -109,10 +108,8 @@ class RolloutStore(Writer):
         """Have one group written, soon. It must not be changed any more.
 
         Args:
-            samples: the trainable rows of the group, which know reward and advantage.
             step: the optimizer step that used or dropped the group, None when no step saw it.
-            scored: the rewards of a group that was scored and has no samples (filtered); without it, and without
-                a sample, a rollout is stored without reward.
+            scored: its rewards and advantages; None: it was never scored.
             figures: what the trainer found, by rollout id.
 
         Raises:
@@ -135,7 +132,6 @@ class RolloutStore(Writer):
             entry = Entry(
                 seq=self._open(),  # not before: others append while this waits
                 group=group,
-                samples=samples,
                 status=status,
                 step=step,
                 written_at=time.time(),

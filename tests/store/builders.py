@@ -18,6 +18,7 @@ from grpo_async.records import (
     RolloutGroup,
     RolloutSample,
     RolloutStatus,
+    ScoredGroup,
     TaggedMessage,
     TokenFigures,
     ToolCallRecord,
@@ -115,6 +116,28 @@ def build_sample(group_id: int, completion: RolloutCompletion, reward: float, ad
     )
 
 
+def build_scored(group: RolloutGroup, samples: Sequence[RolloutSample]) -> ScoredGroup | None:
+    """The group with the rewards of its samples; None without one."""
+    by_id = {sample.rollout_id: sample for sample in samples}
+    found = [by_id.get(each.rollout_id) for each in group.trainable]
+    rewards, parts = [each and each.reward for each in found], [each.rewards if each else {} for each in found]
+    return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=parts) if samples else None
+
+
+def append(
+    store: RolloutStore,
+    group: RolloutGroup,
+    samples: Sequence[RolloutSample],
+    status: GroupStatus,
+    step: int | None,
+    *,
+    scored: ScoredGroup | None = None,
+    **more: Any,
+) -> None:
+    """Store a group with the rewards of `samples`, or of `scored`."""
+    store.append(group, status, step, scored=scored or build_scored(group, samples), **more)
+
+
 def append_simple(
     store: RolloutStore,
     group_id: int,
@@ -136,7 +159,7 @@ def append_simple(
         for i in range(len(rewards))
     ]
     samples = [build_sample(group_id, each, reward) for each, reward in zip(completions, rewards, strict=True)]
-    store.append(build_group(group_id, completions, text=text), samples, status, step)
+    append(store, build_group(group_id, completions, text=text), samples, status, step)
     store.flush()
 
 

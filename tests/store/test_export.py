@@ -18,6 +18,7 @@ from grpo_async.store.schema import COLUMN_NAMES
 from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
+    append,
     append_simple,
     build_figures,
     build_group,
@@ -41,11 +42,11 @@ def folder(tmp_path: Path) -> Path:
             seal_block(lines, compression_level=3)
     with RolloutStore(found, seals_at_close=False) as store:
         tools = build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]})  # mask 1 1 0 0 1
-        store.append(tools, [], GroupStatus.FAILED, None, figures={"9-0": build_figures(3)})
-        store.append(build_group(10, []), [], GroupStatus.CANCELLED, None)
+        append(store, tools, [], GroupStatus.FAILED, None, figures={"9-0": build_figures(3)})
+        append(store, build_group(10, []), [], GroupStatus.CANCELLED, None)
         rollout = build_rollout("11-0", text='say "hi"\n\x1b[2J漢', logprobs=[-0.1, -1e-8, -2.5])
         sample = build_sample(11, rollout, 0.5)
-        store.append(build_group(11, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"11-0": build_figures(3)})
+        append(store, build_group(11, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"11-0": build_figures(3)})
     return found
 
 

@@ -17,7 +17,7 @@ from grpo_async.records import GroupStatus
 from grpo_async.store import GroupRow, RolloutStore
 from grpo_async.store.blocks import find_blocks
 from grpo_async.store.metadata import read_metadata
-from tests.store.builders import build_group, build_rollout, small_blocks
+from tests.store.builders import append, build_group, build_rollout, small_blocks
 from tests.support.stored import read_groups, scan_groups
 from tests.support.waiting import eventually
 
@@ -29,7 +29,7 @@ _WRITER = """
 import sys, time
 from pathlib import Path
 from grpo_async.records import GroupStatus
-from tests.store.builders import build_group, build_rollout, small_blocks
+from tests.store.builders import append, build_group, build_rollout, small_blocks
 from grpo_async.store import RolloutStore
 
 folder, resume = Path(sys.argv[1]), int(sys.argv[2])
@@ -40,7 +40,7 @@ print("ready", flush=True)
 for number in range(100000):
     ids = range(number, number + 400)
     group = build_group(number, [build_rollout(f"{number}-{i}", ids=ids, text="x" * 1000) for i in range(2)])
-    store.append(group, [], GroupStatus.TRAINED, number)
+    append(store, group, [], GroupStatus.TRAINED, number)
     time.sleep(0.005)
     if number % 5 == 4:
         print(store.position(), flush=True)
@@ -118,7 +118,7 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
         expected += [row.group_id for row in rows if first <= row.seq < position]
     with RolloutStore(tmp_path, settings=small_blocks()) as last:
         last.supersede_from(resume, step=1)
-        last.append(build_group(0, [build_rollout("0-0")]), [], GroupStatus.TRAINED, 1)
+        append(last, build_group(0, [build_rollout("0-0")]), [], GroupStatus.TRAINED, 1)
     assert [row.group_id for row in read_groups(tmp_path)] == [*expected, 0]
     assert not read_metadata(tmp_path).is_open
     assert all(block.is_sealed for block in find_blocks(tmp_path))

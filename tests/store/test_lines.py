@@ -34,6 +34,7 @@ from tests.store.builders import (
     build_group,
     build_rollout,
     build_sample,
+    build_scored,
     build_tool_rollout,
 )
 
@@ -43,9 +44,11 @@ def _line(
     samples: Sequence[RolloutSample] = (),
     status: GroupStatus = GroupStatus.TRAINED,
     step: int | None = None,
+    scored: ScoredGroup | None = None,
     **more: Any,
 ) -> bytes:
-    return line_of(Entry(seq=17, group=group, samples=samples, status=status, step=step, written_at=1000.5, **more))
+    scored = scored or build_scored(group, samples)
+    return line_of(Entry(seq=17, group=group, status=status, step=step, written_at=1000.5, scored=scored, **more))
 
 
 def _row(*arguments: Any, **more: Any) -> GroupRow:

@@ -17,6 +17,7 @@ from grpo_async.store.query_names import BY_NAME, FLAG, HELP, LIST, MAP, NAMES, 
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from tests.store.builders import (
+    append,
     build_failed_rollout,
     build_figures,
     build_group,
@@ -32,26 +33,27 @@ def _fill(store: RolloutStore) -> None:
     samples = [build_sample(1, first[0], 1.0, 0.7), build_sample(1, first[1], 0.0, -0.7)]
     on_policy = replace(build_figures(3), weights=[1.0] * 3, entropies=[0.0] * 3, marks=[0] * 3)
     figures = {"a0": build_figures(3), "a1": on_policy}
-    store.append(build_group(1, first, answer=9, level="007"), samples, GroupStatus.TRAINED, 3, figures=figures)
+    append(store, build_group(1, first, answer=9, level="007"), samples, GroupStatus.TRAINED, 3, figures=figures)
     tools = [build_tool_rollout("b0"), build_failed_rollout("b1", "a timeout of 5 s")]
     scored = ScoredGroup(
         group=build_group(2, tools), samples=[], rewards=[0.5], reward_parts=[{"exact": 0.5, "odd name": 2.0}],
         extra_columns={"parsed": ["x"]},
     )  # fmt: skip
-    store.append(scored.group, [], GroupStatus.FILTERED, 3, scored=scored)
+    append(store, scored.group, [], GroupStatus.FILTERED, 3, scored=scored)
     stale = [build_rollout("c0", text="100% sure_ly", ids=range(40), version=2)]
-    store.append(
+    append(
+        store,
         build_group(3, stale, text="say 'hi'\nÄPFEL", answer="nine"),
         [build_sample(3, stale[0], 0.25)],
         GroupStatus.STALE,
         6,
     )
-    store.append(build_group(4, [build_failed_rollout("d0")]), [], GroupStatus.FAILED, None)
-    store.append(build_group(5, []), [], GroupStatus.CANCELLED, None)
+    append(store, build_group(4, [build_failed_rollout("d0")]), [], GroupStatus.FAILED, None)
+    append(store, build_group(5, []), [], GroupStatus.CANCELLED, None)
     later = [build_rollout("e0", ids=range(7), version=5), build_rollout("e1", ids=range(9), version=4)]
     samples = [build_sample(6, each, reward, 0.1) for each, reward in zip(later, (0.75, 1.0), strict=True)]
-    store.append(build_group(6, later, answer=10), samples, GroupStatus.TRAINED, 7)
-    store.append(build_group(7, []), [], GroupStatus.FAILED, None)
+    append(store, build_group(6, later, answer=10), samples, GroupStatus.TRAINED, 7)
+    append(store, build_group(7, []), [], GroupStatus.FAILED, None)
 
 
 @pytest.fixture(scope="module")

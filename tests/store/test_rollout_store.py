@@ -21,6 +21,7 @@ from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
 from tests.store.builders import (
     OpenStore,
+    append,
     append_simple,
     build_figures,
     build_group,
@@ -45,7 +46,7 @@ def _seqs(folder: Path) -> list[tuple[int, int]]:
 def _append(store: RolloutStore, *group_ids: int, status: GroupStatus = GroupStatus.TRAINED) -> None:
     """Without waiting for the disk."""
     for group_id in group_ids:
-        store.append(build_group(group_id, [build_rollout(f"{group_id}-0")]), [], status, 1)
+        append(store, build_group(group_id, [build_rollout(f"{group_id}-0")]), [], status, 1)
 
 
 def test_a_group_can_be_read_as_soon_as_it_is_flushed(tmp_path: Path, open_store: OpenStore) -> None:
@@ -71,7 +72,7 @@ def test_the_statistics_of_the_trainer_are_stored_unless_they_are_switched_off(
     group = build_group(1, [build_rollout("1-0")])
     for is_on in (True, False):
         store = open_store(tmp_path / str(is_on), settings=small_blocks(token_figures=is_on))
-        store.append(group, [], GroupStatus.TRAINED, 1, figures={"1-0": build_figures(3)})
+        append(store, group, [], GroupStatus.TRAINED, 1, figures={"1-0": build_figures(3)})
         store.flush()
     (on,), (off,) = (read_groups(tmp_path / str(is_on))[0].rollouts for is_on in (True, False))
     assert on.weights == [1.0, 2.0, 3.0]
@@ -242,7 +243,7 @@ def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the
 def _append_and_fail(store: RolloutStore) -> None:
     _append(store, 1)
     figures = {"2-0": build_figures(1)}  # for three tokens
-    store.append(build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, figures=figures)
+    append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, figures=figures)
 
 
 def test_what_was_not_sealed_at_the_end_is_sealed_later(tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ def test_what_was_not_sealed_at_the_end_is_sealed_later(tmp_path: Path) -> None:
 
 def test_a_group_that_cannot_be_made_into_a_line_is_named(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path)
-    store.append(RolloutGroup(group_id=4, prompt=None, completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
+    append(store, RolloutGroup(group_id=4, prompt=None, completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="group 4 cannot be stored: AttributeError"):
         store.flush()
     append_simple(store, 5)

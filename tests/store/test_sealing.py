@@ -26,6 +26,7 @@ from grpo_async.store.seal import seal_block
 from tests.e2e.support import wait_for
 from tests.store.builders import (
     OpenStore,
+    append,
     append_simple,
     build_failed_rollout,
     build_figures,
@@ -49,7 +50,7 @@ def _fill(store: RolloutStore, rows: range) -> None:
         match group_id % 4:
             case 0:
                 figures = {tool.rollout_id: build_figures(3), plain.rollout_id: build_figures(3, first=0.1)}
-                store.append(group, [tool_sample, sample], GroupStatus.TRAINED, group_id, figures=figures)
+                append(store, group, [tool_sample, sample], GroupStatus.TRAINED, group_id, figures=figures)
             case 1:
                 scored = ScoredGroup(
                     group=group,
@@ -58,11 +59,11 @@ def _fill(store: RolloutStore, rows: range) -> None:
                     reward_parts=[{"exact": 1.0}, {}],
                     extra_columns={"note": [{"a": [1, None]}, "x"]},
                 )
-                store.append(group, [], GroupStatus.FILTERED, None, scored=scored)
+                append(store, group, [], GroupStatus.FILTERED, None, scored=scored)
             case 2:
-                store.append(build_group(group_id, [], answer=2**70, odd={1: "ü"}), [], GroupStatus.CANCELLED, None)
+                append(store, build_group(group_id, [], answer=2**70, odd={1: "ü"}), [], GroupStatus.CANCELLED, None)
             case _:
-                store.append(build_group(group_id, [plain]), [sample], GroupStatus.STALE, 3)
+                append(store, build_group(group_id, [plain]), [sample], GroupStatus.STALE, 3)
 
 
 def _columns(connection: Any, sql: str, path: Path) -> dict[str, str]:
@@ -106,8 +107,8 @@ def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenS
     other = build_rollout("7-2")
     samples = [build_sample(7, tool, 0.5, advantage=1.25), build_sample(7, other, 1.5)]
     store = open_store(tmp_path)
-    store.append(
-        build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, figures={"7-0": build_figures(3)}
+    append(
+        store, build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, figures={"7-0": build_figures(3)}
     )
     store.close()
     (block,) = find_blocks(tmp_path)

@@ -17,6 +17,7 @@ from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
 from grpo_async.store.schema import COLUMNS
 from tests.store.builders import (
+    append,
     append_simple,
     build_figures,
     build_group,
@@ -37,10 +38,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with RolloutStore(folder) as store:
         for group_id in range(6):
             append_simple(store, group_id, step=1 + group_id // 2, rewards=(0.0, group_id % 3 / 2))
-        store.append(build_group(9, [build_tool_rollout("9-0")]), [build_sample(9, build_tool_rollout("9-0"), 0.0)],
+        append(store, build_group(9, [build_tool_rollout("9-0")]), [build_sample(9, build_tool_rollout("9-0"), 0.0)],
                      GroupStatus.TRAINED, 4)  # fmt: skip
         rollout = build_rollout("10-0")
-        store.append(build_group(10, [rollout]), [build_sample(10, rollout, 1.0)], GroupStatus.TRAINED, 4,
+        append(store, build_group(10, [rollout]), [build_sample(10, rollout, 1.0)], GroupStatus.TRAINED, 4,
                      figures={"10-0": build_figures(3)})  # fmt: skip
     for name in ("rollouts.parquet", "rollouts.jsonl"):
         export_rollouts(folder, found / name, "parquet" if name.endswith("parquet") else "jsonl", parse_query(""))

@@ -16,6 +16,7 @@ from grpo_async.store.query import QueryError, parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     OpenStore,
+    append,
     append_simple,
     build_figures,
     build_group,
@@ -37,7 +38,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
             text = "the same" if group_id % 2 == 0 else f"prompt {group_id}"
             append_simple(store, group_id, rewards=rewards, step=1 + group_id // 2, text=text, num_tokens=3 + group_id)
         group = build_group(4, [build_tool_rollout("4-0")], answer=1, odd_one=2)
-        store.append(group, [], GroupStatus.CANCELLED, None)
+        append(store, group, [], GroupStatus.CANCELLED, None)
     with RolloutTable.open(folder) as opened:
         yield opened
 
@@ -77,7 +78,7 @@ def test_a_rollout_in_a_table_has_its_figures_and_the_beginning_of_its_texts(
     with open_store(tmp_path) as store:
         figures = {"r": build_figures(3)}
         group = build_group(9, [rollout], text=long)
-        store.append(group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, figures=figures)
+        append(store, group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, figures=figures)
     with RolloutTable.open(tmp_path) as table:
         (found,) = table.page()
     assert (found.rollout_id, found.group_id, found.prompt_id, found.step) == ("r", 9, 109, 5)

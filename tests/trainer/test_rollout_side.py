@@ -246,7 +246,7 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
             state = CheckpointState.of(1, side.source.resume_state(), progress={}, counters={})
         scored = make_scored(0)
         with RolloutStore(folder, seals_at_close=False) as store:
-            store.append(scored.group, scored.samples, GroupStatus.TRAINED, 2, scored=scored)
+            store.append(scored.group, GroupStatus.TRAINED, 2, scored=scored)
             store.flush()
         with open_side(config, server, state) as side:
             assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail

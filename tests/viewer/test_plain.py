@@ -20,6 +20,7 @@ from grpo_async.viewer.safe_text import one_line, quoted, visible
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
+    append,
     append_simple,
     build_failed_rollout,
     build_figures,
@@ -55,7 +56,7 @@ def _stored(
 ) -> GroupRow:
     """The group as it is read back from a store of its own."""
     store = open_store(folder)
-    store.append(group, samples, status, 3, **options)
+    append(store, group, samples, status, 3, **options)
     store.flush()
     (row,) = read_groups(folder)
     return row
@@ -74,7 +75,7 @@ def test_markup_and_escapes_of_a_model_reach_no_view(tmp_path: Path, open_store:
     hostile = "[red]x[/] \x1b]0;title\x07 [bold"
     store = open_store(tmp_path)
     append_simple(store, 0, text=hostile, answer=hostile)
-    store.append(build_group(1, [build_failed_rollout("1-\x1b[2J", hostile)]), [], GroupStatus.FAILED, None)
+    append(store, build_group(1, [build_failed_rollout("1-\x1b[2J", hostile)]), [], GroupStatus.FAILED, None)
     store.flush()
     rows = list(read_groups(tmp_path))
     pages = [group_table(_summaries(tmp_path), 2, 2), *(group_page(row) for row in rows)]

@@ -97,7 +97,7 @@ def write_store(folder: Path, groups: Sequence[Group]) -> None:
             group = RolloutGroup(group_id=number, prompt=prompt, completions=completions)
             parts = [{"exact": reward} for reward in each.rewards]
             scored = ScoredGroup(group=group, samples=[], rewards=list(each.rewards), reward_parts=parts)
-            store.append(group, [], each.status, each.step, scored=None if each.is_failed else scored)
+            store.append(group, each.status, each.step, scored=None if each.is_failed else scored)
 
 
 def write_run(

@@ -17,6 +17,7 @@ from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.base import Session
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
+    append,
     append_simple,
     build_failed_rollout,
     build_figures,
@@ -39,9 +40,9 @@ def fill(store: RolloutStore) -> None:
     calling, plain = build_tool_rollout("1-0"), build_rollout("1-1", ids=(5, 6, 7, 8))
     figures = {"1-0": build_figures(3), "1-1": build_figures(4)}
     samples = [build_sample(1, calling, 1.0, 0.75), build_sample(1, plain, 0.0, -0.75)]
-    store.append(build_group(1, [calling, plain], answer="3"), samples, GroupStatus.TRAINED, 2, figures=figures)
+    append(store, build_group(1, [calling, plain], answer="3"), samples, GroupStatus.TRAINED, 2, figures=figures)
     append_simple(store, 2, step=3, status=GroupStatus.STALE, truncated=True, num_tokens=9, text="count sheep")
-    store.append(build_group(3, [build_failed_rollout("3-0", HOSTILE)]), [], GroupStatus.FAILED, None)
+    append(store, build_group(3, [build_failed_rollout("3-0", HOSTILE)]), [], GroupStatus.FAILED, None)
     append_simple(store, 4, step=3, text=HOSTILE, answer=HOSTILE)
     append_simple(store, 5, step=4, rewards=(1.0, 0.5), text="what is 1 + 1?", answer="two and four")
     store.flush()

@@ -15,7 +15,7 @@ from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.group import GroupScreen
 from grpo_async.viewer.terminal.histogram import HistogramScreen, histogram_text
 from grpo_async.viewer.terminal.rollout import RolloutScreen
-from tests.store.builders import OpenStore, append_simple, build_group, build_rollout
+from tests.store.builders import OpenStore, append, append_simple, build_group, build_rollout
 from tests.viewer.terminal.support import SIZES, drive, fill, on, press, settle, shown, type_filter
 
 
@@ -287,7 +287,7 @@ def test_superseded_groups_are_shown_when_asked_for(tmp_path: Path, open_store: 
 def test_a_long_table_reads_only_the_pages_it_shows(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path / "rollouts")
     for group_id in range(300):
-        store.append(build_group(group_id, [build_rollout(f"{group_id}-0")]), [], GroupStatus.TRAINED, group_id)
+        append(store, build_group(group_id, [build_rollout(f"{group_id}-0")]), [], GroupStatus.TRAINED, group_id)
     store.flush()
 
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:

@@ -19,7 +19,7 @@ from grpo_async.viewer.terminal.group import (
     marked_text,
 )
 from grpo_async.viewer.terminal.rollout import RolloutScreen
-from tests.store.builders import OpenStore, append_simple, build_group, build_rollout, build_sample
+from tests.store.builders import OpenStore, append, append_simple, build_group, build_rollout, build_sample
 from tests.support.stored import read_groups
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
 
@@ -33,7 +33,7 @@ def eight(tmp_path: Path, open_store: OpenStore) -> Path:
     ]
     samples = [build_sample(0, each, float(i == 5), 2.0 if i == 5 else -0.3) for i, each in enumerate(rollouts)]
     store = open_store(tmp_path / "rollouts")
-    store.append(build_group(0, rollouts, answer="2"), samples, GroupStatus.TRAINED, 7)
+    append(store, build_group(0, rollouts, answer="2"), samples, GroupStatus.TRAINED, 7)
     append_simple(store, 1)
     store.flush()
     return tmp_path
@@ -103,7 +103,7 @@ def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_
     store = open_store(tmp_path / "rollouts")
     rollouts = [build_rollout(f"0-{i}", text=text) for i, text in enumerate(("a x c\nd", "a b c\nd", "a b c\nd"))]
     samples = [build_sample(0, each, float(i)) for i, each in enumerate(rollouts)]
-    store.append(build_group(0, rollouts), samples, GroupStatus.TRAINED, 1)
+    append(store, build_group(0, rollouts), samples, GroupStatus.TRAINED, 1)
     store.flush()
     (row,) = read_groups(tmp_path / "rollouts")
     assert best_rollout(row.rollouts) == 2

@@ -15,7 +15,7 @@ from grpo_async.viewer.terminal.lines import PageView
 from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode
 from grpo_async.viewer.token_text import TokenTexts
-from tests.store.builders import OpenStore, build_group, build_rollout, build_sample
+from tests.store.builders import OpenStore, append, build_group, build_rollout, build_sample
 from tests.support.stored import read_groups
 from tests.viewer.support import byte_tokenizer
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
@@ -128,7 +128,7 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
 def test_the_cursor_moves_by_lines_and_pages_through_a_long_rollout(tmp_path: Path, open_store: OpenStore) -> None:
     rollout = build_rollout("0-0", ids=list(range(1000, 3000)))
     store = open_store(tmp_path / "rollouts")
-    store.append(build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
+    append(store, build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
     store.flush()
 
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
@@ -160,7 +160,7 @@ def test_token_texts_show_line_ends_and_nothing_that_a_terminal_obeys(tmp_path: 
     ids = [alphabet.index(names[character]) for character in "h h\n\x1b[h\th"]
     rollout = build_rollout("0-0", ids=ids)
     store = open_store(tmp_path / "rollouts")
-    store.append(build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
+    append(store, build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
     store.flush()
 
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:

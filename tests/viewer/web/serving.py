@@ -19,6 +19,7 @@ from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.serve import listen
 from grpo_async.viewer.web.sources import Library
 from tests.store.builders import (
+    append,
     build_failed_rollout,
     build_figures,
     build_group,
@@ -113,8 +114,13 @@ def append_group(
     pairs = zip(completions, rewards, strict=True)
     samples = [replace(build_sample(group_id, each, r, r - mean), rewards={name: r}) for each, r in pairs]
     figures = {each.rollout_id: build_figures(sum(each.completion_mask)) for each in completions}
-    store.append(
-        build_group(group_id, completions, text=prompt, **columns), samples, GroupStatus.TRAINED, step, figures=figures
+    append(
+        store,
+        build_group(group_id, completions, text=prompt, **columns),
+        samples,
+        GroupStatus.TRAINED,
+        step,
+        figures=figures,
     )
 
 
@@ -139,5 +145,5 @@ def write_hostile_run(root: Path) -> Path:
         ]
         append_group(store, 0, HOSTILE, completions, [0.0, 1.0], step=1, name=HOSTILE, **{HOSTILE: HOSTILE})
         failed = build_group(1, [build_failed_rollout("g1-r0", HOSTILE)], text=HOSTILE)
-        store.append(failed, [], GroupStatus.FAILED, None)
+        append(store, failed, [], GroupStatus.FAILED, None)
     return root
