@@ -40,7 +40,7 @@ _MOST_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A group on its way to the disk. `scored` knows the rewards and advantages, `figures` maps rollout ids to what the trainer found,
+    """A group on its way to the disk. `scored` knows rewards and advantages, `figures` maps rollout ids to what the trainer found,
     `written_at` is in seconds since the epoch."""
 
     seq: int
