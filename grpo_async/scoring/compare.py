@@ -42,14 +42,9 @@ class Advantages:
         self._weights = weights
         self._custom = UserAdvantage(section) if section.type == "custom" else None
 
-    @property
-    def needs_step(self) -> bool:
-        """Whether advantages are final only when the groups of a step are together."""
-        return self._section.type == "batch" or self._section.rewards == "normalize_each"
-
     def of_group(self, rewards: Rewards, parts: Sequence[Mapping[str, float | None]]) -> list[float]:
-        """Advantages of one group, [num_completions]. With `needs_step` they are not divided by the std of the step yet, and have
-        the sign of the final ones. All are 0 in a group that teaches nothing, and only there.
+        """Advantages of one group, [num_completions]. What `over_step` completes is not divided by the std of the step yet,
+        and has the sign of the final one. All are 0 in a group that teaches nothing, and only there.
 
         Args:
             rewards: summed by weight.

@@ -94,7 +94,6 @@ class GroupSummary:
     num_truncated: Annotated[int, "count_if(truncated)::INTEGER"]
     num_failed: Annotated[int, "count_if(status = 'failed')::INTEGER"]
     num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
-    num_tokens_max: Annotated[int, "coalesce(max(num_tokens), 0)::INTEGER"]
     num_turns_mean: Annotated[float, "coalesce(avg(num_turns), 0.0)"]
     num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::INTEGER"]
     num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::INTEGER"]
@@ -126,20 +125,12 @@ class StepSummary:
     reward_std: Annotated[float | None, "stddev_samp(reward)"]
     reward_min: Annotated[float | None, "min(reward)"]
     reward_q10: Annotated[float | None, "quantile_cont(reward, 0.1)"]
-    reward_q25: Annotated[float | None, "quantile_cont(reward, 0.25)"]
-    reward_median: Annotated[float | None, "quantile_cont(reward, 0.5)"]
-    reward_q75: Annotated[float | None, "quantile_cont(reward, 0.75)"]
     reward_q90: Annotated[float | None, "quantile_cont(reward, 0.9)"]
     reward_max: Annotated[float | None, "max(reward)"]
     rewards: Mapping[str, float]  # mean of each part that has one
     num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
-    num_tokens_q10: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.1), 0.0)::DOUBLE"]
-    num_tokens_median: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.5), 0.0)::DOUBLE"]
-    num_tokens_q90: Annotated[float, "coalesce(quantile_cont(num_tokens, 0.9), 0.0)::DOUBLE"]
-    num_tokens_max: Annotated[int, "coalesce(max(num_tokens), 0)"]
     truncated_share: Annotated[float, "coalesce(avg(truncated::INTEGER), 0.0)"]
     failed_share: Annotated[float, "coalesce(avg((status = 'failed')::INTEGER), 0.0)"]
-    num_turns_mean: Annotated[float, "coalesce(avg(num_turns), 0.0)"]
     num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::BIGINT"]
     num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::BIGINT"]
     staleness_mean: Annotated[float | None, "avg(staleness)"]
@@ -149,7 +140,6 @@ class StepSummary:
     clipped_share: Annotated[float | None, "avg(clipped_share)"]
     masked_share: Annotated[float | None, "avg(masked_share)"]
     mismatch_mean: Annotated[float | None, "avg(mismatch_mean)"]
-    total_duration_mean_s: Annotated[float | None, "avg(total_duration_s)"]
     group_statuses: Mapping[str, int]  # groups by status
 
 

@@ -65,7 +65,6 @@ def test_what_is_final_with_the_group_is_left_alone_by_the_step() -> None:
     for kind in ("group", "none", "rloo"):
         step = _Step([{"a": [1.0, 0.0]}, {"a": [5.0, 0.0]}], {"a": 1.0}, {"type": kind})
         assert step.scorer.advantages.over_step(step.scored) == step.scored
-        assert not step.scorer.advantages.needs_step
 
 
 TWO = {"a": [1.0, 0.0, 1.0, 0.0], "b": [10.0, 10.0, 30.0, 30.0]}
