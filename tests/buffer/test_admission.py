@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from grpo_async.buffer.admission import Admission
 
 
@@ -17,11 +19,19 @@ async def _admit(admission: Admission, count: int) -> None:
         await asyncio.wait_for(admission.admit(), timeout=1.0)
 
 
-def test_capacity_is_staleness_plus_one_steps() -> None:
+@pytest.mark.parametrize(
+    ("changes", "capacity"),
+    [
+        ({}, 8),  # (0 + 1 + 1) x 4
+        ({"max_staleness": 0}, 4),
+        ({"max_staleness": 5, "last_version": 2}, 8),  # 2 steps x 4, not 6 x 4: no step could consume more
+        ({"version": 10}, 8),  # a resumed run counts from its own version
+    ],
+)
+def test_so_many_are_admitted_as_the_steps_within_the_staleness_consume(changes: dict[str, int], capacity: int) -> None:
     async def run() -> None:
-        admission = _admission()
-        assert admission.capacity == 8  # (0 + 1 + 1) x 4
-        await _admit(admission, 8)
+        admission = _admission(**changes)
+        await _admit(admission, capacity)
         assert admission.capacity == 0
 
     asyncio.run(run())
@@ -44,24 +54,3 @@ def test_a_waiting_admit_is_woken_by_release_and_by_a_new_version() -> None:
         assert admission.capacity == 3  # one step more is 4 groups, one of them admitted above
 
     asyncio.run(run())
-
-
-def test_staleness_zero_admits_one_step_at_a_time() -> None:
-    async def run() -> None:
-        admission = _admission(max_staleness=0)
-        await _admit(admission, 4)
-        assert admission.capacity == 0
-        admission.advance(1)
-        assert admission.capacity == 4
-
-    asyncio.run(run())
-
-
-def test_nothing_is_admitted_that_no_step_could_consume() -> None:
-    admission = _admission(max_staleness=5, last_version=2)
-    assert admission.capacity == 8  # 2 steps x 4, not 6 x 4
-
-
-def test_a_resumed_run_counts_from_its_own_version() -> None:
-    admission = _admission(version=10)
-    assert admission.capacity == 8

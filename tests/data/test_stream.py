@@ -31,16 +31,19 @@ def test_a_text_prompt_becomes_one_user_message_and_stays_text_for_rewards() -> 
     )
 
 
-def test_messages_become_tagged_messages_behind_the_system_prompt() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    prompt = make_prompt({"prompt": messages}, 0, "Be brief.")
-    assert [(m.role, m.content) for m in prompt.messages] == [
-        ("system", "Be brief."),
-        ("user", "a"),
-        ("assistant", "b"),
+def test_messages_become_tagged_messages_behind_the_system_prompt_with_their_calls_and_names() -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "abcdefghi"},
     ]
-    assert {m.origin for m in prompt.messages} == {Origin.PROMPT}
+    prompt = make_prompt({"prompt": messages}, 0, "Be brief.")
     assert prompt.is_conversational
+    assert prompt.as_given() == [{"role": "system", "content": "Be brief."}, *messages]
+    assert {m.origin for m in prompt.messages} == {Origin.PROMPT}
+    assert prompt.messages[2].tool_calls == (call,)
+    assert (prompt.messages[3].name, prompt.messages[3].tool_call_id) == ("add", "abcdefghi")
 
 
 def test_without_shuffling_ids_count_on_over_the_epochs() -> None:
@@ -96,19 +99,6 @@ def test_changed_data_is_refused_after_a_checkpoint(changed: list[dict[str, Any]
     state = PromptStream(_rows(5), seed=0, shuffle=True).state()
     with pytest.raises(ConfigError, match="the data changed since the checkpoint"):
         PromptStream(changed, seed=0, shuffle=True, state=state)
-
-
-def test_tool_messages_keep_their_calls_and_names() -> None:
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "1", "name": "add", "tool_call_id": "abcdefghi"},
-    ]
-    prompt = make_prompt({"prompt": messages}, 0, None)
-    assert prompt.messages[1].tool_calls == (call,)
-    assert (prompt.messages[2].name, prompt.messages[2].tool_call_id) == ("add", "abcdefghi")
-    assert prompt.as_given() == messages
 
 
 def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:

@@ -145,12 +145,13 @@ def test_async_rewards_of_a_run_share_a_loop_as_in_trl() -> None:
         second.close()
 
 
-def test_log_metric_averages_and_leaves_out_nan() -> None:
-    with loaded(f"{FAULTY}:logs") as reward:
+@pytest.mark.parametrize("run_in", ["thread", "process"])
+def test_a_function_logs_columns_and_metrics_and_sees_the_state(run_in: str) -> None:
+    with loaded(f"{FAULTY}:logs", run_in=run_in) as reward:
         outcome = asyncio.run(score(reward, ["ab"], step=4))
     assert outcome.values == [4.0]
     assert outcome.extra_columns == {"upper": ["AB"]}
-    assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2
+    assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2; NaN is left out
 
 
 def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:

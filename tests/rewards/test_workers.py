@@ -29,14 +29,6 @@ def _in_process(function: str, use: Callable[[RewardFunction], Awaitable[Any]], 
     return asyncio.run(run())
 
 
-def test_columns_logs_and_state_cross_the_process_border() -> None:
-    async def use(reward: RewardFunction) -> Any:
-        outcome = await score(reward, ["ab"], step=4)
-        return outcome.values, outcome.extra_columns, outcome.metrics
-
-    assert _in_process(f"{FAULTY}:logs", use) == ([4.0], {"upper": ["AB"]}, {"share": 0.75})
-
-
 def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
     async def use(reward: RewardFunction) -> Any:
         await score(reward, ["warm"])

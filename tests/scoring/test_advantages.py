@@ -13,17 +13,11 @@ from grpo_async.scoring.advantages import (
 )
 
 
-def test_advantages_divide_by_the_sample_standard_deviation() -> None:
+def test_advantages_divide_by_the_sample_standard_deviation_of_what_was_scored() -> None:
     # mean 0.5; squared distances 4 x 0.25 = 1; std = sqrt(1 / 3) = 0.5773503; 0.5 / (0.5773503 + 0.0001) = 0.8658754
     assert group_advantages([1.0, 0.0, 1.0, 0.0]) == pytest.approx([0.8658754, -0.8658754, 0.8658754, -0.8658754])
-
-
-def test_unscored_rewards_get_zero_and_do_not_count() -> None:
     # 1, 2, 3: mean 2, std = sqrt(2 / 2) = 1, so +-1 / 1.0001 = +-0.9999
     assert group_advantages([1.0, None, 2.0, 3.0]) == pytest.approx([-0.99990001, 0.0, 0.0, 0.99990001])
-
-
-def test_without_scale_only_the_mean_is_taken_off() -> None:
     assert group_advantages([1.0, 2.0, None, 6.0], scale="none") == [-2.0, -1.0, 0.0, 3.0]  # mean 9 / 3 = 3
 
 
