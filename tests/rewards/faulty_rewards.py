@@ -17,8 +17,15 @@ release = threading.Event()  # ends the threads that `blocks` left behind
 a_number = 3
 
 
+_loops: list[asyncio.AbstractEventLoop] = []
+
+
 async def its_loop(completions: list[str]) -> list[float]:
-    return [float(id(asyncio.get_running_loop()) % 10**9)] * len(completions)
+    """The number of its loop, from 0."""
+    loop = asyncio.get_running_loop()
+    if loop not in _loops:
+        _loops.append(loop)
+    return [float(_loops.index(loop))] * len(completions)
 
 
 class NotAnInstance:

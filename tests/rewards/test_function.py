@@ -130,19 +130,21 @@ def test_an_async_call_is_awaited_on_a_loop_of_its_own() -> None:
     assert asyncio.run(score(RewardFunction(functools.partial(Judge())), ["a"])).values == [1.0]
 
 
-def test_async_rewards_of_a_run_share_a_loop_as_in_trl() -> None:
+def test_async_rewards_of_a_run_share_a_loop_as_in_trl_and_the_calls_of_a_worker_too() -> None:
     """An HTTP client that two of them share belongs to one loop."""
     sections = [RewardSection(function=f"{FAULTY}:its_loop", name=name) for name in "ab"]
-    first, second = load_rewards(sections)
+    rewards = load_rewards([*sections, RewardSection(function=f"{FAULTY}:its_loop", name="c", run_in="process")])
 
     async def run() -> None:
-        assert (await score(first, ["x"])).values == (await score(second, ["x"])).values
+        first, second, third, again = [(await score(rewards[index], ["x"])).values for index in (0, 1, 2, 2)]
+        assert first == second
+        assert third == again == [0.0]
 
     try:
         asyncio.run(run())
     finally:
-        first.close()
-        second.close()
+        for reward in rewards:
+            reward.close()
 
 
 @pytest.mark.parametrize("run_in", ["thread", "process"])

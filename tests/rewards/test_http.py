@@ -72,7 +72,10 @@ def _problem(server: RewardServer, completions: Sequence[Any], **more: Any) -> s
     return str(caught.value)
 
 
-def test_completions_and_columns_arrive_and_the_rewards_come_back_in_order(server: RewardServer) -> None:
+def test_completions_and_columns_arrive_and_the_rewards_come_back_in_order(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # a proxy must not see prompts
     values = _values(server, ["a", "bb", "ccc"], {"answer": ["1", "2", "3"], "level": [4, 5, None]}, batch_size=2)
     assert values == [1.0, 2.0, 3.0]
     first = min(server.bodies, key=lambda body: body["completions"][0])

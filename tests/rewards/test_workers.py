@@ -52,6 +52,10 @@ def test_a_worker_that_dies_is_an_error_of_its_call_only(how: str, text: str) ->
     async def use(reward: RewardFunction) -> Any:
         with pytest.raises(RewardError, match=f"lost its worker process, which {text} during the call"):
             await score(reward, [how])
+        await score(reward, ["next"])
+        (idle,) = _workers()
+        idle.kill()  # between two calls, as where the machine has no memory left
+        idle.wait(10.0)
         return (await score(reward, ["next"])).values
 
     assert _in_process(f"{FAULTY}:dies_if_asked", use) == [1.0]

@@ -206,6 +206,13 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
 
 
+def test_a_sealing_process_that_outlived_its_run_touches_nothing(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0)
+    command = [sys.executable, "-m", "grpo_async.store.seal", "1", "3", str(tmp_path), "block-000000000000.jsonl"]
+    assert subprocess.run(command, timeout=60.0, check=False).returncode == 1
+    assert [path.name for path in tmp_path.glob("block-*")] == ["block-000000000000.jsonl"]
+
+
 def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with RolloutStore(tmp_path) as store:
         append_simple(store, 0)
