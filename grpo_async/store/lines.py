@@ -119,20 +119,22 @@ def prompt_hash(messages: Sequence[TaggedMessage]) -> str:
 
 
 def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
-    """By rollout id; those that were never scored are left out."""
+    """By rollout id."""
+    found: dict[str, _Outcome] = {}
     if scored is None:
-        return {}
-    advantages = {sample.rollout_id: sample.advantage for sample in scored.samples}
+        return found
     scores = zip(scored.group.trainable, scored.rewards, scored.reward_parts, strict=True)
-    return {
-        completion.rollout_id: _Outcome(
-            reward=reward,
-            advantage=advantages.get(completion.rollout_id),
-            rewards=parts,
-            extra={name: values[index] for name, values in scored.extra_columns.items()},
+    for index, (completion, reward, parts) in enumerate(scores):
+        extra = {name: values[index] for name, values in scored.extra_columns.items()}
+        found[completion.rollout_id] = _Outcome(reward=reward, rewards=parts, extra=extra)
+    for sample in scored.samples:
+        found[sample.rollout_id] = _Outcome(
+            reward=sample.reward,
+            advantage=sample.advantage,
+            rewards=sample.rewards,
+            extra=found.get(sample.rollout_id, _Outcome()).extra,
         )
-        for index, (completion, reward, parts) in enumerate(scores)
-    }
+    return found
 
 
 def _rollout(
