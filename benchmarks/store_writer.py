@@ -125,7 +125,7 @@ def _work(matrix: Any, loops: int) -> None:
         sum(value * loop for value in metrics.values())
 
 
-def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, list[Any], dict[str, Any]]:
+def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, dict[str, Any]]:
     import numpy as np
 
     from grpo_async.records import (
