@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
-from grpo_async.checks.memory import ITEM_BYTES, format_bytes
+from grpo_async.checks.doctor import machine_memory
+from grpo_async.checks.memory import ITEM_BYTES, estimate_trainer, format_bytes
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import (
@@ -69,6 +70,8 @@ class PreflightContext:
     """Rows of the trainer's embedding."""
     policy_version: int
     """What the servers serve."""
+    device: str
+    """Where the trainer runs: "cpu" or "cuda"."""
     token: str | None
     trainer_scores: TrainerScores | None = None
     """Of the probes; None: the trainer could not score them."""
@@ -363,6 +366,31 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
     return False
 
 
+def check_memory(context: PreflightContext) -> Iterator[Found]:
+    """What training will still allocate, by estimate, against what is free now (models are loaded, nothing was trained yet). The
+    peak is measured after the first step (memory.describe_peak)."""
+    trainer = estimate_trainer(context.config, context.num_parameters)
+    if context.device == "cuda":
+        import torch
+
+        where, ranks = "GPU of rank 0", 1
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        available = torch.cuda.mem_get_info()[0] + unused
+    else:
+        ranks, available = context.config.launch.num_trainer_ranks, machine_memory()[1]
+        where = f"{ranks} trainer rank(s)"
+    coming = ranks * (trainer.total - trainer.weights)
+    message = f"{where}: {trainer.describe()}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
+    if coming <= _TIGHT * available:
+        yield "pass", message
+        return
+    advice = (
+        "set model.activation_checkpointing: full, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use more "
+        "trainer ranks on more machines or GPUs"
+    )
+    yield "warn", f"{message}: {'too little' if coming > available else 'tight'}; if memory runs out, {advice}"
+
+
 def check_disk(context: PreflightContext) -> Iterator[Found]:
     """The run directory's disk holds the checkpoints and the exported model.
 
@@ -392,6 +420,7 @@ _CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], 
     ("dtypes", check_dtypes, False),
     ("context length", check_context_length, False),
     ("addresses", check_addresses, True),
+    ("memory", check_memory, False),
     ("disk", check_disk, False),
 )
 """Name, check, and whether it asks servers."""

@@ -325,6 +325,7 @@ class _Leader:
             parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
             num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
             policy_version=self._start,
+            device=context.device.type,
             token=token_from_environment(),
             tool_sets=self._side.tool_sets,
         )

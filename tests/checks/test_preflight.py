@@ -32,7 +32,8 @@ from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
 NAMES = [
-    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "disk",
+    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "memory",
+    "disk",
 ]  # fmt: skip
 
 
@@ -101,6 +102,7 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
         "num_embeddings": rows,
         "policy_version": 0,
+        "device": "cpu",
         "token": TOKEN,
     }
     return PreflightContext(**{**fields, **changes})
