@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.utils.threads import in_thread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,16 +59,8 @@ def run_check(
         limit_s: time it has, in seconds; a check that takes longer is abandoned.
         setting: dotted path of what holds the limit; None: nothing does, the check should take a moment only.
     """
-    future: Future[list[Found]] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(list(function()))
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting side
-            future.set_exception(error)
-
     began = time.monotonic()
-    threading.Thread(target=run, name=f"check {name}", daemon=True).start()
+    future = in_thread(lambda: list(function()), name=f"check {name}")
     try:
         return [Check(name, status, detail) for status, detail in future.result(timeout=limit_s)]
     except GrpoAsyncError as error:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import RunError
@@ -28,6 +29,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.trainer.loop import LeaderLoop
+from grpo_async.utils.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +121,8 @@ class StallGuard:
 
     def _on_stall(self, stalled_s: float) -> None:
         error = self._error = RunError(self._describe(stalled_s))
-        end = threading.Thread(target=self._end, args=(error,), name="stall-end", daemon=True)
         _within(_REPORT_S, lambda: self._log(error))
-        end.start()
+        in_thread(lambda: self._end(error), name="stall-end")
         _within(_REPORT_S, lambda: self._source.fail(error))
 
     def _log(self, error: RunError) -> None:
@@ -181,7 +182,7 @@ def _servers(servers: Sequence[Server], now: float) -> str:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do `work` in a thread, and go on without it when it takes longer."""
-    thread = threading.Thread(target=work, name="stall-report", daemon=True)
-    thread.start()
-    thread.join(timeout=seconds)
+    """Do `work` in a thread, and go on without it when it takes longer or fails."""
+    for done in wait([in_thread(work, name="stall-report")], timeout=seconds).done:
+        if (error := done.exception()) is not None:
+            logger.error("%s", error, exc_info=error)

@@ -12,10 +12,9 @@ import importlib.metadata
 import json
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from grpo_async.training.checkpoint import DCP_ERRORS
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
 from grpo_async.training.model import Policy
+from grpo_async.utils.threads import in_thread
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 
@@ -73,7 +73,10 @@ def export_model(
             with _replacing(adapter, "adapter") as partial:
                 write_adapter(partial, policy.model, adapter_state)
 
-    _in_thread(write, heartbeat)
+    written = in_thread(write, name="export")
+    while not wait([written], timeout=_SLICE_S).done:  # the stall guard ends it if the disk hangs
+        heartbeat()
+    written.result(timeout=0.0)
 
 
 def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, folder: Path) -> None:
@@ -114,23 +117,6 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"])
     export_model(folder, policy, load_renderer(config).tokenizer, card=model_card(config, step=step))
-
-
-def _in_thread(work: Callable[[], None], heartbeat: Callable[[], None]) -> None:
-    """Run `work` in a thread, wait for it, and raise what it raised."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="export", daemon=True).start()
-    while not wait([done], timeout=_SLICE_S).done:  # the stall guard ends it if the disk hangs
-        heartbeat()
-    done.result(timeout=0.0)
 
 
 def _write(folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], card: str | None) -> None:

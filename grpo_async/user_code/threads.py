@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.utils.threads import in_thread
 
 Result = TypeVar("Result")
 
@@ -141,4 +142,4 @@ def call_when_set(event: threading.Event, function: Callable[[], None]) -> None:
         event.wait()  # as long as the process, in a daemon thread
         function()
 
-    threading.Thread(target=wait, name="stop-watch", daemon=True).start()
+    in_thread(wait, name="stop-watch")

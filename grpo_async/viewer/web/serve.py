@@ -8,7 +8,6 @@ import secrets
 import socket
 import sys
 import tempfile
-import threading
 import webbrowser
 from collections.abc import Callable, Sequence
 from html import escape
@@ -19,7 +18,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
+from grpo_async.utils.threads import in_thread
 from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.sources import Library
 
@@ -76,7 +76,7 @@ def serve(
     say(f"inspecting {', '.join(library.names)}; Ctrl-C ends it")
     say(f"open {address}#token={token}")
     # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
-    threading.Thread(target=library.warm, name="first table", daemon=True).start()
+    in_thread(library.warm, name="first table")
     config = uvicorn.Config(
         build_app(library, token=token, host=host, opening=Opening(query=query, sort=sort, superseded=superseded)),
         log_level="warning",
