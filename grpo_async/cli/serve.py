@@ -7,7 +7,7 @@ import secrets
 import sys
 
 from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from grpo_async.config.loss_sections import CustomLoss, GspoLoss
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:
     from grpo_async.config.experiment import ExperimentConfig

@@ -34,3 +34,8 @@ def error_for_status(status: int, body: bytes) -> InferenceError:
     if status >= 500:
         return ServerUnavailableError(f"the inference server answered {status}: {message}", answered=True)
     return RequestRejectedError(status, message)
+
+
+def is_answer(error: Exception) -> bool:
+    """Whether the server answered at all, though with an error."""
+    return not isinstance(error, ServerUnavailableError) or error.answered

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 import httpx
 
 from grpo_async.config.server_sections import InferenceSection
-from grpo_async.errors import BadResponseError, InferenceError, RequestRejectedError, ServerUnavailableError
+from grpo_async.errors import BadResponseError, InferenceError, RequestRejectedError
 from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.connect import is_answer
 from grpo_async.inference.server import Server, ServerState
 from grpo_async.utils.threads import in_thread
 
@@ -154,13 +155,13 @@ class Monitor:
             if not self._fleet.has_loaded_since(asked_at):
                 self._fleet.lost(server, f"its engine did not answer for {limit_s:g} s (inference.heartbeat_timeout_s)")
             return
-        if not _is_answer(error):
+        if not is_answer(error):
             self._fleet.lost(server, f"its connection broke: {error}")
             return
         try:
             server.control.health(timeout_s=_LONGEST_QUESTION_S)
         except InferenceError as death:
-            if _is_answer(death):
+            if is_answer(death):
                 self._fleet.lost(server, str(death))
                 return  # else the next heartbeat finds out
         now = time.monotonic()
@@ -171,10 +172,6 @@ class Monitor:
     def _forget_errors(self, server: Server) -> None:
         self._silent.discard(server.index)
         self._errors_since.pop(server.index, None)
-
-
-def _is_answer(error: InferenceError) -> bool:
-    return not isinstance(error, ServerUnavailableError) or error.answered
 
 
 def _why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:

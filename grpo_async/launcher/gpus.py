@@ -33,11 +33,6 @@ class GpuShares:
         return tuple(gpu for gpu in self.trainer or () if gpu in taken)
 
     @property
-    def all_on_the_leaders(self) -> bool:
-        """Whether every server works on the GPU of trainer rank 0 and on no other."""
-        return bool(self.shared and self.servers) and all(gpus == self.shared[:1] for gpus in self.servers)
-
-    @property
     def most_servers_on_a_gpu(self) -> int:
         """2 where two servers have a GPU in common, 0 where no server has a GPU."""
         taken = [gpu for gpus in self.servers for gpu in gpus or ()]
@@ -91,29 +86,19 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
     from grpo_async.weights.choice import choose_transport
 
     wanted = config.weights.transport
-    trainer_device = _device(bool(shares.trainer) or config.launch.device == "cuda")
+    trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
     if engine.engine == "external":
         if wanted == "auto":
             return (
                 "gloo",
                 "it works with any server; for external ones on GPUs of this network, weights.transport: nccl",
             )
-        server_device = _device(wanted != "gloo")  # whoever asks for it knows what the servers have
-        return choose_transport(wanted, trainer_device=trainer_device, server_device=server_device, shares_gpu=False)
-    server_device = _device(engine.on_gpu or any(shares.servers))
-    if shares.shared and not shares.all_on_the_leaders:
-        if wanted not in ("auto", "gloo"):
-            raise ConfigError(
-                f"weights.transport: {wanted} is impossible here: trainer and servers share GPU {','.join(shares.shared)}, and "
-                "not all of them the one of trainer rank 0 (nccl takes one process per GPU, ipc one GPU); set gloo or auto"
-            )
-        return "gloo", "trainer and servers share some GPUs and not others, which neither nccl nor ipc can do"
-    return choose_transport(
-        wanted,
-        trainer_device=trainer_device,
-        server_device=server_device,
-        shares_gpu=shares.all_on_the_leaders,
-    )
+        # whoever asks for it knows what the servers have
+        return choose_transport(wanted, trainer, ["cpu" if wanted == "gloo" else "the servers' GPUs"])
+    workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
+    if not workers:
+        workers = ["the servers' GPUs" if engine.on_gpu else "cpu"]
+    return choose_transport(wanted, trainer, workers)
 
 
 def split_memory(
@@ -158,7 +143,3 @@ def _gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
     if not engine.on_gpu:
         return 0
     return config.inference.vllm.tensor_parallel_size if engine.engine == "vllm" else 1
-
-
-def _device(on_gpu: bool) -> str:
-    return "cuda" if on_gpu else "cpu"

@@ -13,6 +13,7 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankExit, write_rank_exits
 from grpo_async.processes.heartbeat import AGENT, Heartbeat
 from grpo_async.utils.lifetime import die_with_launcher
+from grpo_async.utils.network import listening_store
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -46,8 +47,6 @@ def main() -> int:
 
 def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     """Every agent at its given rank (the ranks of a dynamic rendezvous follow from addresses: rank 0 might be anywhere)."""
-    import socket
-
     from torch.distributed import PrefixStore, TCPStore
     from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
@@ -68,21 +67,9 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
             )
 
         def _open_store(self) -> TCPStore:
-            listener = None
             if self.rank == 0:
-                family = socket.AF_INET6 if ":" in self.master_addr else socket.AF_INET
-                listener = socket.socket(family, socket.SOCK_STREAM)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind((self.master_addr, self.master_port))
-                listener.listen(1024)
-            return TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                is_master=self.rank == 0,
-                timeout=self.timeout,
-                **({} if listener is None else {"master_listen_fd": listener.detach()}),  # the store's from here on
-            )
+                return listening_store(self.master_addr, self.master_port, self.world_size, self.timeout)
+            return TCPStore(self.master_addr, self.master_port, self.world_size, timeout=self.timeout)
 
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     timeout_s = parameters.get_as_int("timeout", 600)

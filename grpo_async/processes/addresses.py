@@ -9,8 +9,7 @@ import psutil
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.utils.loopback import is_loopback
-from grpo_async.utils.routes import own_address_towards
+from grpo_async.utils.network import is_loopback, own_address_towards
 
 _LOOPBACK = "127.0.0.1"
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.network import family_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _NVIDIA_SMI_TIMEOUT_S = 30.0  # a driver that has to wake up takes seconds
@@ -50,11 +51,10 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     Raises:
         ConfigError: `host` is no address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     ports = []
     with ExitStack() as held:  # all at once: a port that was let go may be given out again
         for _ in range(count):
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe = held.enter_context(socket.socket(family_of(host), socket.SOCK_STREAM))
             try:
                 probe.bind((host, 0))
             except OSError as error:
@@ -71,7 +71,7 @@ def check_can_listen(address: str, port: int, setting: str) -> None:
     Raises:
         ConfigError: it is no address of this machine, or the port is taken; `setting` is where it stands.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))

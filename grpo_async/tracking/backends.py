@@ -29,7 +29,7 @@ from grpo_async.config.record_sections import (
 from grpo_async.errors import ConfigError
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -150,7 +150,7 @@ class LeaderLoop:
         an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
         to all."""
         is_held = self._evaluation_holds_push and self._version != self._pushed_version
-        joins = self._sync.has_joiners and not (is_held and self._sync.has_serving)
+        joins = self._sync.has_ready and not (is_held and self._sync.has_serving)
         if joins or (self._push_is_held and not self._evaluation_holds_push):
             self.push(self._version)
 

@@ -20,10 +20,11 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, GrpoAsyncError, RequestRejectedError, RunError, WeightPushError
 from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
-from grpo_async.weights.calls import PushFailedError, is_answer
+from grpo_async.weights.calls import PushFailedError
 from grpo_async.weights.push import TRACK, push_weights
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
@@ -72,9 +73,9 @@ class FleetSync:
         self._sleeping: list[Server] = []
 
     @property
-    def has_joiners(self) -> bool:
+    def has_ready(self) -> bool:
         """Whether some server could serve if it had the weights."""
-        return self._fleet.has_joiners
+        return self._fleet.has_ready
 
     @property
     def has_serving(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.inference.api import TransportKind, WeightInitInfo
-from grpo_async.utils.routes import own_address_towards
+from grpo_async.utils.network import own_address_towards
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
 from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED
 from grpo_async.weights.gloo import GlooBackend

@@ -66,11 +66,6 @@ def split_failed(errors: Mapping[str, Exception]) -> tuple[dict[str, Exception],
     return {name: error for name, error in errors.items() if name not in affected}, affected
 
 
-def is_answer(error: Exception) -> bool:
-    """Whether the server answered at all."""
-    return not isinstance(error, ServerUnavailableError) or error.answered
-
-
 def start_calls(
     servers: Sequence[ServerControl], call: Callable[[ServerControl], object], *, phase: str
 ) -> dict[str, Future[object]]:

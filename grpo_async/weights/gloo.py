@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from grpo_async.weights.buckets import TurnBuffers, allocate_on_host
 
+_MAX_MESSAGE_BYTES = 1 << 20
+
 
 class GlooBackend:
     """`Backend` in host memory.
@@ -67,17 +69,19 @@ class GlooBackend:
         options.timeout = timedelta(seconds=timeout_s)
         self._open().broadcast([buffer], options).wait()  # its options have the deadline
 
-    def broadcast_bytes(self, data: bytes | None, *, timeout_s: float, max_bytes: int) -> bytes:
-        """Send a short message (rank 0), or receive one (others, `data` None).
+    def broadcast_bytes(self, data: bytes | None, *, timeout_s: float) -> bytes:
+        """Send a message of at most a MiB (rank 0), or receive one (others, `data` None).
 
         Raises:
-            RuntimeError: a peer vanished, the deadline passed, or the message is longer than `max_bytes`.
+            RuntimeError: a peer vanished, the deadline passed, or the message is longer.
         """
         length = torch.tensor([len(data or b"")], dtype=torch.int64)
         self.broadcast(length, timeout_s=timeout_s)
         num_bytes = int(length)
-        if not 0 <= num_bytes <= max_bytes:
-            raise RuntimeError(f"a message of {num_bytes} bytes in the weight group, at most {max_bytes} are taken")
+        if not 0 <= num_bytes <= _MAX_MESSAGE_BYTES:
+            raise RuntimeError(
+                f"a message of {num_bytes} bytes in the weight group, at most {_MAX_MESSAGE_BYTES} are taken"
+            )
         body = torch.zeros(num_bytes, dtype=torch.uint8)
         if data is not None:
             body = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -18,34 +18,35 @@ from grpo_async.weights.buckets import Staging, TurnBuffers
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import device_identity
 
-_MAX_SIGNAL_BYTES = 1 << 20
 _Number = Annotated[int, Field(ge=0, lt=1 << 48)]
-_Hexadecimal = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=8192)]
+_Bytes = Annotated[bytes, Field(max_length=4096)]
 
 
-class Handle(BaseModel):
+class _Message(BaseModel):
+    """What travels as JSON; bytes in hexadecimal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
+
+
+class Handle(_Message):
     """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
     device: str = Field(max_length=256)
-    handle: _Hexadecimal
+    handle: _Bytes
     size: _Number
     offset: _Number
-    counter: _Hexadecimal
+    counter: _Bytes
     counter_offset: _Number
-    event: _Hexadecimal
+    event: _Bytes
     needs_event: bool
 
 
-class _Signal(BaseModel):
+class Signal(_Message):
     """The trainer says that a bucket is in a buffer. `handles`: one for each worker, where the buffer is new."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     buffer: int = Field(ge=0, le=1)
     num_bytes: int
-    handles: list[dict[str, Any]] | None
+    handles: list[Handle] | None
 
 
 class CudaMemory:
@@ -58,59 +59,36 @@ class CudaMemory:
         """Memory that can be shared, [num_bytes] uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def share(self, buffer: torch.Tensor) -> dict[str, Any]:
-        """What one other process needs to map `buffer`, fit for JSON. Call it once for each."""
+    def share(self, buffer: torch.Tensor) -> Handle:
+        """What one other process needs to map `buffer`. Call it once for each."""
         storage: Any = buffer.untyped_storage()
         _, handle, size, offset, counter, counter_offset, event, needs_event = storage._share_cuda_()
         return Handle(
             device=device_identity(self.device),
-            handle=handle.hex(),
+            handle=handle,
             size=size,
             offset=offset,
-            counter=counter.hex(),
+            counter=counter,
             counter_offset=counter_offset,
-            event=event.hex(),
+            event=event,
             needs_event=needs_event,
-        ).model_dump()
+        )
 
-    def open(self, handle: dict[str, Any]) -> torch.Tensor:
-        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError."""
-        arguments = check_handle(handle, device=device_identity(self.device))
+    def open(self, handle: Handle) -> torch.Tensor:
+        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError: it is not on the own device."""
+        own = device_identity(self.device)
+        if handle.device != own:
+            raise RuntimeError(
+                f"the trainer's buffers are on {handle.device}, this worker's model is on {own}; set weights.transport: nccl"
+            )
+        fields = [getattr(handle, name) for name in Handle.model_fields if name != "device"]  # in torch's order
         with torch.cuda.device(self.device):
-            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *arguments)
+            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *fields)
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def release(self) -> None:
         """Give back what was shared or mapped and has no reference any more."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-
-
-def check_handle(given: dict[str, Any], *, device: str) -> tuple[bytes, int, int, bytes, int, bytes, bool]:
-    """The arguments of torch's `_new_shared_cuda` behind the device's index.
-
-    Args:
-        device: identity of the own device.
-
-    Raises:
-        RuntimeError: a field is missing, of another type, too long, or of another device.
-    """
-    try:
-        handle = Handle.model_validate(given)
-    except ValidationError as error:
-        raise RuntimeError(f"not a memory handle: {error}") from error
-    if handle.device != device:
-        raise RuntimeError(
-            f"the trainer's buffers are on {handle.device}, this worker's model is on {device}; set weights.transport: nccl"
-        )
-    return (
-        bytes.fromhex(handle.handle),
-        handle.size,
-        handle.offset,
-        bytes.fromhex(handle.counter),
-        handle.counter_offset,
-        bytes.fromhex(handle.event),
-        handle.needs_event,
-    )
 
 
 class IpcBackend:
@@ -124,10 +102,8 @@ class IpcBackend:
         self._memory = memory
         self._staging = Staging(memory.device)
         self._buffers = TurnBuffers(memory.allocate)
-        self._known: list[torch.Tensor | None] = [
-            None,
-            None,
-        ]  # trainer: buffers as they were shared; worker: mapped ones
+        # trainer: buffers as they were shared; worker: mapped ones
+        self._known: list[torch.Tensor | None] = [None, None]
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)
@@ -139,8 +115,8 @@ class IpcBackend:
         if self._known[number] is not whole:
             handles = [self._memory.share(whole) for _ in range(1, group.world_size)]  # one for each worker
             self._known[number] = whole
-        signal = _Signal(buffer=number, num_bytes=buffer.numel(), handles=handles)
-        group.broadcast_bytes(signal.model_dump_json().encode(), timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES)
+        signal = Signal(buffer=number, num_bytes=buffer.numel(), handles=handles)
+        group.broadcast_bytes(signal.model_dump_json().encode(), timeout_s=timeout_s)
         group.confirm(timeout_s=timeout_s)  # all have copied it out
 
     def expect(self, num_bytes: int) -> None:
@@ -148,9 +124,9 @@ class IpcBackend:
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
-        body = group.broadcast_bytes(None, timeout_s=timeout_s, max_bytes=_MAX_SIGNAL_BYTES)
+        body = group.broadcast_bytes(None, timeout_s=timeout_s)
         try:
-            signal = _Signal.model_validate_json(body)
+            signal = Signal.model_validate_json(body)
         except ValidationError as error:
             raise RuntimeError(f"not a signal of the trainer: {error}") from error
         if signal.num_bytes != num_bytes:

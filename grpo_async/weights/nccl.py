@@ -24,9 +24,6 @@ from grpo_async.weights.buckets import Staging, TurnBuffers
 
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
-RunOnStream = Callable[[Callable[[], object]], None]
-"""Queues work behind what the device was given so far, and blocks until it is done."""
-
 
 class NcclBackend:
     """`Backend` over one NCCL communicator.
@@ -34,7 +31,6 @@ class NcclBackend:
     Args:
         group: a process group of this group alone; see `make_nccl_group`.
         timeout_s: deadline of forming the communicator.
-        run: default: on a CUDA stream of its own.
 
     Raises:
         RuntimeError: it did not form.
@@ -42,10 +38,10 @@ class NcclBackend:
 
     sends_in_place = True
 
-    def __init__(self, group: Any, *, device: torch.device, timeout_s: float, run: RunOnStream | None = None) -> None:
+    def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:
         self.device = device
         self._group = group
-        self._run = run or _on_own_stream(device)
+        self._run = _on_own_stream(device)
         self._allocate = partial(torch.empty, dtype=torch.uint8, device=device)
         self._buffers = TurnBuffers(self._allocate)
         self._staging = Staging(device)
@@ -99,7 +95,8 @@ class NcclBackend:
             raise RuntimeError("the weight group was closed during a broadcast over NCCL")
 
 
-def _on_own_stream(device: torch.device) -> RunOnStream:
+def _on_own_stream(device: torch.device) -> Callable[[Callable[[], object]], None]:
+    """Runs work behind what the device was given so far, on a CUDA stream of its own, and blocks until it is done."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(work: Callable[[], object]) -> None:

@@ -32,6 +32,7 @@ import torch
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.errors import DeadlineError, WeightPushError
 from grpo_async.inference.api import PauseMode
+from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.threads import in_thread
@@ -41,7 +42,6 @@ from grpo_async.weights.calls import (
     SETTING,
     PushFailedError,
     failed_calls,
-    is_answer,
     split_failed,
     start_calls,
 )
@@ -134,14 +134,14 @@ def push_weights(
         return time.monotonic() if mode == "drain" else asked
 
     try:
-        stood_still = None if transport.receives_beside_steps else pause_all()
+        paused_at = None if transport.receives_beside_steps else pause_all()
         call_all("start", lambda server: server.start_weight_update(timeout_s=limit_s))
         before_gather()
         with phase_of_all("transfer"):
             seconds["gather"], seconds["send"] = _transfer(
                 parameters, version=version, servers=servers, transport=transport, timeout_s=limit_s, timeline=timeline
             )
-        stood_still = pause_all() if stood_still is None else stood_still
+        paused_at = pause_all() if paused_at is None else paused_at
         with loading():
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=limit_s))
         call_all("resume", lambda server: server.resume(timeout_s=limit_s))
@@ -158,7 +158,7 @@ def push_weights(
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     return {
         "sync/push_s": ended - started,
-        "sync/pause_s": ended - stood_still,  # how long generation stood still
+        "sync/pause_s": ended - paused_at,
         **{f"sync/{name}_ms": 1000.0 * taken_s for name, taken_s in seconds.items()},
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(seconds["transfer"], 1e-9),

@@ -19,12 +19,16 @@ import torch
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import AdapterBase, WeightInitInfo, WeightUpdateInfo
+from grpo_async.utils.threads import in_thread
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.backend import Backend, join_backend, receive_parameters
 from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec
 from grpo_async.weights.rendezvous import problem_with_store
 
 Named = list[tuple[str, torch.Tensor]]
+
+_NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
+_REPLACED = "another weight update began in the meantime"
 
 
 class UpdateRefusedError(GrpoAsyncError):
@@ -71,7 +75,9 @@ class WeightReceiver:
             UpdateReplacedError: another call came.
         """
         check_membership(info)
-        job, rank = self._new_call(leave_group=True), info.rank_offset + self.rank
+        rank = info.rank_offset + self.rank
+        with self._lock:
+            job = self._begin_call(leave_group=True)
 
         def wait() -> None:
             try:
@@ -93,30 +99,24 @@ class WeightReceiver:
     def drop(self, *, leave_group: bool = False) -> None:
         """Forget what is staged or on its way. A group in which an update is still on its way belongs to a trainer that is gone,
         so it is left too."""
-        self._new_call(leave_group=leave_group)
-
-    def _new_call(self, *, leave_group: bool, after: int | None = None) -> int:
-        """`drop`, and the number of the call that follows; 0, and nothing is dropped, when call `after` is not the newest any
-        more."""
         with self._lock:
-            if after not in (None, self._job):
-                return 0
-            self._job += 1
-            self._staged, left = None, None
-            if leave_group or self._is_receiving:
-                left, self._backend, self._is_receiving = self._backend, None, False
-            job = self._job
-        if left is not None:
-            # in a thread: a group in the middle of a broadcast is only gone when that ends, and an engine must not wait for it
-            threading.Thread(target=left.close, name="leave-weight-group", daemon=True).start()
-        return job
+            self._begin_call(leave_group=leave_group)
+
+    def _begin_call(self, *, leave_group: bool) -> int:
+        """`drop`, with the lock held; returns the number of the call that follows."""
+        self._job += 1
+        self._staged = None
+        if leave_group or self._is_receiving:
+            left, self._backend, self._is_receiving = self._backend, None, False
+            if left is not None:
+                # in a thread: a group in the middle of a broadcast is only gone when that ends, and an engine must not wait for it
+                in_thread(left.close, name="leave-weight-group")
+        return self._job
 
     def check_group(self) -> None:
         """Raises UpdateRefusedError: there is no group."""
         if self._backend is None:
-            raise UpdateRefusedError(
-                "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
-            )
+            raise UpdateRefusedError(_NO_GROUP)
 
     def receive(self, info: WeightUpdateInfo) -> Callable[[], None]:
         """Drop what an earlier update left; what this returns receives every parameter of `info` and stages it.
@@ -129,26 +129,26 @@ class WeightReceiver:
             UpdateFailedError: the trainer vanished or was too slow.
             UpdateReplacedError: another call came.
         """
-        job = self._new_call(leave_group=False)
-        with self._lock:
-            backend = self._backend
+        with self._lock:  # number and group together: the group of a later call is not this update's
+            job, backend = self._begin_call(leave_group=False), self._backend
             self._is_receiving = backend is not None
         if backend is None:
-            self.check_group()
-        assert backend is not None
+            raise UpdateRefusedError(_NO_GROUP)
 
         def wait() -> None:
             try:
                 staged = self._receive(backend, info)
             except BaseException as error:
-                if not self._new_call(leave_group=True, after=job):
-                    raise UpdateReplacedError("another weight update began in the meantime") from error
+                with self._lock:
+                    if job != self._job:
+                        raise UpdateReplacedError(_REPLACED) from error
+                    self._begin_call(leave_group=True)
                 if isinstance(error, RuntimeError):
                     raise UpdateFailedError(f"the update failed, the old weights stay: {error}") from error
                 raise
             with self._lock:
                 if job != self._job:
-                    raise UpdateReplacedError("another weight update began in the meantime")
+                    raise UpdateReplacedError(_REPLACED)
                 self._staged, self._is_receiving = staged, False
 
         return wait

@@ -8,7 +8,7 @@ for its own deadline.
 
 A store has no password: who can reach it can read and write it, and so take a member's place. On one machine it is therefore a file
 in a folder that only this user may enter; a server writes into what it opens, so it opens only what such a trainer has made.
-Between machines it is a TCP store, which listens on the given address only (a plain TCPStore listens on every interface).
+Between machines it is a TCP store, which listens on the given address only.
 Nothing in it is pickled.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 import stat
 import struct
 import tempfile
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.inference.api import TransportKind, WeightInitInfo
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback, listening_store
 from grpo_async.weights.calls import NOT_FORMED
 
 _BEGIN = "begin"
@@ -70,19 +69,9 @@ class Rendezvous:
                 self.close()
                 raise
         else:
-            listener = _listen(address)
-            self.port = listener.getsockname()[1]
-            store = dist.TCPStore(
-                address,
-                self.port,
-                world_size,
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),  # the store owns the descriptor from here
-                use_libuv=True,
-            )
-            caller = store.clone()
+            server = listening_store(address, 0, world_size, self._timeout, wait_for_workers=False)
+            store, self.port = server, server.port
+            caller = server.clone()
         self.store = dist.PrefixStore(self.key, store)
         self._caller = dist.PrefixStore(self.key, caller)  # a store is locked while a thread waits in it
         self._reason = ""
@@ -208,15 +197,6 @@ def _file_store(path: str, timeout: timedelta) -> dist.Store:
     store = dist.FileStore(path, -1)  # -1: the store does not remove the file
     store.set_timeout(timeout)
     return store
-
-
-def _listen(address: str) -> socket.socket:
-    """A socket that listens on a free port of `address` only."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, 0))
-    listener.listen(128)
-    return listener
 
 
 def _member(rank: int) -> str:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from grpo_async.errors import WeightPushError
+from grpo_async.errors import ConfigError, WeightPushError
 from grpo_async.inference.api import AdapterBase, TransportKind, WeightUpdateInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.backend import Backend, build_backend, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack
 from grpo_async.weights.calls import GRACE_S, SETTING, PushFailedError, failed_calls, split_failed, start_calls
-from grpo_async.weights.choice import problem_with_devices
+from grpo_async.weights.choice import choose_transport
 from grpo_async.weights.rendezvous import Rendezvous, device_identity
 
 
@@ -26,7 +26,7 @@ class WeightTransport:
     """One group over all given servers.
 
     Args:
-        kind: see `choose_transport`.
+        kind: see `choose_transport`, which is asked again when the devices of all members are known.
         host: own address in the group; one of loopback when every server is on this machine.
         bucket_bytes: parameters travel in buckets of this many bytes.
         timeout_s: deadline of joining and of each bucket.
@@ -136,10 +136,12 @@ class WeightTransport:
             RuntimeError: not all workers came, or the group did not form.
             WeightPushError: see `connect`.
         """
-        problem = problem_with_devices(self.kind, rendezvous.wait(device_identity(self._own_device)))
-        if problem is not None:
-            rendezvous.abort(problem)
-            raise WeightPushError(problem)
+        own, *others = rendezvous.wait(device_identity(self._own_device))
+        try:
+            choose_transport(self.kind, own, others)
+        except ConfigError as error:
+            rendezvous.abort(str(error))
+            raise WeightPushError(str(error)) from error
         rendezvous.begin()
         info = rendezvous.init_info(self.kind, rank_offset=1)
         return build_backend(info, rendezvous.store, rank=0, address=self._host, device=self._own_device)

@@ -47,8 +47,6 @@ class Difference:
     k3: float
     """Mean of exp(d) - d - 1 >= 0: an estimate of the KL divergence (J. Schulman, "Approximating KL divergence", k3)."""
     num_tokens: int
-    worst: tuple[int, int]
-    """Sequence and entry of the largest |d|."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
     """Token by token; NaN on either side makes every number NaN, which is within no limit.
 
     Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
-    k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744, worst (0, 1).
+    k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744.
 
     Args:
         trainer, server: one list per sequence, of the same lengths.
@@ -82,25 +80,22 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
             f"server {[len(scores) for scores in server]}"
         )
     differences = [
-        (ours - theirs, (row, entry))
-        for row, (one, other) in enumerate(zip(trainer, server, strict=True))
-        for entry, (ours, theirs) in enumerate(zip(one, other, strict=True))
+        ours - theirs
+        for one, other in zip(trainer, server, strict=True)
+        for ours, theirs in zip(one, other, strict=True)
     ]
     if not differences:
         raise ValueError("there are no log-probabilities to compare")
-    for difference, place in differences:
-        if math.isnan(difference):
-            nan = math.nan
-            return Difference(mean=nan, p99=nan, max=nan, k3=nan, num_tokens=len(differences), worst=place)
     count = len(differences)
-    largest, worst = max(differences, key=lambda pair: abs(pair[0]))
+    if any(map(math.isnan, differences)):
+        return Difference(mean=math.nan, p99=math.nan, max=math.nan, k3=math.nan, num_tokens=count)
+    sizes = sorted(map(abs, differences))
     return Difference(
-        mean=math.fsum(abs(difference) for difference, _ in differences) / count,
-        p99=sorted(abs(difference) for difference, _ in differences)[math.ceil(0.99 * count) - 1],
-        max=abs(largest),
-        k3=math.fsum(_k3(difference) for difference, _ in differences) / count,
+        mean=math.fsum(sizes) / count,
+        p99=sizes[math.ceil(0.99 * count) - 1],
+        max=sizes[-1],
+        k3=math.fsum(map(_k3, differences)) / count,
         num_tokens=count,
-        worst=worst,
     )
 
 

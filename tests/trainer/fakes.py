@@ -36,7 +36,7 @@ class FakeSync:
 
     def __init__(self, *, up: bool = True) -> None:
         self.up = up
-        self.has_joiners = False
+        self.has_ready = False
         self.has_serving = True
         self.pushed: list[int] = []
         self.events: list[str] = []
@@ -46,7 +46,7 @@ class FakeSync:
             self.events.append(f"skip {version}")
             return None
         before_gather()
-        self.has_joiners = False
+        self.has_ready = False
         self.pushed.append(version)
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}

@@ -78,7 +78,7 @@ def test_a_server_that_is_back_while_the_trainer_waits_gets_the_weights_of_the_l
     sync = FakeSync(up=False)
 
     def comes_back() -> None:
-        sync.up = sync.has_joiners = True
+        sync.up = sync.has_ready = True
 
     source = _Source({3: comes_back})
     lines, commands = _run(sync, source, steps=3)
@@ -93,7 +93,7 @@ def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_
     sync = FakeSync()
 
     def joins() -> None:
-        sync.has_joiners = True
+        sync.has_ready = True
 
     source = _Source({4: joins})
     _run(sync, source, steps=4, sync_steps=2)
@@ -187,7 +187,7 @@ def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_ano
     sync.has_serving = another_serves
 
     def joins() -> None:
-        sync.has_joiners = True
+        sync.has_ready = True
 
     _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
     assert sync.pushed == pushed
@@ -205,7 +205,7 @@ def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_wa
 
     def comes_back() -> None:
         time.sleep(0.05)
-        sync.up = sync.has_joiners = True
+        sync.up = sync.has_ready = True
 
     lines, _ = _run(sync, _Source({2: comes_back}), steps=2, sync_steps=2)
     spent = {

@@ -106,7 +106,7 @@ class _Fleet:
         return [server for server in self.up if server.state is ServerState.SERVING]
 
     @property
-    def has_joiners(self) -> bool:
+    def has_ready(self) -> bool:
         return self.serving() != self.up
 
     def mark_serving(self, servers: Sequence[_Server], *, version: int) -> None:
@@ -214,7 +214,7 @@ def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: A
     assert w.transport.groups == [("server 0", "server 1")]
     assert w.told == ["server 0", "server 1"]
     w.fleet.up.append(_server(2))
-    assert w.sync.has_joiners
+    assert w.sync.has_ready
     w.sync.push(2, before_gather=_nothing)
     assert w.transport.groups[1:] == [("server 0", "server 1", "server 2")], "one that joins makes a new group"
     assert w.told[2:] == ["server 2"]

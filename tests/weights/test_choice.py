@@ -1,4 +1,4 @@
-"""What `weights.transport` becomes on a machine, and why."""
+"""What `weights.transport` becomes between given devices, and why."""
 
 from __future__ import annotations
 
@@ -7,48 +7,34 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.weights.choice import choose_transport, problem_with_devices
+from grpo_async.weights.choice import choose_transport, fitting_transport
 
 
 @pytest.mark.parametrize(
-    ("trainer", "server", "shares", "kind", "why"),
+    ("trainer", "workers", "kind", "why"),
     [
-        ("cpu", "cpu", False, "gloo", "trainer and server are on the CPU"),
-        ("cuda", "cpu", False, "gloo", "the server is on the CPU"),
-        ("cpu", "cuda", False, "gloo", "the trainer is on the CPU"),
-        ("cuda:0", "cuda", True, "ipc", "trainer and server share a GPU"),
-        ("cuda", "cuda", False, "nccl", "trainer and servers have GPUs of their own"),
+        ("cpu", ["cpu"], "gloo", "trainer and server are on the CPU"),
+        ("GPU-1", ["GPU-2", "cpu"], "gloo", "the server is on the CPU"),
+        ("cpu", ["GPU-1"], "gloo", "the trainer is on the CPU"),
+        ("GPU-1", ["GPU-1", "GPU-1"], "ipc", "trainer and server share a GPU"),
+        ("GPU-1", ["GPU-2", "GPU-3"], "nccl", "trainer and servers have GPUs of their own"),
+        ("GPU-1", ["GPU-2", "GPU-1"], "gloo", "some share a GPU and others do not"),
+        ("GPU-1", ["GPU-2", "GPU-2"], "gloo", "some share a GPU and others do not"),
     ],
 )
-def test_auto_takes_what_fits_and_says_why(trainer: str, server: str, shares: bool, kind: Any, why: str) -> None:
-    where: Any = {"trainer_device": trainer, "server_device": server, "shares_gpu": shares}
-    assert choose_transport("auto", **where) == (kind, why)
-    assert choose_transport(kind, **where) == (kind, why)
-    assert choose_transport("gloo", **where)[0] == "gloo"  # goes everywhere
-    for wish in ("nccl", "ipc"):
-        if wish != kind:
-            with pytest.raises(
-                ConfigError, match=f"weights.transport: {wish} is impossible, {why}; set {kind}, or auto"
-            ):
-                choose_transport(wish, **where)
-
-
-def test_gloo_between_gpus_says_that_it_was_asked_for() -> None:
-    _, why = choose_transport("gloo", trainer_device="cuda", server_device="cuda", shares_gpu=True)
-    assert why == "weights.transport says so (auto would be ipc: trainer and server share a GPU)"
-
-
-@pytest.mark.parametrize(
-    ("kind", "devices", "problem"),
-    [
-        ("gloo", ["GPU-1", "GPU-1", "cpu"], None),
-        ("nccl", ["GPU-1", "GPU-2", "GPU-3"], None),
-        ("ipc", ["GPU-1", "GPU-1"], None),
-        ("nccl", ["GPU-1", "GPU-2", "GPU-1"], "each member, the trainer and rank 2 are both on GPU-1; set ipc"),
-        ("ipc", ["GPU-1", "GPU-1", "GPU-2"], "the trainer is on GPU-1, rank 2 on GPU-2; set nccl"),
-        ("nccl", ["GPU-1", "cpu"], "rank 1 is on the CPU; set gloo"),
-    ],
-)
-def test_a_group_of_gpus_that_cannot_form_says_what_to_set(kind: str, devices: list[str], problem: str | None) -> None:
-    found = problem_with_devices(kind, devices)
-    assert found is None if problem is None else found is not None and found.endswith(problem)
+def test_what_fits_the_devices_is_taken_and_anything_else_but_gloo_refused(
+    trainer: str, workers: list[str], kind: Any, why: str
+) -> None:
+    assert fitting_transport(trainer, workers)[0] == kind
+    for wanted in ("auto", kind):
+        found, reason = choose_transport(wanted, trainer, workers)
+        assert (found, reason.startswith(why)) == (kind, True)
+    found, reason = choose_transport("gloo", trainer, workers)  # goes everywhere
+    assert found == "gloo"
+    assert kind == "gloo" or f"weights.transport says so (auto would be {kind}: {why})" == reason
+    for wish in {"nccl", "ipc"} - {kind}:
+        expected = (
+            rf"weights.transport: {wish} is impossible between {trainer} \(trainer\) and .*{why}.*; set {kind}, or auto"
+        )
+        with pytest.raises(ConfigError, match=expected):
+            choose_transport(wish, trainer, workers)  # type: ignore[arg-type]

@@ -1,48 +1,52 @@
-"""The ipc backend between two processes, over shared files in place of a GPU's memory, and what it refuses."""
+"""The ipc backend over shared files in place of a GPU's memory, and what it refuses."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from grpo_async.utils.threads import in_thread
+from grpo_async.weights import buckets, ipc
 from grpo_async.weights.buckets import pack
-from grpo_async.weights.ipc import IpcBackend, check_handle
-from grpo_async.weights.rendezvous import Rendezvous
-from tests.weights.shared_files import TIMEOUT_S, SharedFiles, group_of_two, host_group
+from grpo_async.weights.ipc import CudaMemory, Handle, IpcBackend, Signal
+from tests.weights.shared_files import TIMEOUT_S, SharedFiles, group_of_two
+
+HANDLE = {
+    "device": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
+    "needs_event": True,
+}  # fmt: skip
 
 
-def test_buckets_cross_processes_through_two_buffers_that_are_shared_once(tmp_path: Path) -> None:
+def test_buckets_cross_through_two_buffers_that_are_shared_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "free_cuda_bytes", lambda device: 1 << 40)
     # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
     sizes = [1000, 1000, 900, 10, 5000, 1000]
-    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
-    result = tmp_path / "result.json"
-    init_info = rendezvous.init_info("ipc", rank_offset=1).model_dump_json()
-    arguments = [init_info, str(tmp_path), str(result), *map(str, sizes)]
-    worker = subprocess.Popen([sys.executable, "-m", "tests.weights.shared_files", *arguments])
-    try:
-        memory = SharedFiles(tmp_path)
-        backend = IpcBackend(host_group(rendezvous), memory=memory)
-        data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-        for part in data:
-            backend.send(pack([part], into=backend.buffer(part.numel())), timeout_s=TIMEOUT_S)
-        assert worker.wait(TIMEOUT_S) == 0
-        backend.close()
-    finally:
-        worker.kill()
-        worker.wait(TIMEOUT_S)
-        rendezvous.close()
-    received = json.loads(result.read_text())
-    assert received["sums"] == [int(part.sum()) for part in data]
-    assert memory.events == ["share 0", "share 1", "share 2", "release"]
-    assert received["events"] == ["open 0", "open 1", "open 2", "release"]
+    memories = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
+    trainer, worker = (IpcBackend(group, memory=memory) for group, memory in zip(group_of_two(), memories, strict=True))
+    data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+
+    def receive() -> list[torch.Tensor]:
+        worker.expect(sum(sizes))
+        received = [worker.receive(size, timeout_s=TIMEOUT_S) for size in sizes]
+        worker.close()
+        return received
+
+    receiving = in_thread(receive, name="receive")
+    for part in data:
+        trainer.send(pack([part], into=trainer.buffer(part.numel())), timeout_s=TIMEOUT_S)
+    for sent, received in zip(data, receiving.result(TIMEOUT_S), strict=True):
+        assert torch.equal(sent, received)
+    trainer.close()
+    assert memories[0].events == ["share 0", "share 1", "share 2", "release"]
+    assert memories[1].events == ["open 0", "open 1", "open 2", "release"]
 
 
 def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +80,8 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
         ({"buffer": "0", "num_bytes": 8, "handles": None}, "valid integer"),
         ({"buffer": 0, "num_bytes": 9, "handles": None}, "sends 9 bytes, 8 are expected"),
         ({"buffer": 0, "num_bytes": 8, "handles": None}, "has not shared"),
-        ({"buffer": 0, "num_bytes": 8, "handles": [{}, {}]}, "2 memory handles for 1 workers"),
+        ({"buffer": 0, "num_bytes": 8, "handles": [HANDLE, HANDLE]}, "2 memory handles for 1 workers"),
+        ({"buffer": 0, "num_bytes": 8, "handles": [{}]}, "not a signal"),
         ({"buffer": 0, "num_bytes": 8}, "not a signal"),
         (None, "not a signal"),
     ],
@@ -86,34 +91,42 @@ def test_a_worker_refuses_signals_that_it_does_not_expect(tmp_path: Path, signal
     worker = IpcBackend(other, memory=SharedFiles(tmp_path))
     receiving = in_thread(lambda: worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
     body = b"\x80pickle" if signal is None else json.dumps(signal).encode()
-    group.broadcast_bytes(body, timeout_s=TIMEOUT_S, max_bytes=1 << 20)
+    group.broadcast_bytes(body, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match=message):
         receiving.result(TIMEOUT_S)
     worker.close()
 
 
-HANDLE = {
-    "device": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
-    "needs_event": True,
-}  # fmt: skip
-
-
-def test_a_handle_becomes_the_arguments_of_torch() -> None:
-    assert check_handle(HANDLE, device="GPU-1") == (b"\x00\xff", 100, 0, b"/a", 8, b"", True)
+def test_a_handle_arrives_as_it_was_sent_and_is_opened_on_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle(
+        device="GPU-1",
+        handle=b"\x00\xff",
+        size=100,
+        offset=0,
+        counter=b"/a",
+        counter_offset=8,
+        event=b"",
+        needs_event=True,
+    )
+    signal = Signal(buffer=0, num_bytes=8, handles=[handle])
+    assert json.loads(signal.model_dump_json())["handles"] == [HANDLE]
+    assert Signal.model_validate_json(signal.model_dump_json()) == signal
+    monkeypatch.setattr(ipc, "device_identity", lambda device: "GPU-2")
+    with pytest.raises(RuntimeError, match=r"on GPU-1, this worker's model is on GPU-2; set weights\.transport: nccl"):
+        CudaMemory(torch.device("cpu")).open(handle)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "GPU-2"}, "on GPU-2, this worker's model is on GPU-1; set weights.transport: nccl"),
         ({"size": "100"}, "size"),
         ({"size": True}, "size"),
         ({"size": -1}, "size"),
-        ({"handle": "ff" * 5000}, "at most 8192 characters"),
+        ({"handle": "ff" * 5000}, "at most 4096 bytes"),
         ({"handle": "zz"}, "handle"),
         ({"more": 1}, "more"),
     ],
 )
 def test_a_handle_is_checked_before_it_is_opened(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        check_handle({**HANDLE, **changes}, device="GPU-1")
+    with pytest.raises(ValidationError, match=message):
+        Handle.model_validate_json(json.dumps({**HANDLE, **changes}))

@@ -42,12 +42,11 @@ class _Group:
 def _pair(monkeypatch: pytest.MonkeyPatch, free_bytes: int = 1 << 40) -> tuple[list[NcclBackend], list[_Group]]:
     """Trainer and worker. What a CUDA stream does is done at once."""
     monkeypatch.setattr(buckets, "free_cuda_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(nccl, "_on_own_stream", lambda device: lambda work: work())
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(lambda rank: _Group(store, rank), range(2)))
-        backends = pool.map(
-            lambda group: NcclBackend(group, device=CPU, timeout_s=LIMIT_S, run=lambda work: work()), groups
-        )
+        backends = pool.map(lambda group: NcclBackend(group, device=CPU, timeout_s=LIMIT_S), groups)
         return list(backends), groups
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_async.config.server_sections import WeightsSection
-from grpo_async.errors import RequestRejectedError, ServerUnavailableError, WeightPushError
+from grpo_async.errors import ConfigError, RequestRejectedError, ServerUnavailableError, WeightPushError
 from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.calls import NOT_FORMED, PushFailedError
@@ -134,7 +134,10 @@ def test_a_server_that_never_comes_has_failed_at_the_deadline(monkeypatch: pytes
 def test_members_on_the_wrong_devices_are_told_at_once(
     transport: WeightTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_async.weights.transport.problem_with_devices", lambda *_: "nccl needs two GPUs; set ipc")
+    def refuse(*_: object) -> None:
+        raise ConfigError("nccl needs two GPUs; set ipc")
+
+    monkeypatch.setattr("grpo_async.weights.transport.choose_transport", refuse)
     servers: list[Any] = [Workers("a")]
     with pytest.raises(WeightPushError, match="two GPUs; set ipc") as caught:
         transport.connect(servers)

@@ -23,7 +23,7 @@ def test_the_figures_are_those_of_the_formulas() -> None:
     assert found.mean == pytest.approx(0.5)
     assert (found.p99, found.max) == pytest.approx((1.0, 1.0))
     assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
-    assert (found.num_tokens, found.worst) == (3, (1, 0))
+    assert found.num_tokens == 3
 
 
 def test_k3_of_a_rounding_error_is_half_its_square() -> None:
@@ -36,7 +36,6 @@ def test_nan_is_within_no_limit(trainer: float, server: float) -> None:
     found = compare_logprobs([[-1.0, trainer, -1.0]], [[-1.0, server, -1.0]])
     assert not found.mean <= 1e9
     assert not found.max <= 1e9
-    assert found.worst == (0, 1)
 
 
 def test_a_token_that_one_side_holds_impossible_is_an_infinite_difference() -> None:

@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.utils.lifetime import die_with_launcher
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 Platform = Literal["cpu", "gpu"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
 from functools import wraps
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from grpo_async.utils.network import listening_store
 
 # ---- uvicorn 0.34 and later: Config(http="auto") reads HTTP_PROTOCOLS ----
 
@@ -45,16 +46,9 @@ def _create_store_on_its_own_address(
 ) -> dist.Store:
     if world_size == 1:
         return dist.HashStore()
-    listener: dict[str, int] = {}
     if rank == 0:
-        sock = socket.socket(socket.AF_INET6 if ":" in hostname else socket.AF_INET)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((hostname, port))
-        sock.listen(128)
-        listener["master_listen_fd"] = sock.detach()  # the store owns it from here
-    return dist.TCPStore(
-        hostname, port, world_size, rank == 0, timeout, multi_tenant=False, use_libuv=use_libuv, **listener
-    )
+        return listening_store(hostname, port, world_size, timeout, multi_tenant=False, use_libuv=use_libuv)
+    return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
 
 
 # ---- vLLM 0.25 to 0.29, workers: DefaultModelLoader.get_all_weights ----

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 SESSION_PATH = "/api/session"
 _MAX_COOKIE_BYTES = 16_384

@@ -1,0 +1,58 @@
+"""Addresses of this machine, and sockets that listen on one of them alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is reached from this machine only; a name other than localhost may resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def own_address_towards(address: str, port: int) -> str:
+    """The address of this machine that the machine with `address` can reach. Sends nothing.
+
+    Raises:
+        OSError: no route leads there.
+    """
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))  # a datagram socket only notes the address
+        return str(probe.getsockname()[0])
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv6 or IPv4."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listening_store(address: str, port: int, world_size: int, timeout: timedelta, **options: bool) -> TCPStore:
+    """The server of a torch TCP store that listens on `address` alone (a plain TCPStore listens on every interface).
+
+    Args:
+        port: 0: any free one.
+        options: further ones of TCPStore.
+
+    Raises:
+        OSError: the address is none of this machine, or the port is taken.
+    """
+    from torch.distributed import TCPStore
+
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store's from here on
+    return TCPStore(address, port, world_size, is_master=True, timeout=timeout, master_listen_fd=descriptor, **options)
