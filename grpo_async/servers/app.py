@@ -45,7 +45,7 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.state import EngineDeadError, ServerState
+from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.weights.receiver import UpdateRefusedError, UpdateReplacedError
 
 logger = logging.getLogger(__name__)
@@ -58,22 +58,14 @@ Answer = BaseModel | Mapping[str, Any]
 NextChunk = Callable[[], Awaitable[GenerateChunk]]
 
 
-class RefusedError(Exception):
-    """A call that is answered with an error; `status` is the HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class Engine(ABC):
     """What the application needs of an inference engine. Used from the application's event loop.
 
-    Any method may raise EngineDeadError, and RefusedError for a call that cannot be made now.
+    Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """
 
     def __init__(self, description: ServerInfo) -> None:
-        self.state = ServerState()
+        self.requests = RequestTracker()
         self.description = description
         """What does not change while the server runs."""
 
@@ -104,7 +96,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
-        """Freeze between two tokens, and tell `state`. See `inference.api` for the two ways with what is in flight."""
+        """Freeze between two tokens, and tell `requests`. See `inference.api` for the two ways with what is in flight."""
 
     @abstractmethod
     async def resume(self) -> None: ...
@@ -131,11 +123,11 @@ class Engine(ABC):
 
     async def sleep(self) -> None:
         """Freeze, and give the GPU's memory back."""
-        raise RefusedError(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
+        raise HTTPException(409, "this server cannot sleep: it needs inference.vllm.sleep_while_training and a GPU")
 
     async def wake_up(self) -> None:
         """Undo `sleep`; allowed when awake."""
-        raise RefusedError(409, "this server cannot sleep")
+        raise HTTPException(409, "this server cannot sleep")
 
 
 class RolloutApp:
@@ -143,7 +135,7 @@ class RolloutApp:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._state = engine.state
+        self._requests = engine.requests
         self._lock = asyncio.Lock()  # pause, resume and finish change what the engine does: one at a time
         self._pause_number = 0
         self._drain: asyncio.Task[None] | None = None
@@ -182,23 +174,23 @@ class RolloutApp:
     async def _info(self, _: Request) -> ServerInfo:
         if self._engine.failure is not None:
             raise EngineDeadError(self._engine.failure)
-        known = {"instance_id": self._state.instance_id, "policy_version": self._engine.policy_version}
-        counted = {"active_requests": self._state.num_active, "busy_s": self._state.busy_s}
+        known = {"instance_id": self._requests.instance_id, "policy_version": self._engine.policy_version}
+        counted = {"active_requests": self._requests.num_active, "busy_s": self._requests.busy_s}
         return self._engine.description.model_copy(update=known | counted | self._engine.load())
 
     # ---- generation ----
 
     async def _generate(self, request: Request, send: Send) -> None:
         wanted = await _read(GenerateRequest, request)
-        mine, limit = self._state.instance_id, self._engine.description.max_model_len
+        mine, limit = self._requests.instance_id, self._engine.description.max_model_len
         if wanted.instance_id not in ("", mine):
-            raise RefusedError(
+            raise HTTPException(
                 503,
                 f"this request is meant for server {wanted.instance_id}, and this is {mine}: it has restarted since",
             )
         length = len(wanted.token_ids) + wanted.max_tokens
         if length > limit:
-            raise RefusedError(
+            raise HTTPException(
                 400,
                 f"{len(wanted.token_ids)} prompt tokens + max_tokens {wanted.max_tokens} = {length} is more than "
                 f"inference.max_model_len: {limit}",
@@ -208,7 +200,7 @@ class RolloutApp:
         await self._while_connected(self._stream(wanted, send), request)
 
     async def _stream(self, request: GenerateRequest, send: Send) -> None:
-        await self._state.gate.wait()
+        await self._requests.gate.wait()
         async with self._engine.stream(request) as next_chunk:  # no await before this line: see Engine.stream
             await send({"type": "http.response.start", "status": 200, "headers": _NDJSON})
             has_more = True
@@ -222,41 +214,41 @@ class RolloutApp:
         token_ids = (await _read(ScoreRequest, request)).token_ids
         limit = self._engine.description.max_model_len
         if len(token_ids) > limit:
-            raise RefusedError(400, f"{len(token_ids)} tokens to score are more than inference.max_model_len: {limit}")
+            raise HTTPException(400, f"{len(token_ids)} tokens to score are more than inference.max_model_len: {limit}")
         self._check_vocabulary(token_ids)
         answer = await self._while_connected(self._engine.score(token_ids), request)
         if not all(map(math.isfinite, answer.logprobs)):
-            raise RefusedError(500, "the model's logits are not finite; the pushed weights are broken")
+            raise HTTPException(500, "the model's logits are not finite; the pushed weights are broken")
         return answer
 
     async def _while_connected(self, work: Awaitable[Result], request: Request) -> Result:
-        self._state.num_active += 1
+        self._requests.num_active += 1
         try:
             return await unless_disconnected(work, request.receive)
         finally:
-            self._state.num_active -= 1
+            self._requests.num_active -= 1
 
     def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
         size = self._engine.description.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = [token for token in token_ids if not 0 <= token < size]
-            raise RefusedError(400, f"token ids {wrong[:5]} are outside the vocabulary of {size} tokens")
+            raise HTTPException(400, f"token ids {wrong[:5]} are outside the vocabulary of {size} tokens")
 
     # ---- pauses ----
 
     async def _pause(self, request: Request) -> Answer:
         wanted = PauseQuery.model_validate(dict(request.query_params))
         number = self._supersede_pause()
-        self._state.gate.close()
+        self._requests.gate.close()
         try:
             if wanted.mode == "drain":
                 await self._drained(wanted.timeout_s)
             async with self._lock:
-                self._state.gate.close()  # a /resume may have come before this got the lock
+                self._requests.gate.close()  # a /resume may have come before this got the lock
                 await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
         except BaseException:
-            if number == self._pause_number and not self._state.is_paused:
-                self._state.gate.open()
+            if number == self._pause_number and not self._requests.is_paused:
+                self._requests.gate.open()
             raise
         return {"is_paused": True}
 
@@ -264,20 +256,20 @@ class RolloutApp:
         """Return when the engine has ended all requests. Not paused when this raises.
 
         Raises:
-            RefusedError: 504, not within `timeout_s`; 409, another /pause or /resume came.
+            HTTPException: 504, not within `timeout_s`; 409, another /pause or /resume came.
         """
         async with self._lock:
-            if self._state.is_paused:  # by a trainer that is gone: frozen requests would never end
+            if self._requests.is_paused:  # by a trainer that is gone: frozen requests would never end
                 await self._engine.resume()
-        self._drain = drain = asyncio.create_task(self._state.wait_until_empty())
+        self._drain = drain = asyncio.create_task(self._requests.wait_until_empty())
         await asyncio.wait({drain}, timeout=timeout_s)
         if drain.cancelled():
-            raise RefusedError(409, "another /pause or /resume came while requests were draining")
+            raise HTTPException(409, "another /pause or /resume came while requests were draining")
         if not drain.done():
             drain.cancel()
-            raise RefusedError(
+            raise HTTPException(
                 504,
-                f"{len(self._state.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
+                f"{len(self._requests.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
                 "paused; raise weights.drain_timeout_s if this is expected",
             )
 
@@ -293,7 +285,7 @@ class RolloutApp:
         self._supersede_pause()
         async with self._lock:
             await self._engine.resume()
-            self._state.gate.open()
+            self._requests.gate.open()
         return {"is_paused": False}
 
     async def _is_paused(self, request: Request) -> Answer:
@@ -304,7 +296,7 @@ class RolloutApp:
         self._supersede_pause()
         async with self._lock:
             await self._engine.sleep()
-            self._state.gate.close()
+            self._requests.gate.close()
         return {"is_paused": True}
 
     async def _wake_up(self, request: Request) -> Answer:
@@ -333,7 +325,7 @@ class RolloutApp:
     async def _update(self, request: Request) -> Answer:
         info = (await _read(UpdateBody, request)).update_info
         if not self._is_started:
-            raise RefusedError(409, "no update was started: POST /start_weight_update first")
+            raise HTTPException(409, "no update was started: POST /start_weight_update first")
         number = self._begin_update_call()
         await self._engine.receive(info)
         if number != self._update_number:
@@ -348,7 +340,7 @@ class RolloutApp:
                 self._is_staged = False
                 await self._engine.apply(version)
             elif version != self._engine.policy_version:  # else the client lost our answer and asks again
-                raise RefusedError(
+                raise HTTPException(
                     409,
                     f"there is no staged update to serve as version {version}: POST /start_weight_update and /update_weights",
                 )
@@ -434,8 +426,8 @@ def _json(content: Answer, status: int = 200) -> Response:
 def _status_and_message(error: Exception) -> tuple[int | None, str]:
     """None: nobody expected this error."""
     match error:
-        case RefusedError():
-            return error.status, str(error)
+        case HTTPException():
+            return error.status_code, error.detail
         case ValidationError():
             problems = (f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors())
             return 400, "; ".join(problems)

@@ -53,7 +53,7 @@ def _wait_for_tokens(server: Live) -> None:
 
 
 def _wait_for_closed_gate(server: Live) -> None:
-    assert eventually(lambda: not server.server.state.gate.is_open)
+    assert eventually(lambda: not server.server.requests.gate.is_open)
 
 
 def test_a_pause_freezes_between_two_tokens_and_holds_what_arrives_until_the_resume(server: Live, model: Any) -> None:

@@ -30,7 +30,9 @@ from grpo_async.servers.embedded.main import (
     serve_embedded,
     start_listening,
 )
+from tests.e2e.support import free_port
 from tests.servers.embedded_support import make_request, prompt
+from tests.support.tls import Certificates, make_certificates
 
 SERVE = """
 import sys
@@ -65,11 +67,6 @@ def _config(model: Path, **inference: object) -> ExperimentConfig:
     )
 
 
-def _free_port() -> int:
-    with bind_listener("127.0.0.1", 0) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def _served(
     model: Path, folder: Path, patch: str = "", **inference: object
@@ -77,7 +74,7 @@ def _served(
     config = folder / "config.json"
     config.write_text(_config(model, **inference).model_dump_json())
     scheme = "https" if "tls" in inference else "http"
-    port = _free_port()
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE.format(patch=patch), str(config), str(port)],
         env={**os.environ, TOKEN_VARIABLE: "secret"},
@@ -108,34 +105,23 @@ def test_a_server_whose_engine_fails_logs_the_traceback_and_exits_with_1(tiny_mo
 
 
 @pytest.fixture(scope="module")
-def tls_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with a certificate for 127.0.0.1, its key, another key, and the authority that signed it."""
-    import trustme
-
-    folder = tmp_path_factory.mktemp("tls")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "authority.pem")
-    for name in ("server", "other"):
-        issued = authority.issue_cert("127.0.0.1")
-        issued.private_key_pem.write_to_path(folder / f"{name}.key")
-        for blob in issued.cert_chain_pems:
-            blob.write_to_path(folder / f"{name}.pem", append=True)
-    return folder
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
-def _tls(folder: Path, certificate: str = "server.pem", key: str = "server.key") -> dict[str, str]:
-    return {"certificate": str(folder / certificate), "key": str(folder / key)}
+def _section(tls: Certificates) -> dict[str, str]:
+    return {"certificate": str(tls.certificate), "key": str(tls.key)}
 
 
 def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_an_open_stream(
-    tiny_model: Path, tmp_path: Path, tls_files: Path
+    tiny_model: Path, tmp_path: Path, tls: Certificates
 ) -> None:
-    with _served(tiny_model, tmp_path, tls=_tls(tls_files)) as (process, url):
+    with _served(tiny_model, tmp_path, tls=_section(tls)) as (process, url):
         with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
             httpx.get(url + "/health", timeout=20.0, trust_env=False)
         with pytest.raises(httpx.TransportError):
             httpx.get(url.replace("https", "http") + "/health", timeout=20.0, trust_env=False)
-        trusting = ssl.create_default_context(cafile=str(tls_files / "authority.pem"))
+        trusting = ssl.create_default_context(cafile=str(tls.authority))
         with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/rollout/info").status_code == 401
@@ -153,35 +139,28 @@ def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_
             assert time.monotonic() - began < 10.0
 
 
-def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls_files: Path) -> None:
-    encrypted = tmp_path / "encrypted.key"
-    key = serialization.load_pem_private_key((tls_files / "server.key").read_bytes(), password=None)
-    encrypted.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.BestAvailableEncryption(b"password"),
-        )
-    )
+def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls: Certificates) -> None:
+    encrypted, other = tmp_path / "encrypted.key", make_certificates(tmp_path / "other")
+    key = serialization.load_pem_private_key(tls.key.read_bytes(), password=None)
+    password = serialization.BestAvailableEncryption(b"password")
+    encrypted.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password))
     cases = [
         (
-            _tls(tls_files, certificate="none.pem"),
+            {"certificate": tmp_path / "none.pem"},
             r"inference\.tls\.certificate: .*none\.pem cannot be read: No such file",
         ),
-        (_tls(tls_files, key="none.key"), r"inference\.tls\.key: .*none\.key cannot be read"),
-        ({**_tls(tls_files), "key": str(tmp_path)}, r"inference\.tls\.key: .* cannot be read: Is a directory"),
-        (_tls(tls_files, certificate="server.key"), "no PEM certificate"),
-        (_tls(tls_files, key="other.key"), "no PEM certificate with its private key"),
-        ({**_tls(tls_files), "key": str(encrypted)}, "without a password"),
+        ({"key": tmp_path / "none.key"}, r"inference\.tls\.key: .*none\.key cannot be read"),
+        ({"key": tmp_path}, r"inference\.tls\.key: .* cannot be read: Is a directory"),
+        ({"certificate": tls.key}, "no PEM certificate"),
+        ({"key": other.key}, "no PEM certificate with its private key"),
+        ({"key": encrypted}, "without a password"),
     ]
-    for tls, words in cases:
-        config = _config(tmp_path / "no model", tls=tls)
+    for change, words in cases:
+        config = _config(tmp_path / "no model", tls=_section(tls) | {name: str(path) for name, path in change.items()})
         with pytest.raises(ConfigError, match=words):
             serve_embedded(config, 0)
-    check_certificate(_config(tmp_path, tls=_tls(tls_files)).inference)
-    check_certificate(
-        _config(tmp_path, tls={"authority": str(tls_files / "authority.pem")}).inference
-    )  # none of its own
+    check_certificate(_config(tmp_path, tls=_section(tls)).inference)
+    check_certificate(_config(tmp_path, tls={"authority": str(tls.authority)}).inference)  # none of its own
 
 
 def test_a_model_loads_in_bfloat16_and_its_own_code_runs_only_where_the_config_says_so(

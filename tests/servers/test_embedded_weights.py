@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from tests.servers.embedded_support import (
 from tests.support.dying_trainer import killed_trainer
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
-from tests.support.weight_push import WeightPusher, push_state_dict
+from tests.support.weight_push import WeightPusher, announcement, push_state_dict
 
 
 @pytest.fixture
@@ -117,13 +118,7 @@ def test_an_update_that_does_not_fit_is_refused_with_names_and_the_old_weights_s
 
 
 def _announcement(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return WeightUpdateInfo(
-        names=list(weights),
-        dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
-        shapes=[list(tensor.shape) for tensor in weights.values()],
-        bucket_bytes=1 << 20,
-        timeout_s=5.0,
-    ).model_dump()
+    return announcement(weights).model_dump()
 
 
 def test_a_refused_update_ends_the_trainers_wait_at_once(server: Live, tiny_model: Path) -> None:
@@ -274,6 +269,22 @@ def test_an_update_out_of_order_is_refused_and_a_start_counts_for_the_group_that
             else:
                 pusher.connect()
             assert is_not_started()
+        # an update that ends as another one has begun is of no use, though it was received well
+        received, may_end = threading.Event(), threading.Event()
+
+        async def receive(_: WeightUpdateInfo) -> None:
+            received.set()
+            assert await asyncio.to_thread(may_end.wait, 30.0)
+
+        server.server.receive = receive  # type: ignore[method-assign]
+        pusher.connect()
+        pusher.post("/start_weight_update")
+        late = server.pool.submit(server.post, "/update_weights", update)
+        assert received.wait(30.0)
+        pusher.post("/start_weight_update")
+        may_end.set()
+        assert late.result(30.0).status_code == 409
+        assert server.post("/finish_weight_update", {"weight_version": "9"}).status_code == 409
 
 
 def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:

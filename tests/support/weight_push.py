@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -15,41 +15,44 @@ import httpx
 import torch
 
 from grpo_async.inference.api import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
-from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, pack
+from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.gloo import GlooBackend
+from grpo_async.weights.receiver import parameter_specs
 from grpo_async.weights.rendezvous import Rendezvous
 
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Tensors = Mapping[str, torch.Tensor]
+ADDRESS = "127.0.0.1"
 
 
-def push_state_dict(
-    server_url: str,
-    token: str | None,
-    named_tensors: NamedTensors,
-    version: int,
-    *,
-    bucket_bytes: int = 8 << 20,
-    timeout_s: float = 30.0,
-) -> None:
-    """Form a new weight group, push `named_tensors` as `version` under pause keep, and leave the group.
+def push_state_dict(server_url: str, token: str | None, tensors: Tensors, version: int) -> None:
+    """Form a new weight group, push `tensors` as `version` under pause keep, and leave the group.
 
     Raises:
         httpx.HTTPStatusError: the server refused a phase. RuntimeError: the broadcast failed. Either way it is resumed.
     """
-    with WeightPusher(server_url, token, timeout_s=timeout_s) as pusher:
+    with WeightPusher(server_url, token) as pusher:
         pusher.connect()
-        pusher.push(named_tensors, version, bucket_bytes=bucket_bytes)
+        pusher.push(tensors, version)
+
+
+def announcement(tensors: Tensors, *, bucket_bytes: int = 8 << 20, timeout_s: float = 5.0) -> WeightUpdateInfo:
+    """What /update_weights is told of these."""
+    return WeightUpdateInfo(
+        names=list(tensors),
+        dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        shapes=[list(tensor.shape) for tensor in tensors.values()],
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+    )
 
 
 class WeightPusher:
     """Group rank 0 and the control client. Call `connect` first; `update` takes anything that is to be tried."""
 
-    def __init__(
-        self, server_url: str, token: str | None, *, timeout_s: float = 30.0, address: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, server_url: str, token: str | None, *, timeout_s: float = 30.0) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.client = httpx.Client(base_url=server_url, headers=headers, timeout=timeout_s + 30.0)
-        self.timeout_s, self.address = timeout_s, address
+        self.timeout_s = timeout_s
         self._answer_s = timeout_s + 60.0  # later than the client's own deadline, which names the path
         self.group: GlooBackend | None = None
 
@@ -59,9 +62,6 @@ class WeightPusher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
         self.group = None
         self.client.close()
 
@@ -83,7 +83,7 @@ class WeightPusher:
     def connect(self) -> None:
         """Meet the server's workers in a new group."""
         num_workers = self.info().num_workers
-        rendezvous = Rendezvous(self.address, world_size=1 + num_workers, timeout_s=self.timeout_s)
+        rendezvous = Rendezvous(ADDRESS, world_size=1 + num_workers, timeout_s=self.timeout_s)
         init = rendezvous.init_info("gloo", rank_offset=1)
         self.group = None
         with ThreadPoolExecutor(1) as pool:
@@ -91,14 +91,14 @@ class WeightPusher:
             rendezvous.wait("cpu")
             rendezvous.begin()
             self.group = GlooBackend(
-                rendezvous.store, rank=0, world_size=init.world_size, address=self.address, timeout_s=self.timeout_s
+                rendezvous.store, rank=0, world_size=init.world_size, address=ADDRESS, timeout_s=self.timeout_s
             )
             answer.result(timeout=self._answer_s)
         rendezvous.close()
 
     def push(
         self,
-        named_tensors: NamedTensors,
+        tensors: Tensors,
         version: int,
         *,
         bucket_bytes: int = 8 << 20,
@@ -109,38 +109,18 @@ class WeightPusher:
         self.post("/pause", mode=mode, keep_cache=str(keep_cache).lower(), timeout_s=str(self.timeout_s))
         try:
             self.post("/start_weight_update")
-            self.update(named_tensors, bucket_bytes=bucket_bytes)
-            self.finish(version)
+            self.update(tensors, bucket_bytes=bucket_bytes)
+            self.post("/finish_weight_update", {"weight_version": str(version)})
         finally:
             self.post("/resume")
 
-    def finish(self, version: int) -> None:
-        """Apply what `update` staged."""
-        self.post("/finish_weight_update", {"weight_version": str(version)})
-
-    def update(
-        self, named_tensors: NamedTensors, *, bucket_bytes: int = 8 << 20, stop_after: int | None = None
-    ) -> None:
-        """POST /update_weights beside the broadcast; nothing serves before `finish`. `stop_after`: die after that many buckets."""
+    def update(self, tensors: Tensors, *, bucket_bytes: int = 8 << 20) -> None:
+        """POST /update_weights beside the broadcast; nothing serves before the update is finished."""
         assert self.group is not None, "connect first"
-        pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in pairs}
-        specs = [
-            ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        ]
-        info = WeightUpdateInfo(
-            names=[spec.name for spec in specs],
-            dtype_names=[spec.dtype_name for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-            bucket_bytes=bucket_bytes,
-            timeout_s=self.timeout_s,
-        )
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        info = announcement(tensors, bucket_bytes=bucket_bytes, timeout_s=self.timeout_s)
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/update_weights", {"update_info": info.model_dump()})
-            for number, bucket in enumerate(cut_into_buckets(specs, bucket_bytes)):
-                if stop_after is not None and number >= stop_after:
-                    self.group = None
-                    break
+            for bucket in cut_into_buckets(parameter_specs(info), bucket_bytes):
                 self.group.broadcast(pack([tensors[spec.name] for spec in bucket]), timeout_s=self.timeout_s)
             answer.result(timeout=self._answer_s)

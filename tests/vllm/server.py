@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -32,6 +31,8 @@ from grpo_async.inference.api import (
     ScoreAnswer,
     ServerInfo,
 )
+from tests.e2e.support import free_port
+from tests.servers.embedded_support import Output, make_request
 
 START_TIMEOUT_S = 300.0
 MAX_MODEL_LEN = 1024
@@ -57,17 +58,6 @@ def experiment(model: str, **vllm: Any) -> dict[str, Any]:
         "training": {"micro_batch_tokens": MAX_MODEL_LEN},
         "inference": {"max_model_len": MAX_MODEL_LEN, "vllm": {"kv_cache_mb": 64, **vllm}},
     }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """All lines of one answer, joined; one logprob and one version per token."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish_reason: str | None
-    error: str | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -106,7 +96,7 @@ class VllmServer:
             for line in response.iter_lines():
                 yield GenerateChunk.model_validate_json(line)
 
-    def generate(self, token_ids: list[int], **fields: Any) -> Completion:
+    def generate(self, token_ids: list[int], **fields: Any) -> Output:
         return join(self.chunks(token_ids, **fields))
 
     def score(self, token_ids: list[int]) -> ScoreAnswer:
@@ -142,37 +132,21 @@ class VllmServer:
 
 def request_body(token_ids: list[int], **fields: Any) -> dict[str, Any]:
     """A request in full: every sampling field is sent."""
-    body = {
-        "request_id": secrets.token_hex(4),
-        "token_ids": token_ids,
-        "max_tokens": 16,
-        "temperature": 1.0,
-        "seed": 7,
-        "ignore_eos": True,
-        "flush_interval_s": 0.02,
-    }
-    return body | fields
+    defaults = {"request_id": secrets.token_hex(4), "max_tokens": 16, "seed": 7, "flush_interval_s": 0.02}
+    return make_request(token_ids, **{**defaults, **fields}).model_dump()
 
 
-def join(chunks: Iterable[GenerateChunk]) -> Completion:
-    lines = list(chunks)
-    assert all(line.finish_reason is None and line.error is None for line in lines[:-1]), "only the last line ends"
-    return Completion(
-        token_ids=[token for line in lines for token in line.token_ids],
-        logprobs=[logprob for line in lines for logprob in line.logprobs],
-        versions=[line.policy_version for line in lines for _ in line.token_ids],
-        finish_reason=lines[-1].finish_reason,
-        error=lines[-1].error,
-    )
+def join(chunks: Iterable[GenerateChunk]) -> Output:
+    output = Output()
+    for chunk in chunks:
+        output.add(chunk)
+    return output
 
 
 @contextmanager
 def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServer]:
     """Start a server by serve_vllm in a process of its own, wait until it is healthy, end it and all below it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    token = secrets.token_hex(8)
+    port, token = free_port(), secrets.token_hex(8)
     log = folder / "server.log"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     sockets = tempfile.mkdtemp(prefix="vllm-")  # short: a socket's path has at most 107 characters

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import trustme
 
 from grpo_async.inference.api import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from tests.support.tls import make_certificates
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import Reference, assert_exact
@@ -70,16 +70,9 @@ def test_nothing_is_compiled_while_heartbeats_ask(
 def test_two_workers_serve_pushed_weights_and_a_killed_server_leaves_no_process(
     needs_vllm: None, tiny_model: Path, model_a: Reference, model_b: Reference, tmp_path: Path
 ) -> None:
-    authority = trustme.CA()
-    certificate = authority.issue_cert("127.0.0.1")
-    for name, blobs in {
-        "certificate": certificate.cert_chain_pems,
-        "key": [certificate.private_key_pem],
-        "authority": [authority.cert_pem],
-    }.items():
-        (tmp_path / f"{name}.pem").write_bytes(b"".join(blob.bytes() for blob in blobs))
+    made = make_certificates(tmp_path / "tls")
     config = experiment(str(tiny_model), tensor_parallel_size=2)
-    config["inference"]["tls"] = {name: str(tmp_path / f"{name}.pem") for name in ("certificate", "key", "authority")}
+    config["inference"]["tls"] = {name: str(getattr(made, name)) for name in ("certificate", "key", "authority")}
     with running_server(config, tmp_path) as server:
         assert server.url.startswith("https://")
         with pytest.raises(httpx.TransportError):

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
+from tests.servers.embedded_support import Output, over_kept_cache
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference
-from tests.vllm.server import MAX_NUM_SEQS, Completion, VllmServer, join
+from tests.vllm.server import MAX_NUM_SEQS, VllmServer, join
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +29,7 @@ class _Stream:
 
     prompt: list[int]
     began: threading.Event = field(default_factory=threading.Event)
-    done: Future[Completion] = field(default_factory=Future)
+    done: Future[Output] = field(default_factory=Future)
 
 
 @contextmanager
@@ -109,9 +110,9 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
             old = model_a.logprobs(stream.prompt, completion.token_ids, temperature=1.0)[:num_old]
             assert largest_difference(completion.logprobs[:num_old], old) < TOLERANCE
             recomputed = model_b.logprobs(stream.prompt, completion.token_ids, temperature=1.0)[num_old:]
-            over_old = model_b.logprobs_over_cache_of(
-                model_a, stream.prompt, completion.token_ids, num_older=num_old, temperature=1.0
-            )
+            models = {version: model_a.module, version + 1: model_b.module}
+            kept = over_kept_cache(models, stream.prompt, completion.token_ids, completion.versions)
+            over_old = kept[num_old:].tolist()
             new = completion.logprobs[num_old:]
             right, wrong = (recomputed, over_old) if mode == "recompute" else (over_old, recomputed)
             assert largest_difference(new, right) < TOLERANCE
@@ -140,20 +141,20 @@ def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
 
 
 def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
-    vllm_server: VllmServer,
-    model_a: Reference,
-    model_b: Reference,
-    version: int,
-    pusher: WeightPusher,
+    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:
+    prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
+    engine = vllm_server.engine_core()
     with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
-        running = [start(prompt, 350) for prompt in prompts[:-1]]
-        assert all(stream.began.wait(30) for stream in running)
-        running.append(start(prompts[-1], 350))
-        _wait_until_queued(vllm_server, 1)
-        pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
-        held = start(LONG_PROMPT, 24)
+        engine.suspend()  # so that none ends before the pause, however slow this test is
+        try:
+            running = [start(prompt, 40) for prompt in prompts]
+            _wait_for_active(vllm_server, len(prompts))
+            pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
+            held = start(LONG_PROMPT, 24)
+            _wait_for_active(vllm_server, len(prompts) + 1)
+        finally:
+            engine.resume()
         assert pausing.result(60).status_code == 200
         assert all(stream.done.result(5).finish_reason == "length" for stream in running)
         assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}

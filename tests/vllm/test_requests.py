@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +18,8 @@ import torch
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import GenerateChunk
-from grpo_async.servers.state import EngineDeadError, Gate, ServerState
-from grpo_async.servers.vllm.patches import (
-    _create_store_on_its_own_address,
-    mark_asking,
-    wait_until_handed_out,
-    watch_statistics,
-)
+from grpo_async.servers.request_tracker import EngineDeadError, Gate, RequestTracker
+from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
 from grpo_async.servers.vllm.reports import WorkerFailedError, collect_reports, run_and_report
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
 from grpo_async.weights.calls import NOT_ARRIVED
@@ -226,7 +219,7 @@ def test_a_gate_lets_through_only_while_it_is_open() -> None:
 
 def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
     now = 0.0
-    state = ServerState(clock=lambda: now)
+    state = RequestTracker(clock=lambda: now)
     first, second = object(), object()
     for time_s, change in [
         (0.0, lambda: state.enter(first)),
@@ -365,32 +358,3 @@ def test_waiting_for_outputs_ends_when_the_last_batch_is_handled_not_when_it_was
 
     _run(run())
     assert events == ["waited", "waited", "took 1", "handled 1", "took 2", "handled 2", "waited"]
-
-
-def test_the_statistics_of_each_engine_core_are_kept_and_still_recorded() -> None:
-    recorded: list[Any] = []
-
-    def record(
-        scheduler_stats: object, iteration_stats: object, mm_cache_stats: object = None, engine_idx: int | None = None
-    ) -> None:
-        recorded.append((scheduler_stats, iteration_stats, engine_idx))
-
-    manager = SimpleNamespace(record=record)
-    newest = watch_statistics(SimpleNamespace(logger_manager=manager))
-    manager.record(engine_idx=0, scheduler_stats="a", iteration_stats=None)
-    manager.record("b", "iteration", engine_idx=1)
-    manager.record(engine_idx=0, scheduler_stats=None, iteration_stats=None)  # a step without statistics
-    assert newest == {0: "a", 1: "b"}
-    assert recorded == [("a", None, 0), ("b", "iteration", 1), (None, None, 0)]
-    assert watch_statistics(SimpleNamespace(logger_manager=None)) == {}
-
-
-def test_a_process_that_meets_nobody_opens_no_store() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    store = _create_store_on_its_own_address("127.0.0.1", port, 0, 1, timedelta(seconds=5))
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)

@@ -10,13 +10,13 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
-from grpo_async.inference.api import GENERATE_PATH, PARAMETERS_PATH, SCORE_PATH, ServedParameters
+from grpo_async.inference.api import PARAMETERS_PATH, ServedParameters
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import compare_logprobs, probe_sequences, verify_limit
 from tests.support.tiny_model import build_tiny_model
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
-from tests.vllm.server import MAX_MODEL_LEN, VllmServer, experiment, request_body, running_server
+from tests.vllm.server import MAX_MODEL_LEN, VllmServer, experiment, running_server
 
 pytestmark = pytest.mark.vllm
 
@@ -66,22 +66,6 @@ def test_many_scores_at_once_are_each_their_own(vllm_server: VllmServer, model_a
     for tokens, answer in zip(sequences, answers, strict=True):
         expected = model_a.logprobs(tokens[:1], tokens[1:], temperature=1.0)
         assert largest_difference(answer.logprobs, expected) < TOLERANCE
-
-
-def test_what_cannot_be_served_is_refused(vllm_server: VllmServer) -> None:
-    """The shared application answers; tests/servers has the other cases."""
-    for path, body, words in [
-        (SCORE_PATH, {"token_ids": [5] * (MAX_MODEL_LEN + 1)}, f"max_model_len: {MAX_MODEL_LEN}"),
-        (SCORE_PATH, {"token_ids": [5, 100_000]}, "outside the vocabulary"),
-        (GENERATE_PATH, request_body([5], max_tokens=MAX_MODEL_LEN), f"max_model_len: {MAX_MODEL_LEN}"),
-        (GENERATE_PATH, request_body([5], repetition_penalty=1.1), "repetition_penalty"),
-        ("/pause?mode=wait", None, "mode"),
-    ]:
-        response = vllm_server.client.post(path, json=body)
-        assert (response.status_code, words in response.json()["error"]) == (400, True)
-    response = vllm_server.client.post(GENERATE_PATH, json=request_body([5, 6], instance_id="another"))
-    assert (response.status_code, vllm_server.info().instance_id in response.json()["error"]) == (503, True)
-    assert vllm_server.generate([5, 6], max_tokens=2).finish_reason == "length", "the wrong pause held nobody"
 
 
 def _prefix_cache_hits(server: VllmServer) -> float:

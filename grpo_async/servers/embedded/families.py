@@ -40,12 +40,7 @@ def check_embedded_family(config: Mapping[str, Any], max_model_len: int) -> None
         ConfigError: the engine would compute something else than the model, or could not take its weights.
     """
     name = str(config.get("model_type", "this model"))
-    reason = _OTHER_ATTENTION.get(name) or _other_layers(config, name)
-    if any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS):
-        reason = "is a mixture of experts, whose weights cannot be pushed to it"
-    elif config.get("kv_lora_rank"):
-        reason = "keeps compressed keys and values"
-    if reason:
+    if reason := _OTHER_ATTENTION.get(name) or _other_layers(config, name) or _other_weights(config):
         raise ConfigError(
             f"inference.engine: embedded cannot serve {name}, which {reason}; set inference.engine: vllm "
             "(pip install 'grpo-async[vllm]')"
@@ -63,6 +58,13 @@ def _window(config: Mapping[str, Any]) -> int | None:
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     slides = "sliding_attention" in kinds if kinds else config.get("use_sliding_window", True)
     return window if slides and isinstance(window, int) and window > 0 else None
+
+
+def _other_weights(config: Mapping[str, Any]) -> str:
+    """What of the weights, or of what is cached of them, the engine does not know."""
+    if any(isinstance(count := config.get(key), int) and count > 1 for key in _EXPERTS):
+        return "is a mixture of experts, whose weights cannot be pushed to it"
+    return "keeps compressed keys and values" if config.get("kv_lora_rank") else ""
 
 
 def _other_layers(config: Mapping[str, Any], name: str) -> str:

@@ -21,7 +21,7 @@ from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE, ServerInfo, token_from_environment
 from grpo_async.utils.lifetime import die_with_launcher
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import family_of, is_loopback
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
@@ -191,8 +191,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
             f"inference.host: {host} is reachable from other machines; set ${TOKEN_VARIABLE} to a secret, "
             "or use 127.0.0.1"
         )
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
     try:
         listener.bind((host, port))

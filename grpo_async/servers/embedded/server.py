@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import torch
+from starlette.exceptions import HTTPException
 
 from grpo_async.errors import DeadlineError
 from grpo_async.inference.api import (
@@ -29,9 +30,9 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.app import Engine, NextChunk, RefusedError
+from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
-from grpo_async.servers.state import EngineDeadError
+from grpo_async.servers.request_tracker import EngineDeadError
 from grpo_async.utils.threads import in_thread
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ParameterSpec, check_names
@@ -202,7 +203,7 @@ class EmbeddedEngine(Engine):
 
     async def stop(self, *, timeout_s: float) -> None:
         """End every request with reason "abort", and the engine thread; takes `timeout_s` at most."""
-        self.state.gate.break_down("the server is shutting down")
+        self.requests.gate.break_down("the server is shutting down")
         await asyncio.to_thread(self._thread.stop, timeout_s=timeout_s)
 
     @property
@@ -219,7 +220,7 @@ class EmbeddedEngine(Engine):
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         if 0.0 < request.temperature < _MIN_TEMPERATURE:
-            raise RefusedError(
+            raise HTTPException(
                 400, f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
             )
         if self.failure is not None:
@@ -229,7 +230,7 @@ class EmbeddedEngine(Engine):
         def take(chunk: GenerateChunk) -> None:
             chunks.put_nowait(chunk)
             if chunk.finish_reason is not None or chunk.error is not None:
-                self.state.leave(sequence)
+                self.requests.leave(sequence)
 
         def fail_if_lost(added: Future[None]) -> None:
             """The engine ended before it took the request, so nobody else will answer."""
@@ -237,13 +238,13 @@ class EmbeddedEngine(Engine):
                 self._in_loop(take, GenerateChunk(error=str(error)))
 
         sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take)
-        self.state.enter(sequence)
+        self.requests.enter(sequence)
         try:
             self._thread.call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)
             yield chunks.get
         finally:
-            if sequence in self.state.in_engine:  # the client left before the end
-                self.state.leave(sequence)
+            if sequence in self.requests.in_engine:  # the client left before the end
+                self.requests.leave(sequence)
                 self._thread.call(lambda: self._engine.abort(sequence))
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
@@ -264,14 +265,14 @@ class EmbeddedEngine(Engine):
             self._thread.is_paused, self._keeps_cache = True, keep_cache
 
         await self._command(freeze)
-        self.state.set_paused(True)
+        self.requests.set_paused(True)
 
     async def resume(self) -> None:
         def go_on() -> None:
             self._thread.is_paused = self._keeps_cache = False
 
         await self._command(go_on)
-        self.state.set_paused(False)
+        self.requests.set_paused(False)
 
     async def is_paused(self) -> bool:
         return await self._command(lambda: self._thread.is_paused)
@@ -324,7 +325,7 @@ class EmbeddedEngine(Engine):
             ) from error
 
     def _end(self) -> None:
-        self.state.gate.break_down(str(self.failure))
+        self.requests.gate.break_down(str(self.failure))
         self._on_failure()
 
     def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:

@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from grpo_async.inference.api import (
     GenerateRequest,
     ScoreAnswer,
@@ -20,8 +22,8 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.app import Engine, NextChunk, RefusedError
-from grpo_async.servers.state import EngineDeadError, ServerState
+from grpo_async.servers.app import Engine, NextChunk
+from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.vllm import compat, patches
 from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
@@ -61,7 +63,7 @@ class VllmEngine(Engine):
         self._base = BaseWeights(self.description.model)
         self._statistics = patches.watch_statistics(client)
         patches.salt_requests(client, lambda: self.salt)
-        patches.on_engine_death(client, lambda: self.state.gate.break_down(_DEAD))
+        patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
     @property
     def failure(self) -> str | None:
@@ -81,7 +83,7 @@ class VllmEngine(Engine):
         """An engine whose last requests are aborted makes no further step and says no more, so its statistics count only while
         something is in it, also what users' code sends through vLLM's own routes. The fullest core is the first to be full."""
         every = list(self._statistics.values())
-        is_idle = not self.state.num_active and not self._client.output_processor.has_unfinished_requests()
+        is_idle = not self.requests.num_active and not self._client.output_processor.has_unfinished_requests()
         load: dict[str, Any] = {"generated_tokens": self._num_generated_tokens}
         if every:
             load["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
@@ -116,7 +118,7 @@ class VllmEngine(Engine):
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
         """A pause that aborts what is in flight makes it wait and begin anew: half a score is of no use to anybody."""
         while True:
-            await self.state.gate.wait()
+            await self.requests.gate.wait()
             result: asyncio.Future[tuple[compat.EngineOutput, int]] = asyncio.get_running_loop().create_future()
 
             def deliver(output: compat.EngineOutput | Exception, result: asyncio.Future[Any] = result) -> None:
@@ -125,7 +127,7 @@ class VllmEngine(Engine):
                 if isinstance(output, compat.EngineDeadError):
                     result.set_exception(EngineDeadError(f"the engine is dead: {output}"))
                 elif isinstance(output, Exception):
-                    result.set_exception(RefusedError(500, f"the engine failed: {type(output).__name__}: {output}"))
+                    result.set_exception(HTTPException(500, f"the engine failed: {type(output).__name__}: {output}"))
                 elif output.finish_reason is not None:
                     result.set_result((output, self._version))
 
@@ -141,18 +143,18 @@ class VllmEngine(Engine):
         deliver: Callable[[compat.EngineOutput | Exception], None],
     ) -> AsyncIterator[None]:
         """A request is in the engine from here until the engine has ended it, or until the block is left."""
-        request = EngineRequest(submit, deliver, on_end=self.state.leave)
-        self.state.enter(request)
+        request = EngineRequest(submit, deliver, on_end=self.requests.leave)
+        self.requests.enter(request)
         try:
             try:
                 await request.enter()
             except compat.EngineDeadError as error:
                 raise EngineDeadError(f"the engine is dead: {error}") from error
             except (compat.VLLMClientError, ValueError) as error:
-                raise RefusedError(400, str(error)) from error
+                raise HTTPException(400, str(error)) from error
             yield
         finally:
-            self.state.leave(request)
+            self.requests.leave(request)
             # also for a stream that ended with an error of ours: the engine does not know of it and would go on
             await request.leave()
 
@@ -168,7 +170,7 @@ class VllmEngine(Engine):
         await asyncio.gather(*(self._generate_once(f"filtered {number}", **_FILTERS) for number in range(_NUM_AT_ONCE)))
         await self.score([0, 0, 0])
         # what is counted begins with the first request from outside
-        self.state = ServerState()
+        self.requests = RequestTracker()
         self._num_generated_tokens = 0
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
@@ -185,14 +187,14 @@ class VllmEngine(Engine):
 
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         await compat.pause(self._client, abort=abort, keep_cache=keep_cache)
-        self.state.set_paused(True)
+        self.requests.set_paused(True)
         await self._wait_until_handed_out()
 
     async def resume(self) -> None:
         if self._is_asleep:
-            raise RefusedError(409, "the server sleeps: POST /wake_up first")
+            raise HTTPException(409, "the server sleeps: POST /wake_up first")
         await self._client.resume_generation()
-        self.state.set_paused(False)
+        self.requests.set_paused(False)
 
     async def is_paused(self) -> bool:
         return bool(await self._client.is_paused())
@@ -204,7 +206,7 @@ class VllmEngine(Engine):
         self._is_asleep = True
         # level 1: weights come back from host memory, so a trainer that dies meanwhile costs nothing
         await self._client.sleep(level=1, mode="keep")
-        self.state.set_paused(True)
+        self.requests.set_paused(True)
 
     async def wake_up(self) -> None:
         if self._is_asleep:
@@ -252,7 +254,7 @@ class VllmEngine(Engine):
     async def apply(self, version: int) -> None:
         """A worker that fails half-way ends, and the server with it."""
         if self._is_asleep or not await self._client.is_paused():
-            raise RefusedError(409, "/finish_weight_update needs a server that is paused and awake: POST /pause first")
+            raise HTTPException(409, "/finish_weight_update needs a server that is paused and awake: POST /pause first")
         # Why the stamp is exact. The engine is frozen from the answer to /pause until /resume, which waits for the application's
         # lock, and its answers and tokens come over one ordered socket. So every token that the old weights sampled is in this
         # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
@@ -265,7 +267,7 @@ class VllmEngine(Engine):
         self._num_updates += 1
         for stream in self._streams:
             stream.flush()
-        for request in list(self.state.in_engine):  # those without a token, under the new salt
+        for request in list(self.requests.in_engine):  # those without a token, under the new salt
             assert isinstance(request, EngineRequest)
             await request.enter_again()
 

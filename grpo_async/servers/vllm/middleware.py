@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from grpo_async.inference.guard import App, Receive, Scope, Send, TokenGuard
 from grpo_async.servers.app import RolloutApp
-from grpo_async.servers.state import EngineDeadError
+from grpo_async.servers.request_tracker import EngineDeadError
 from grpo_async.servers.vllm.engine import VllmEngine
 
 logger = logging.getLogger("vllm.grpo_async")
@@ -34,7 +34,7 @@ class RolloutMiddleware:
             return await self._ours(scope, receive, send)
         if scope["type"] == "websocket" or scope["method"] == "POST":  # it may generate
             with suppress(EngineDeadError):  # vLLM's own app says it in its own way
-                await self._engine.state.gate.wait()
+                await self._engine.requests.gate.wait()
         return await self._app(scope, receive, send)
 
     async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,7 +14,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
+from grpo_async.utils.threads import in_thread
 from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED
 
 logger = logging.getLogger("vllm.grpo_async")
@@ -40,6 +40,7 @@ class WorkerReports:
     def __init__(self, address: str) -> None:
         self.address = address
         self._ends: asyncio.Queue[GrpoAsyncError | None] = asyncio.Queue()  # of the workers' jobs; None: success
+        self._connections: set[asyncio.StreamWriter] | None = set()  # None: closed
 
     async def wait(self, num_workers: int, *, timeout_s: float, what: str, setting: str) -> None:
         """Return when `num_workers` workers have reported success.
@@ -70,8 +71,18 @@ class WorkerReports:
         """End `wait` with `reason`."""
         self._ends.put_nowait(reason)
 
+    def close(self) -> None:
+        """Hang up on workers whose job still goes on: nobody waits for them any more."""
+        connections, self._connections = self._connections, None
+        for writer in connections or ():
+            writer.transport.abort()
+
     async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = await reader.read()  # until `wait` ends, which closes the socket
+        if self._connections is None:
+            writer.transport.abort()
+            return
+        self._connections.add(writer)
+        line = await reader.read()  # until the worker is done, or `close`
         writer.close()
         report = json.loads(line) if line else {"error": "a worker ended in the middle of it"}
         self._ends.put_nowait(WorkerFailedError(report["error"]) if report["error"] else None)
@@ -89,6 +100,8 @@ async def collect_reports() -> AsyncIterator[WorkerReports]:
             yield reports
         finally:
             server.close()
+            reports.close()
+            await server.wait_closed()  # every connection is closed by then, or is on its way
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -120,4 +133,4 @@ def run_and_report(job: Callable[[], None], report_to: str, *, rank: int, device
             logger.warning("a part of a weight update ended, and nobody waits for it any more")
 
     # a daemon: one that waits for a dead trainer must not hold the process
-    threading.Thread(target=run, name="weight-update", daemon=True).start()
+    in_thread(run, name="weight-update")

@@ -52,7 +52,7 @@ class Gate:
             raise EngineDeadError(self._failure)
 
 
-class ServerState:
+class RequestTracker:
     """One for each server. `clock` gives monotonic seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
