@@ -24,12 +24,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from grpo_async.processes.messages import decode, encode
+
 HANDSHAKE_S = 20.0
 """For the whole handshake."""
 
 _FLUSH_S = 5.0
 _SILENCE_S = 60  # after which a machine that acknowledges nothing is gone: dead, or cut off
-_LINE_LIMIT = 1 << 18  # bytes
+LINE_LIMIT = 1 << 18  # bytes
 _LONGEST_TEXT = 20_000  # characters; JSON takes up to 12 bytes for one
 
 
@@ -57,7 +59,7 @@ class NodeChannel:
             short = {
                 name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in content.items()
             }
-            self._writer.write(json.dumps({"kind": kind, **short}).encode() + b"\n")
+            self._writer.write(encode(kind, short))
 
     async def receive(self) -> dict[str, Any]:
         """The next message; whoever expects it soon sets a deadline.
@@ -69,17 +71,11 @@ class NodeChannel:
             line = await self._reader.readline()
             if not line.endswith(b"\n"):
                 raise LostError("the connection has ended")
-            message = json.loads(line)
+            return decode(line)
         except OSError as error:
             raise LostError(str(error)) from error
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # also a line beyond the limit; RecursionError: lists in lists in lists
+        except ValueError as error:  # a NotAMessageError, or a line beyond the limit
             raise LostError("it sent a line that is no message") from error
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-            raise LostError("it sent a line that is no message")
-        return message
 
     async def close(self) -> None:
         """Hang up when what was sent has left, or after some seconds. May be called more than once."""
@@ -176,17 +172,6 @@ async def _handshake() -> AsyncIterator[None]:
         raise LostError(f"the handshake was not done within {HANDSHAKE_S:.0f} s") from error
 
 
-async def listen(
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any], address: str, port: int
-) -> asyncio.Server:
-    """Listen on one address.
-
-    Raises:
-        OSError: it is none of this machine, or the port is taken.
-    """
-    return await asyncio.start_server(serve, host=address, port=port, limit=_LINE_LIMIT)
-
-
 async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
     """One attempt to reach node 0.
 
@@ -194,4 +179,4 @@ async def connect(address: str, port: int, timeout_s: float) -> NodeChannel:
         OSError: nobody listens there; TimeoutError, which is one, when nothing answers.
     """
     async with asyncio.timeout(timeout_s):
-        return NodeChannel(*await asyncio.open_connection(address, port, limit=_LINE_LIMIT))
+        return NodeChannel(*await asyncio.open_connection(address, port, limit=LINE_LIMIT))

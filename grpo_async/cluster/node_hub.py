@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from grpo_async.cluster.node_channel import LostError, NodeChannel, admit, listen
+from grpo_async.cluster.node_channel import LINE_LIMIT, LostError, NodeChannel, admit
 from grpo_async.cluster.node_link import Offer
 from grpo_async.cluster.nodes import shared_token
 from grpo_async.config import ExperimentConfig
@@ -78,7 +78,8 @@ class NodeHub:
     async def __aenter__(self) -> Self:
         self._secret = Offer.leave(self._assignment)
         try:
-            self._server = await listen(self._serve, self._assignment.node.address, self._port)
+            address = self._assignment.node.address
+            self._server = await asyncio.start_server(self._serve, address, self._port, limit=LINE_LIMIT)
         except OSError as error:
             raise ConfigError(
                 f"launch.rdzv: {self._rdzv} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
@@ -89,9 +90,8 @@ class NodeHub:
     async def __aexit__(self, *_: object) -> None:
         self._is_over = True
         self._server.close()
-        await asyncio.gather(
-            *(channel.close() for channel in self._serving.values())
-        )  # which ends the tasks that read them
+        # which ends the tasks that read them
+        await asyncio.gather(*(channel.close() for channel in self._serving.values()))
         await asyncio.gather(*self._serving)
 
     @property
@@ -139,11 +139,9 @@ class NodeHub:
             del self._serving[task]
 
     async def _admit(self, channel: NodeChannel) -> _Node | None:
-        attempt = self._assignment.attempt_dir.name
+        offered = {"attempt": self._assignment.attempt_dir.name, "secret": self._secret}
         try:
-            rank, host = await admit(
-                channel, self._token, attempt=attempt, secret=self._secret, refuse=self._refuse
-            )  # within HANDSHAKE_S
+            rank, host = await admit(channel, self._token, **offered, refuse=self._refuse)  # within HANDSHAKE_S
         except LostError as error:
             self._note(f"{channel.peer} wanted to join the run and may not: {plain(str(error))}")
             return None

@@ -18,7 +18,6 @@ from grpo_async.cluster.nodes import shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError, DeadlineError
-from grpo_async.inference.api import TransportKind
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.rundir import RunDir, attempt_config, write_atomically
 
@@ -37,10 +36,8 @@ class Offer(BaseModel):
     secret: str
     """That of the handshake: a machine that finds it here has the same run directory as node 0."""
     versions: Mapping[str, str]
-    store_port: int
-    server_urls: tuple[str, ...]
-    transport: TransportKind
-    resume_step: int | None
+    assignment: Assignment
+    """Node 0's."""
 
     @staticmethod
     def path(attempt: Path) -> Path:
@@ -49,14 +46,7 @@ class Offer(BaseModel):
     @classmethod
     def leave(cls, assignment: Assignment) -> str:
         """Write the offer of node 0; returns its secret."""
-        offer = cls(
-            secret=new_secret(),
-            versions=_versions(),
-            store_port=assignment.node.store_port,
-            server_urls=assignment.server_urls,
-            transport=assignment.transport,
-            resume_step=assignment.resume_step,
-        )
+        offer = cls(secret=new_secret(), versions=_versions(), assignment=assignment)
         write_atomically(cls.path(assignment.attempt_dir), offer.model_dump_json())
         return offer.secret
 
@@ -170,9 +160,8 @@ async def join(
         return None
     link: NodeLink | None = None
     try:
-        name, secret = await apply(
-            channel, shared_token(), rank=node.rank, host=socket.gethostname()
-        )  # within HANDSHAKE_S
+        host = socket.gethostname()
+        name, secret = await apply(channel, shared_token(), rank=node.rank, host=host)  # within HANDSHAKE_S
         attempt = run_dir.logs / name
         link = NodeLink(channel, attempt, Offer.read(attempt, secret, config))
     except LostError as error:

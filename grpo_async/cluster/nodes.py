@@ -11,7 +11,7 @@ from grpo_async.inference.api import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes.addresses import interface_of, reachable_address, resolve_host
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import check_can_listen, free_ports
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 
 NODE_RANK_VARIABLE = "GRPO_ASYNC_NODE_RANK"
 """Rank of this machine, where `--node-rank` is not given."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView, View, print_line
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.processes.lasting_stream import LastingStream
+from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir
 from grpo_async.tracking.jsonl import read_metrics
@@ -36,13 +36,13 @@ class OutputMode(StrEnum):
 
 
 class Output:
-    """What a command prints, in one of the modes. `console` is stdout. Nobody has to read it: see LastingStream."""
+    """What a command prints, in one of the modes. `console` is stdout. Nobody has to read it: see ResilientStream."""
 
     def __init__(self, mode: OutputMode = OutputMode.FULL, console: Console | None = None) -> None:
         self.mode = mode
-        stdout = cast(TextIO, LastingStream(sys.stdout, "standard output", self._lose))
+        stdout = cast(TextIO, ResilientStream(sys.stdout, "standard output", self._lose))
         self.console = console or stdout_console(stdout)
-        stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", self._lose))
+        stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", self._lose))
         self._errors = Console(highlight=False, file=stderr)
         self._log = JsonLog(stdout)
         self.on_lost: Callable[[str], None] = lambda text: None

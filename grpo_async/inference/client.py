@@ -260,9 +260,8 @@ class InferenceClient:
         try:
             try:
                 async with asyncio.timeout(limit_s):
-                    response = await session.post(
-                        url, data=body, allow_redirects=False
-                    )  # it would take the token along
+                    # a redirect would take the token along
+                    response = await session.post(url, data=body, allow_redirects=False)
             except aiohttp.ClientError:
                 raise
             except TimeoutError as error:

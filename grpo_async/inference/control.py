@@ -55,7 +55,6 @@ class ServerControl:
         token: bearer token, or None.
         timeout_s: of a call that names none.
         name: how messages call the server; the address if None.
-        retry: the retry rule.
         authority: PEM file of trusted certificates; None: those of the system.
     """
 
@@ -66,14 +65,13 @@ class ServerControl:
         token: str | None,
         timeout_s: float,
         name: str | None = None,
-        retry: RetryPolicy | None = None,
         authority: Path | None = None,
     ) -> None:
         self.url = url
         self.name = name or url
         self.num_workers = 1
         """Processes that join the weight group, as the server last said."""
-        self._retry = retry or RetryPolicy()
+        self._retry = RetryPolicy()
         self._timeout_s = timeout_s
         self._http = httpx.Client(
             base_url=url,
@@ -206,7 +204,7 @@ class ServerControl:
                         f"{type(error).__name__}: {error}",
                         answered=answered,
                     ) from error
-                time.sleep(delay_s)
+                time.sleep(delay_s)  # back-off, within the time of the call
                 attempt += 1
 
 

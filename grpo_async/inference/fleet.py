@@ -126,7 +126,8 @@ class Fleet:
             self._tracked.append(_Tracked(server=server))
         self._listeners: list[Callable[[], None]] = []
         self._load_listeners: list[Callable[[], None]] = []
-        self._num_events = 0
+        self.num_events = 0
+        """Grows with every change of state."""
         self._num_loading = 0  # pushes in the phase in which servers load what they have staged
         self._loaded_at = -math.inf
         self._lock = threading.Lock()
@@ -175,14 +176,9 @@ class Fleet:
         return [server for server in self.servers() if server.state is ServerState.SERVING]
 
     @property
-    def has_joiners(self) -> bool:
+    def has_ready(self) -> bool:
         """Whether some server is up that has not got the current weights."""
         return any(server.state is ServerState.READY for server in self.servers())
-
-    @property
-    def num_events(self) -> int:
-        """Grows with every change of state."""
-        return self._num_events
 
     def load(self, index: int) -> ServerInfo | None:
         """What a server that is up said of itself when it was last asked; None of one that is not up."""
@@ -322,7 +318,7 @@ class Fleet:
         self._monitor.nudge(index)
 
     def on_launcher_message(self, message: Mapping[str, Any]) -> None:
-        """{"kind": "server", "index": 0, "event": "exited" | "starting" | "working" | "given_up", "detail": "..."}
+        """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
 
         Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor ask at once: the server may
         have ended and be up again before the message is read. "working" gives a server that starts more time.
@@ -453,7 +449,7 @@ class Fleet:
     def _set(self, tracked: _Tracked, changed: list[int], **fields: Any) -> None:
         """The one place where a server's state changes; with the lock held."""
         tracked.server = replace(tracked.server, since=time.monotonic(), **fields)
-        self._num_events += 1
+        self.num_events += 1
         changed.append(tracked.server.index)
         self._changed.notify_all()
 

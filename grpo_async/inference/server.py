@@ -1,26 +1,39 @@
-"""One inference server as the fleet knows it.
+"""One inference server, and the states that it goes through: what the trainer knows of it, and what the launcher does with its
+process, if this run has started it.
 
-    STARTING --healthy--> READY --weights pushed: mark_serving--> SERVING
-       any of them --dead, hung, a push failed: fence--> DOWN --healthy again, in a new life--> READY
-                                                  '--the launcher gave it up--> GONE
+    trainer (`fleet` makes every transition)             launcher (launcher.spawned_servers)
 
-`fleet` makes every transition. A life has an `instance_id`, random for every start of a server. A server that this run has started
-is back only in a new life: one that hung and wakes before it is killed must not be. One that others run is back when it answers
-again, but not at once if it was lost several times without having served. (The launcher's side, which restarts processes:
-launcher.server_keeper.)
+    STARTING                                         <-- "starting"; "working" while it computes or reads, though nobody hears it:
+       | healthy                                          | the first start of vLLM on a machine compiles for minutes
+    READY                                                 |
+       | weights pushed: mark_serving                --> server_serving
+    SERVING                                               |
+                                                     <-- "exited": the process has ended; before it ever served, the run ends
+    DOWN   from any of the above: dead, hung,        --> restart_server: it is killed with all its processes
+       |   a push failed (fence)                          | a wait, then it is started in a new life: "starting"
+       |-- healthy, in a new life: READY                  |
+    GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
+
+A life has an `instance_id`, random for every start of a server. A server that this run has started is back only in a new life: one
+that hung and wakes before it is killed must not be. One that others run is back when it answers again, but not at once if it was
+lost several times without having served.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 
+ServerEvent = Literal["exited", "starting", "working", "given_up"]
+"""What the launcher tells of the process of a server."""
+
 
 class ServerState(StrEnum):
-    """STARTING -> READY -> SERVING, DOWN from any of them, and back to STARTING or READY."""
+    """See the module."""
 
     STARTING = "starting"  # not heard of yet, or started again
     READY = "ready"  # healthy, with old weights or those of its checkpoint

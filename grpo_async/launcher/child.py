@@ -1,7 +1,6 @@
-"""One child of the launcher: spawned into a session of its own, both output streams in one log file.
+"""The children of the launcher: each is spawned into a session of its own, with both output streams in one log file.
 
-The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies
-(utils.lifetime).
+The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies (utils.lifetime).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from grpo_async.cluster.nodes import NODE_RANK_VARIABLE
 from grpo_async.errors import RunError
 from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.tree import TAG_VARIABLE
+from grpo_async.launcher.tree import TAG_VARIABLE, ProcessTree, adopting_orphans
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
 from grpo_async.processes.wording import describe_exit, tail
 from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
@@ -28,6 +27,10 @@ _OF_ANOTHER_RUN = {
     *(TOKEN_VARIABLE, ASSIGNMENT_VARIABLE, NODE_RANK_VARIABLE),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 }
+
+
+KILL_TIMEOUT_S = 10.0
+"""For SIGKILL to take effect."""
 
 
 class Child:
@@ -53,7 +56,7 @@ class Child:
         if life > 0:
             log = log.with_name(f"{log.stem}.restart_{life}{log.suffix}")
         environment = {
-            **inherited_environment(),
+            **{key: value for key, value in os.environ.items() if not _is_of_another_run(key)},
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
             TAG_VARIABLE: tag_of(spec),
             **spec.environment,
@@ -106,15 +109,49 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
+class Children:
+    """The children that were started inside of `ending_children`, and all that descend from them.
+
+    Args:
+        folder: for their logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tree = ProcessTree()
+        self.all: list[Child] = []
+        self._folder = folder
+
+    async def spawn(self, spec: ProcessSpec, *, life: int = 0) -> Child:
+        """See `Child.spawn`."""
+        child = await Child.spawn(spec, self._folder, life=life)
+        self.all.append(child)
+        return child
+
+
+@contextlib.asynccontextmanager
+async def ending_children(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[Children]:
+    """At the end everything that was started inside is killed.
+
+    Args:
+        folder: for the logs.
+        warn: told of a process that does not end.
+    """
+    with adopting_orphans():
+        children = Children(folder)
+        try:
+            yield children
+        finally:
+            for process in await children.tree.kill(KILL_TIMEOUT_S):
+                warn(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
+            if children.all:
+                await asyncio.wait([child.exited for child in children.all], timeout=KILL_TIMEOUT_S)
+
+
 def tag_of(spec: ProcessSpec) -> str:
     """What the environment of this child, and of everything below it, holds as TAG_VARIABLE."""
     return f"{os.getpid()}:{spec.name}"
 
 
-def inherited_environment(source: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """What every child inherits: the caller's environment, without what belongs to another launcher or torchrun."""
-    return {
-        key: value
-        for key, value in source.items()
-        if key not in _OF_ANOTHER_RUN and not key.startswith("TORCHELASTIC_")
-    }
+def _is_of_another_run(variable: str) -> bool:
+    """Of another launcher or torchrun, whose child this launcher is."""
+    return variable in _OF_ANOTHER_RUN or variable.startswith("TORCHELASTIC_")

@@ -18,6 +18,7 @@ from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings.speed import setup_of
 from grpo_async.launcher.advising import Advisor
+from grpo_async.launcher.child import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.supervisor import Outcome, carry_out
@@ -27,7 +28,6 @@ from grpo_async.rundir import RunDir
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 """After a signal: a scheduler's SIGKILL follows soon (launch.slurm plans with a minute more than the stop)."""
-_KILL_TIMEOUT_S = 10.0
 _LONGEST_PROBLEM = 400  # characters of what the child said
 
 
@@ -127,7 +127,7 @@ async def _write_report(run_dir: RunDir, signals: Signals, timeout_s: float) -> 
     stopped.cancel()
     if not said.done():
         child.kill()
-        await asyncio.wait([said], timeout=_KILL_TIMEOUT_S)  # else it hangs in the kernel; this process ends without it
+        await asyncio.wait([said], timeout=KILL_TIMEOUT_S)  # else it hangs in the kernel; this process ends without it
         said.cancel()
         return (
             f"{signals.first.name} ended it" if signals.first is not None else f"it was not done after {timeout_s:g} s"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,13 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
-from grpo_async.inference.api import token_from_environment
-from grpo_async.launcher.guardian import private_folder
-from grpo_async.launcher.plan import free_ports, plan_processes
-from grpo_async.launcher.supervisor import Outcome, carry_out
-from grpo_async.processes import machine as machine_module
-from grpo_async.processes.assignment import Assignment
+from grpo_async.launcher.plan import ProcessPlan
+from grpo_async.launcher.prepare import Start
+from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.train import Launcher
 from grpo_async.processes.wording import plain
 from grpo_async.rundir import RunDir, write_atomically
-from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.servers.engine_choice import choose_engine
 
 
 def evaluate(
@@ -73,8 +71,10 @@ def evaluate(
         run_dir.create()
         with _model(config, subject, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
-            write_atomically(run_dir.config, dump_config(served))
-            outcome = _run(served, engine, run_dir, output, notes)
+            # preflight_only: there is nothing to resume, what ends early is started again
+            outcome = Launcher(served, engine, output, _evaluating, notes).run(
+                Start(resume_step=None), preflight_only=True
+            )
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
         return _report(outcome, subject, run_dir, output)
@@ -133,38 +133,16 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
         raise ConfigError(f"the configuration cannot be used for an evaluation alone: {error}") from error
 
 
-def _run(
-    config: ExperimentConfig, engine: EngineChoice, run_dir: RunDir, output: Output, notes: Sequence[str]
-) -> Outcome:
-    attempt = run_dir.new_attempt()
-    with contextlib.ExitStack() as stack:
-        is_external = engine.engine == "external"
-        token = token_from_environment() if is_external else stack.enter_context(run_dir.new_token())
-        plan = plan_processes(
-            config,
-            engine=engine,
-            assignment=Assignment(
-                run_dir=run_dir,
-                attempt_dir=attempt,
-                private=stack.enter_context(private_folder()),
-                preflight_only=True,  # nothing to resume: what ends early is started again
-            ),
-            ports=free_ports(config),
-            machine=machine_module.inspect(),
-            token=token,
-            notes=notes,
-        )
-        trainer = replace(  # one process that asks the servers
-            plan.trainer,
-            name="evaluation",
-            command=(plan.trainer.command[0], "-m", "grpo_async.trainer.evaluation_process"),
-            log_name="evaluation.log",
-            num_processes=1,
-        )
-        plan = replace(plan, trainer=trainer)
-        write_atomically(run_dir.plan, plan.describe())
-        display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
-        return carry_out(config, plan, display)
+def _evaluating(plan: ProcessPlan) -> ProcessPlan:
+    """In place of the trainer one process that asks the servers."""
+    trainer = replace(
+        plan.trainer,
+        name="evaluation",
+        command=(plan.trainer.command[0], "-m", "grpo_async.trainer.evaluation_process"),
+        log_name="evaluation.log",
+        num_processes=1,
+    )
+    return replace(plan, trainer=trainer)
 
 
 def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> Outcome:

@@ -15,19 +15,16 @@ from grpo_async.cluster.node_link import NodeLink, join
 from grpo_async.cluster.nodes import following_node, shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
-from grpo_async.launcher.child import Child
-from grpo_async.launcher.guardian import private_folder
+from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, plan_processes
+from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
 from grpo_async.launcher.supervisor import Outcome
-from grpo_async.launcher.tree import ProcessTree, adopting_orphans
 from grpo_async.processes import machine as machine_module
-from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import explain
 from grpo_async.rundir import RunDir
 
-_KILL_TIMEOUT_S = 10.0
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
 
@@ -75,8 +72,7 @@ class Follower:
             if link is None:
                 return self._stopped("before node 0 had come")
             try:
-                with adopting_orphans():
-                    return await self._follow(link, private)
+                return await self._follow(link, private)
             finally:
                 await link.close()
 
@@ -89,22 +85,11 @@ class Follower:
             return self._stopped("before the trainer had started")
         if link.ended.is_set():
             return self._ended(link)
-        tree = ProcessTree()
-        liveness = Liveness(
-            plan.assignment.heartbeat_socket,
-            timeout_s=self._config.launch.heartbeat_timeout_s,
-            logs=link.attempt,
-            warn=self._say,
-        )
-        async with liveness:
-            trainer = await Child.spawn(plan.trainer, link.attempt)
+        liveness = Liveness(plan.assignment, self._config.launch.heartbeat_timeout_s, self._say)
+        async with ending_children(link.attempt, self._say) as children, liveness:
+            trainer = await children.spawn(plan.trainer)
             self._say(f"node {self._node.rank} trains; log: {trainer.log}")
-            try:
-                return await self._watch(link, trainer, liveness)
-            finally:
-                for process in await tree.kill(_KILL_TIMEOUT_S):
-                    self._say(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
-                await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+            return await self._watch(link, trainer, liveness)
 
     async def _watch(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
         await first_of(self._signals, [trainer], [link.ended, liveness.frozen])
@@ -112,7 +97,7 @@ class Follower:
             return await self._stop(link, trainer, liveness)
         if liveness.frozen.is_set() and trainer.is_running:
             trainer.kill()
-            await asyncio.wait([trainer.exited], timeout=_KILL_TIMEOUT_S)
+            await asyncio.wait([trainer.exited], timeout=KILL_TIMEOUT_S)
         elif trainer.is_running:  # node 0 says that the run is over
             if link.exit_code in (None, 1):  # it failed, and what has failed does not end by itself
                 await end_children(self._signals, [trainer])
@@ -161,20 +146,13 @@ class Follower:
         return Outcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
 
     def _plan(self, link: NodeLink, private: Path) -> ProcessPlan:
-        offer = link.offer
-        assignment = Assignment(
-            run_dir=self._run_dir,
-            attempt_dir=link.attempt,
-            private=private,
-            server_urls=offer.server_urls,
-            transport=offer.transport,
-            resume_step=offer.resume_step,
-            node=self._node.model_copy(update={"store_port": offer.store_port}),
-        )
+        given = link.offer.assignment
+        node = self._node.model_copy(update={"store_port": given.node.store_port})
+        own = {"run_dir": self._run_dir, "attempt_dir": link.attempt, "private": private, "node": node}
         return plan_processes(
             self._config,
             engine=SERVERS_ELSEWHERE,
-            assignment=assignment,
+            assignment=given.model_copy(update=own),
             machine=machine_module.inspect(),
             token=self._token,
         )

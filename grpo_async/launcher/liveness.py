@@ -21,11 +21,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
+from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
 from grpo_async.processes.wording import plain
@@ -42,7 +42,7 @@ _MAX_DATAGRAM = 1 << 18
 
 
 @dataclass(slots=True)
-class _Life:
+class _Watched:
     """One process. `last_at` by time.monotonic(); `status` is psutil's, of the time of its silence."""
 
     name: str
@@ -72,18 +72,17 @@ class Liveness:
     """Listens to the heartbeats of the trainer's processes. An async context manager.
 
     Args:
-        path: of the socket to listen at.
+        assignment: has the socket to listen at, and the folder for the stacks of what is frozen.
         timeout_s: the longest silence of a process that lives.
-        logs: folder for the stacks of what is frozen.
         warn: tells the user.
     """
 
-    def __init__(self, path: Path, *, timeout_s: float, logs: Path, warn: Callable[[str], None]) -> None:
-        self._path = path
+    def __init__(self, assignment: Assignment, timeout_s: float, warn: Callable[[str], None]) -> None:
+        self._path = assignment.heartbeat_socket
         self._timeout_s = timeout_s
-        self._logs = logs
+        self._logs = assignment.attempt_dir
         self._warn = warn
-        self._lives: dict[int, _Life] = {}
+        self._watched: dict[int, _Watched] = {}
         self.frozen = asyncio.Event()
         self.failure: str | None = None
         """Who is frozen, how, and where in its code; None until `frozen`."""
@@ -109,9 +108,11 @@ class Liveness:
     def silent(self) -> str | None:
         """Who was silent already when the trainer ended, and so is its cause, though it said nothing; None: nobody."""
         known = [
-            life for life in self._lives.values() if life.is_stopped or life.silent_s >= min(_NOTICE_S, self._timeout_s)
+            watched
+            for watched in self._watched.values()
+            if watched.is_stopped or watched.silent_s >= min(_NOTICE_S, self._timeout_s)
         ]
-        longest = max(known, key=lambda life: life.silent_s, default=None)
+        longest = max(known, key=lambda watched: watched.silent_s, default=None)
         return None if longest is None else longest.describe()
 
     def _receive(self) -> None:
@@ -120,8 +121,8 @@ class Liveness:
                 message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # does not block
             except BlockingIOError:
                 return
-            life = self._lives.setdefault(message["pid"], _Life(message["name"], message["pid"], 0.0))
-            life.last_at, life.silent_s = time.monotonic(), 0.0
+            watched = self._watched.setdefault(message["pid"], _Watched(message["name"], message["pid"], 0.0))
+            watched.last_at, watched.silent_s = time.monotonic(), 0.0
             if "failed" in message:
                 self.failures.append(RankFailure(**message["failed"]))
 
@@ -132,60 +133,60 @@ class Liveness:
             self._receive()
             now = time.monotonic()
             if now - checked_at > INTERVAL_S + _OWN_PAUSE_S:
-                for life in self._lives.values():
-                    life.last_at = now
+                for watched in self._watched.values():
+                    watched.last_at = now
             checked_at = now
-            for life in list(self._lives.values()):
-                await self._check(life, now)
+            for watched in list(self._watched.values()):
+                await self._check(watched, now)
 
-    async def _check(self, life: _Life, now: float) -> None:
-        silent_s = now - life.last_at
+    async def _check(self, watched: _Watched, now: float) -> None:
+        silent_s = now - watched.last_at
         if silent_s < _LEAST_SILENCE_S:
-            if life.is_told:
-                life.is_told = False
-                self._warn(f"{life.name} (pid {life.pid}) gives signs of life again")
+            if watched.is_told:
+                watched.is_told = False
+                self._warn(f"{watched.name} (pid {watched.pid}) gives signs of life again")
             return
         try:
-            status = psutil.Process(life.pid).status()
+            status = psutil.Process(watched.pid).status()
         except psutil.NoSuchProcess:
             status = psutil.STATUS_ZOMBIE
         if status == psutil.STATUS_ZOMBIE:  # it has ended: others say how
-            if life.silent_s < _LEAST_SILENCE_S:
-                del self._lives[life.pid]
+            if watched.silent_s < _LEAST_SILENCE_S:
+                del self._watched[watched.pid]
             return
-        life.silent_s, life.status = silent_s, status
+        watched.silent_s, watched.status = silent_s, status
         if silent_s >= self._timeout_s:
-            await self._declare_frozen(life)
-        elif silent_s >= min(_NOTICE_S, self._timeout_s / 2) and not life.is_told:
-            life.is_told = True
-            self._warn(f"{life.describe()}; the run ends after {self._timeout_s:g} s (launch.heartbeat_timeout_s)")
+            await self._declare_frozen(watched)
+        elif silent_s >= min(_NOTICE_S, self._timeout_s / 2) and not watched.is_told:
+            watched.is_told = True
+            self._warn(f"{watched.describe()}; the run ends after {self._timeout_s:g} s (launch.heartbeat_timeout_s)")
 
-    async def _declare_frozen(self, life: _Life) -> None:
-        stacks = await self._stacks_of(life)
-        if life.is_stopped:
-            advice = f"It was continued to save. `kill -CONT {life.pid}` in time lets a run go on"
-        elif life.status in _WHY:
+    async def _declare_frozen(self, watched: _Watched) -> None:
+        stacks = await self._stacks_of(watched)
+        if watched.is_stopped:
+            advice = f"It was continued to save. `kill -CONT {watched.pid}` in time lets a run go on"
+        elif watched.status in _WHY:
             advice = ""
         else:
             advice = "A reward that may compute for so long belongs in `run_in: process`, where its time limit ends it"
         lines = [
-            life.describe(),
-            *([] if stacks is None else self._keep(life, stacks)),
+            watched.describe(),
+            *([] if stacks is None else self._keep(watched, stacks)),
             ". ".join(filter(None, [advice, "Raise `launch.heartbeat_timeout_s` if this is expected"])) + ".",
         ]
         self.failure = plain("\n".join(lines))
-        self.may_save = life.is_stopped or life.name == AGENT
+        self.may_save = watched.is_stopped or watched.name == AGENT
         self.frozen.set()
 
-    async def _stacks_of(self, life: _Life) -> str | None:
+    async def _stacks_of(self, watched: _Watched) -> str | None:
         """The stacks of its threads, the one that computes as the current one; None where it cannot write them. A process that is
         stopped is continued: it writes them first."""
-        file = stacks_file(self._path, life.pid)
+        file = stacks_file(self._path, watched.pid)
         try:
-            thread = life.pid if life.is_stopped else await _busiest_thread(life.pid)
-            _signal_thread(life.pid, thread, STACKS_SIGNAL)
-            if life.is_stopped:
-                os.kill(life.pid, signal.SIGCONT)
+            thread = watched.pid if watched.is_stopped else await _busiest_thread(watched.pid)
+            _signal_thread(watched.pid, thread, STACKS_SIGNAL)
+            if watched.is_stopped:
+                os.kill(watched.pid, signal.SIGCONT)
             ends_at, size = time.monotonic() + _STACKS_S, -1
             while time.monotonic() < ends_at and (size <= 0 or file.stat().st_size != size):
                 size = file.stat().st_size
@@ -194,14 +195,14 @@ class Liveness:
         except (OSError, psutil.Error):
             return None
 
-    def _keep(self, life: _Life, stacks: str) -> list[str]:
+    def _keep(self, watched: _Watched, stacks: str) -> list[str]:
         """The lines that say where it is; all of them go to the logs."""
         current = next((part for part in stacks.split("\n\n") if part.startswith("Current thread")), stacks)
         frames = [line for line in current.splitlines() if line.startswith("  File ")]
         lines = ["where it is (most recent call first):", *("  " + frame for frame in frames[:_MAX_FRAMES])]
-        target = self._logs / f"stacks_{life.name.replace(' ', '_')}.txt"
+        target = self._logs / f"stacks_{watched.name.replace(' ', '_')}.txt"
         with contextlib.suppress(OSError):  # a full disk: the message has what matters
-            shutil.copyfile(stacks_file(self._path, life.pid), target)
+            shutil.copyfile(stacks_file(self._path, watched.pid), target)
             lines.append(f"the stacks of all its threads: {target}")
         return lines
 

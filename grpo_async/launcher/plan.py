@@ -75,7 +75,7 @@ class ProcessPlan:
             "from the beginning" if given.resume_step is None else f"from the checkpoint of step {given.resume_step}"
         )
         if given.preflight_only:
-            start = "checks only"
+            start = "checks only" if self.trainer.name == "trainer" else f"{self.trainer.name} only"
         external = "" if self.servers or self.engine is SERVERS_ELSEWHERE else " (not started by this run)"
         lines = [
             f"run        {self.run_name}, {start}",

@@ -160,9 +160,8 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
         return
     if root.is_symlink() or not root.is_dir():
         raise ConfigError(f"{root} is no directory of its own (a link or a file); remove it yourself")
-    half_written = run_dir.config.with_name(
-        f"{run_dir.config.name}.tmp"
-    )  # by a run that was killed in its first moment
+    # by a run that was killed in its first moment
+    half_written = run_dir.config.with_name(f"{run_dir.config.name}.tmp")
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
     for name, path in _inputs(config):

@@ -1,6 +1,6 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
-    waits for   the first of: trainer exit, loss of the servers (server_keeper restarts them), a signal; every later wait
+    waits for   the first of: trainer exit, loss of the servers (spawned_servers restarts them), a signal; every later wait
                 has a deadline
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
@@ -24,20 +24,18 @@ from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.errors import DeadlineError
-from grpo_async.launcher.child import Child
+from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
 from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
+from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.run_dir_watch import RunDirWatch
-from grpo_async.launcher.server_keeper import ServerKeepers
 from grpo_async.launcher.signals import Signals, end_children, first_of
-from grpo_async.launcher.tree import ProcessTree, adopting_orphans
+from grpo_async.launcher.spawned_servers import SpawnedServers
 from grpo_async.processes.control import ControlServer
 from grpo_async.processes.failures import explain
 
 _NODES_TIMEOUT_S = 10.0  # for the other machines to say how their ranks ended
-_KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
-_KEEPER_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
+_RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,6 @@ class Supervisor:
         self._assignment = assignment = plan.assignment
         self._display = display
         self._signals = signals = Signals()
-        self._children: list[Child] = []
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
         self._hub: NodeHub | None = None
@@ -77,41 +74,31 @@ class Supervisor:
     async def run(self) -> Outcome:
         """Start, watch, end."""
         assignment, warn = self._assignment, self._display.warning
-        with self._signals.installed(), adopting_orphans():
-            tree = ProcessTree()
-            self._servers = ServerKeepers(
-                self._plan.servers,
-                self._display,
-                tell_trainer=lambda *event: self._control.send_server_event(*event),  # opened below
-                spawn=self._spawn,
-                tree=tree,
-                max_restarts=self._config.inference.max_restarts,
-                delay_s=self._config.inference.restart_delay_s,
-            )
-            self._liveness = Liveness(
-                assignment.heartbeat_socket,
-                timeout_s=self._config.launch.heartbeat_timeout_s,
-                logs=assignment.attempt_dir,
-                warn=warn,
-            )
-            self._run_dir_watch = RunDirWatch(assignment.run_dir.root)
-            self._config_text = assignment.run_dir.config.read_text(encoding="utf-8")
-            self._control = ControlServer(assignment.control_socket, self._on_message, warn)
-            try:
-                async with self._control, self._liveness, self._run_dir_watch, self._hub or nullcontext():
-                    outcome = Outcome(exit_code=1, error="its launcher failed")
-                    try:
-                        outcome = await self._supervise()
-                    finally:
-                        if self._hub is not None:
-                            self._hub.end(outcome.exit_code, outcome.error)
-                    return outcome
-            finally:
-                await self._servers.abandon(_KILL_TIMEOUT_S)
-                for process in await tree.kill(_KILL_TIMEOUT_S):
-                    warn(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
-                if self._children:
-                    await asyncio.wait([child.exited for child in self._children], timeout=_KILL_TIMEOUT_S)
+        with self._signals.installed():
+            async with ending_children(assignment.attempt_dir, warn) as self._children:
+                self._servers = SpawnedServers(
+                    self._plan.servers,
+                    self._display,
+                    tell_trainer=lambda *event: self._control.send_server_event(*event),  # opened below
+                    children=self._children,
+                    max_restarts=self._config.inference.max_restarts,
+                    delay_s=self._config.inference.restart_delay_s,
+                )
+                self._liveness = Liveness(assignment, self._config.launch.heartbeat_timeout_s, warn)
+                self._run_dir_watch = RunDirWatch(assignment.run_dir.root)
+                self._config_text = assignment.run_dir.config.read_text(encoding="utf-8")
+                self._control = ControlServer(assignment.control_socket, self._on_message, warn)
+                try:
+                    async with self._control, self._liveness, self._run_dir_watch, self._hub or nullcontext():
+                        outcome = Outcome(exit_code=1, error="its launcher failed")
+                        try:
+                            outcome = await self._supervise()
+                        finally:
+                            if self._hub is not None:
+                                self._hub.end(outcome.exit_code, outcome.error)
+                        return outcome
+                finally:
+                    await self._servers.abandon(KILL_TIMEOUT_S)
 
     async def _supervise(self) -> Outcome:
         servers, liveness, watch, hub = self._servers, self._liveness, self._run_dir_watch, self._hub
@@ -120,7 +107,7 @@ class Supervisor:
             early = await self._gather_nodes(hub)
             if early is not None:
                 return early
-        trainer = await self._spawn(self._plan.trainer)
+        trainer = await self._children.spawn(self._plan.trainer)
         ends = [servers.lost_all, liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
         await first_of(self._signals, [trainer], ends)
         if watch.failure is not None:
@@ -146,7 +133,7 @@ class Supervisor:
         """`saves`: ask it first to save the steps that it has made."""
         self._display.phase(f"{why}: ending the trainer")
         if saves:
-            self._control.request_stop(why)
+            self._control.request_stop()
             await first_of(self._signals, [trainer], timeout_s=self._config.launch.stop_timeout_s)
         await end_children(self._signals, [trainer])
 
@@ -190,11 +177,6 @@ class Supervisor:
     def _explain(self) -> str | None:
         return explain(self._assignment.attempt_dir, self._liveness.failures)
 
-    async def _spawn(self, spec: ProcessSpec, life: int = 0) -> Child:
-        child = await Child.spawn(spec, self._assignment.attempt_dir, life=life)
-        self._children.append(child)
-        return child
-
     def _stopped_early(self) -> Outcome:
         assert self._signals.first is not None
         error = f"{self._signals.first.name} before the trainer had started"
@@ -207,15 +189,15 @@ class Supervisor:
         if not self._control.has_connected:  # nothing has been trained, so there is nothing to save
             return self._stopped_early()
         name = signals.first.name
-        self._control.request_stop(name)
+        self._control.request_stop()
         self._display.phase("stopping")
         self._display.note("stopping: finishing the step and saving a checkpoint (press Ctrl-C again to end at once)")
-        stopping = asyncio.create_task(self._servers.stop(_KEEPER_TIMEOUT_S))  # a server that ends now is no loss
+        stopping = asyncio.create_task(self._servers.stop(_RESTART_TIMEOUT_S))  # a server that ends now is no loss
         try:
             await first_of(signals, [trainer], timeout_s=timeout_s)
         finally:
             stopping.cancel()
-            await asyncio.wait([stopping], timeout=_KILL_TIMEOUT_S)
+            await asyncio.wait([stopping], timeout=KILL_TIMEOUT_S)
         if not trainer.is_running:
             return await self._finish(trainer, exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
@@ -232,7 +214,7 @@ class Supervisor:
         outcome = self._judge(trainer, exit_code)
         if self._run_dir_watch.failure is not None and outcome.exit_code == 0:
             outcome = self._failed(self._run_dir_watch.failure)
-        await self._servers.stop(_KEEPER_TIMEOUT_S)
+        await self._servers.stop(_RESTART_TIMEOUT_S)
         await end_children(self._signals, self._servers.running)
         return outcome
 
@@ -294,11 +276,11 @@ class Supervisor:
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
             case {"kind": "server_serving", "index": int(index)}:
-                if (keeper := self._servers.get(index)) is not None:
-                    keeper.serves(message.get("life"))
+                if (server := self._servers.get(index)) is not None:
+                    server.serves(message.get("life"))
             case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
-                if (keeper := self._servers.get(index)) is not None:
-                    keeper.ask_restart(reason, message.get("life"))
+                if (server := self._servers.get(index)) is not None:
+                    server.ask_restart(reason, message.get("life"))
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:

@@ -26,9 +26,9 @@ from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.conduct import conduct, end_with_report, report_end
 from grpo_async.launcher.follower import Follower
 from grpo_async.launcher.gpus import split_memory
-from grpo_async.launcher.guardian import private_folder
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
+from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes import machine as machine_module
@@ -75,7 +75,7 @@ def launch(
     with output.reporting():
         rank = choose_node_rank(config, node_rank) if node_rank is not None or not dry_run else 0
         engine = choose_engine(config)
-        launcher = _Launcher(
+        launcher = Launcher(
             config, engine, output, amend, check_inputs(config, engine=engine, node_rank=rank, deep=dry_run)
         )
         if rank > 0 and not dry_run:
@@ -111,7 +111,7 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
         notes = (*check_inputs(config, engine=engine), *notes)
         folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
-        launcher = _Launcher(config, engine, output, amend, notes)
+        launcher = Launcher(config, engine, output, amend, notes)
         is_broken = False
         try:
             outcome = launcher.run(Start(resume_step=None), preflight_only=True)
@@ -126,7 +126,7 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
 
 
 @dataclass(frozen=True, slots=True)
-class _Launcher:
+class Launcher:
     """One command, whose configuration has been checked. `notes` are shown with the plan."""
 
     config: ExperimentConfig

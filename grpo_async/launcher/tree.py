@@ -95,9 +95,8 @@ class ProcessTree:
                     process.kill()
             if asyncio.get_running_loop().time() >= deadline:
                 return processes
-            await asyncio.sleep(
-                _ROUND_S
-            )  # back-off until the next round; psutil's waits would take asyncio's children from it
+            # back-off until the next round; psutil's waits would take asyncio's children from it
+            await asyncio.sleep(_ROUND_S)
         return []
 
     def _is_in_another_session(self, process: psutil.Process) -> bool:

@@ -5,11 +5,11 @@
                           {"kind": "note" | "warning", "text": "..."}
                           {"kind": "server_serving", "index": 0, "life": 1}
                           {"kind": "restart_server", "index": 0, "reason": "it hangs", "life": 1}
-    launcher -> trainer   {"kind": "stop", "reason": "SIGINT"}
-                          {"kind": "server", "index": 0, "event": "exited" | "starting" | "given_up", "detail": "...", "life": 1}
+    launcher -> trainer   {"kind": "stop"}
+                          {"kind": "server", "index": 0, "event": "exited", "detail": "...", "life": 1}
 
-`life` counts the starts of a server from 0; the client adds it to its messages, so that one that crossed the news of a
-restart on its way is not taken to be about the new life.
+`event` is an inference.server.ServerEvent. `life` counts the starts of a server from 0; the client adds it to its messages, so
+that one that was under way when the server was restarted is not taken to be about the new life.
 
 Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises
 because the launcher is gone: that only sets `stop_requested`. Launcher end (`ControlServer`): asyncio; a stop that is
@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import json
 import logging
 import queue
 import socket
@@ -30,16 +29,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from grpo_async.processes.messages import NotAMessageError, decode, encode
+
 logger = logging.getLogger(__name__)
 
-LAUNCHER_GONE = "the launcher is gone"
-
-_CLOSE_TIMEOUT_S = (
-    60.0  # for the last messages (the summary) to leave the process: a launcher on a busy machine is behind
-)
+_CLOSE_TIMEOUT_S = 60.0
+"""For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
 _CONNECT_TIMEOUT_S = 5.0
 _RETRY_S = 0.5
-_PROBE = b"\n"  # of the launcher to itself, see `read_the_rest`
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
@@ -51,12 +48,10 @@ class ControlClient:
 
     Attributes:
         stop_requested: set when the launcher asks to stop or is gone.
-        stop_reason: name of the signal the launcher got, or that it is gone; None until then.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.stop_requested = threading.Event()
-        self.stop_reason: str | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
@@ -88,7 +83,7 @@ class ControlClient:
         """
         if kind in _ABOUT_A_SERVER:
             payload["life"] = self._lives.get(payload["index"], 0)
-        line = json.dumps({"kind": kind, **payload}).encode() + b"\n"
+        line = encode(kind, payload)
         with self._lock:
             if self._socket is not None and not self._closed:
                 self._outbox.put(line)
@@ -112,31 +107,26 @@ class ControlClient:
             connection.connect(str(path))  # within _CONNECT_TIMEOUT_S, set above
         except OSError:
             connection.close()
-            self._request_stop(LAUNCHER_GONE)
+            self.stop_requested.set()
             return None
         connection.settimeout(None)
         return connection
-
-    def _request_stop(self, reason: str) -> None:
-        if not self.stop_requested.is_set():  # the first reason is the one that counts
-            self.stop_reason = reason
-            self.stop_requested.set()
 
     def _read(self, connection: socket.socket) -> None:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:  # until the connection ends; a daemon thread
-                    message = json.loads(line)
-                    if message.get("kind") == "stop":
-                        self._request_stop(str(message.get("reason", "stop")))
-                    elif message.get("kind") == "server":
-                        self._receive_news(message)
+                    message = decode(line)
+                    if message["kind"] == "stop":
+                        self.stop_requested.set()
+                    elif message["kind"] == "server":
+                        self._receive_about_server(message)
         except (OSError, ValueError):
             pass  # a broken line or connection means the same as its end
         if not self._closed:
-            self._request_stop(LAUNCHER_GONE)
+            self.stop_requested.set()
 
-    def _receive_news(self, message: Mapping[str, Any]) -> None:
+    def _receive_about_server(self, message: Mapping[str, Any]) -> None:
         with self._server_lock:
             self._lives[int(message["index"])] = int(message.get("life", 0))
             if self._on_server is None:
@@ -148,14 +138,14 @@ class ControlClient:
         try:
             listener(message)
         except Exception:  # the thread that reads must go on: a request to stop may follow
-            logger.exception("the news of a server could not be handled: %s", dict(message))
+            logger.exception("a message about a server could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
         while (line := self._outbox.get()) is not None:  # `close` ends it; a daemon thread
             try:
                 connection.sendall(line)  # in a daemon thread, for which `close` has a deadline
             except OSError:
-                self._request_stop(LAUNCHER_GONE)
+                self.stop_requested.set()
                 return
         try:
             connection.shutdown(socket.SHUT_RDWR)  # ends the reading thread too; closing the descriptor alone would not
@@ -176,13 +166,14 @@ class ControlServer:
         self._on_message = on_message
         self._on_broken_line = on_broken_line
         self._writers: set[asyncio.StreamWriter] = set()
-        self._readers: set[asyncio.Task[None]] = set()
+        self._readers: dict[asyncio.Task[None], socket.socket] = {}
         self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
-        self._probed = asyncio.Event()
+        self._retry: asyncio.TimerHandle | None = None
         self.has_connected = False
         """Whether a trainer has ever connected."""
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         try:
@@ -191,95 +182,77 @@ class ControlServer:
         except OSError:
             self._listener.close()
             raise
-        self._due = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._listener, self._due.set)
-        self._accepting = asyncio.create_task(self._accept())
+        self._loop.add_reader(self._listener, self._accept)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        asyncio.get_running_loop().remove_reader(self._listener)
-        self._accepting.cancel()
+        self._loop.remove_reader(self._listener)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._listener.close()
         for reader in self._readers:
             reader.cancel()
-        await asyncio.gather(self._accepting, *self._readers, return_exceptions=True)
-        self._listener.close()
-        for writer in self._writers:
-            writer.close()
+        await asyncio.gather(*self._readers, return_exceptions=True)
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self) -> None:
         """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
-        self._send("stop", reason=reason)
+        self._send("stop")
 
     def send_server_event(self, index: int, event: str, detail: str, life: int) -> None:
         """Tell the trainer, now or when it connects, what happened to a server; see the module."""
         self._send("server", index=index, event=event, detail=detail, life=life)
 
     def _send(self, kind: str, **content: Any) -> None:
-        line = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        line = encode(kind, content)
         self._lines.append(line)
         for writer in self._writers:
             writer.write(line)
 
     async def read_the_rest(self, timeout_s: float) -> None:
         """Wait until everything that ended clients have sent was handled, `timeout_s` at most."""
+        self._accept()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                # connections are accepted in order: when this one is heard, every earlier one has its reader
-                _, writer = await asyncio.open_unix_connection(self._path)
-                writer.write(_PROBE)
-                await self._probed.wait()  # timeout_s at most
-                writer.close()
                 while self._readers:
                     await asyncio.wait(self._readers)  # timeout_s at most
 
-    async def _accept(self) -> None:
-        """Neither asyncio's server nor `sock_accept`: when the launcher leaves as a trainer connects, both may keep that connection
-        open, and the trainer would wait for a launcher that is gone. Here nothing holds one across a turn of the loop."""
-        is_told = False
+    def _accept(self) -> None:
+        """Take all connections that wait. Neither asyncio's server nor `sock_accept`: when the launcher leaves as a trainer
+        connects, both may keep that connection open, and the trainer would wait for a launcher that is gone. Here each has its
+        reader at once, whose end closes it."""
         while True:
-            await self._due.wait()  # cancelled with the run
-            self._due.clear()
             try:
                 connection, _ = self._listener.accept()  # does not block
-            except (BlockingIOError, ConnectionAbortedError):
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
                 continue  # it has gone again
             except OSError as error:  # no descriptor is free: the kernel holds the connection until one is
-                if not is_told:
+                if self._retry is None:
                     self._on_broken_line(f"the control channel cannot take the trainer's connection yet: {error}")
-                is_told = True
-                await asyncio.sleep(_RETRY_S)  # back-off until one is free
-                continue
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
+                return
             connection.setblocking(False)
-            streams = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
-            self._greet(*streams)
+            self.has_connected = True
+            task = asyncio.create_task(self._read(connection))
+            self._readers[task] = connection
+            task.add_done_callback(lambda task: self._readers.pop(task).close())  # also of one that was never begun
 
-    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.has_connected = True
+    async def _read(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
         self._writers.add(writer)
         writer.writelines(self._lines)
-        task = asyncio.create_task(self._read(reader, writer))
-        self._readers.add(task)
-        task.add_done_callback(self._readers.discard)
-
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
-                self._handle(line)
+                try:
+                    message = decode(line)
+                except NotAMessageError as error:
+                    self._on_broken_line(f"the trainer sent a line that is no message: {error}")
+                else:
+                    self._on_message(message)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             self._on_broken_line(f"the control channel broke: {error}")
         finally:
             self._writers.discard(writer)
-            writer.close()
-
-    def _handle(self, line: bytes) -> None:
-        if line == _PROBE:
-            self._probed.set()
-            return
-        try:
-            message = json.loads(line)
-        except ValueError:
-            message = None
-        if isinstance(message, dict) and isinstance(message.get("kind"), str):
-            self._on_message(message)
-        else:
-            self._on_broken_line(f"the trainer sent a line that is no message: {line[:200]!r}")
+            writer.transport.abort()

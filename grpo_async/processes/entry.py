@@ -14,7 +14,7 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.processes.heartbeat import Heartbeat
-from grpo_async.processes.lasting_stream import LastingStream
+from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.processes.warnings_forward import forwarding_warnings
 from grpo_async.rundir import attempt_config
 from grpo_async.utils.lifetime import die_with_parent
@@ -34,9 +34,9 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is no reason to fail
-    prints = LastingStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
+    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
     sys.stdout = cast(TextIO, prints)
-    sys.stderr = cast(TextIO, LastingStream(sys.stderr, "standard error", lambda text: None))
+    sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )

@@ -98,9 +98,8 @@ def rank_exits(folder: Path) -> list[RankExit]:
         for path in sorted(folder.glob("rank_exits*.json"))
         for entry in json.loads(path.read_text(encoding="utf-8"))
     ]
-    return sorted(
-        found, key=lambda exit_: exit_.time
-    )  # a stable sort: each file is in order, and times are whole seconds
+    # a stable sort: each file is in order, and times are whole seconds
+    return sorted(found, key=lambda exit_: exit_.time)
 
 
 def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:

@@ -26,8 +26,9 @@ UPDATE = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, t
 
 
 def _control(url: str) -> ServerControl:
-    retry = RetryPolicy(max_retries=2, base_s=0.001, rng=random.Random(0))
-    return ServerControl(url, token=None, timeout_s=10.0, retry=retry)
+    control = ServerControl(url, token=None, timeout_s=10.0)
+    control._retry = RetryPolicy(max_retries=2, base_s=0.001, rng=random.Random(0))
+    return control
 
 
 @pytest.mark.parametrize(
@@ -123,10 +124,9 @@ def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority
     with local_server(certificate=context) as server:
         with ServerControl(server.url, token=None, timeout_s=10.0, authority=signed.authority) as control:
             assert control.info().instance_id == "first"
-        retry = RetryPolicy(max_retries=0)
-        control = ServerControl(server.url, token=None, timeout_s=10.0, authority=other.authority, retry=retry)
+        control = ServerControl(server.url, token=None, timeout_s=10.0, authority=other.authority)
         with control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
-            control.info()
+            control.info(retries=0)
         with watched([server.url], authority=signed.authority) as watch:
             watch.serve_all()
             assert list(asyncio.run(_generate(watch.fleet, signed.authority)).token_ids) == [7, 8]

@@ -35,11 +35,11 @@ def test_a_server_serves_only_after_it_has_been_pushed_the_weights() -> None:
     with local_server() as server, watched([server.url]) as watch:
         watch.wait_state(READY)
         fleet = watch.fleet
-        assert (len(fleet.members()), fleet.serving(), fleet.has_joiners) == (1, [], True)
+        assert (len(fleet.members()), fleet.serving(), fleet.has_ready) == (1, [], True)
         assert fleet.members()[0].control.num_workers == 2  # as its info says
         events = fleet.num_events
         fleet.mark_serving(fleet.members(), version=3)
-        assert (len(fleet.serving()), fleet.has_joiners) == (1, False)
+        assert (len(fleet.serving()), fleet.has_ready) == (1, False)
         assert fleet.num_events == events + 1
         assert watch.states == [[STARTING], [READY], [SERVING]]  # the listener heard of each
 

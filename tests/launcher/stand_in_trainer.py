@@ -157,7 +157,7 @@ def main(mode: str, folder: Path) -> int:
         return 0
     if mode == "obey-stop":
         control.stop_requested.wait(LIMIT_S)
-        write_atomically(folder / "stop_reason", str(control.stop_reason))
+        (folder / "asked_to_stop").touch()
         control.send("summary", summary=summary("stopped"))
         control.close()
         return 0

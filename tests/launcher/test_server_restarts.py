@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.launcher import server_keeper
-from grpo_async.launcher.child import Child
+from grpo_async.inference.server import ServerEvent
+from grpo_async.launcher import spawned_servers
+from grpo_async.launcher.child import ending_children
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.server_keeper import RestartCount, ServerEvent, ServerKeeper, ServerKeepers, has_worked
-from grpo_async.launcher.tree import ProcessTree
+from grpo_async.launcher.spawned_servers import RestartCount, SpawnedServer, SpawnedServers, has_worked
 from tests.launcher.support import START_S, LauncherProcess
 from tests.support.waiting import eventually, is_alive
 
@@ -159,7 +159,7 @@ def test_a_signal_ends_the_wait_before_a_restart(tmp_path: Path, is_twice: bool)
         if is_twice:
             launcher.process.send_signal(signal.SIGINT)
         assert launcher.end() == 130, launcher.output
-        assert time.monotonic() - sent < 20.0  # less than the wait for a keeper that does not listen
+        assert time.monotonic() - sent < 20.0  # less than the wait for a restart that cannot be left
         assert launcher.left() == {}
         assert launcher.pids()["server"] == old  # it was not started again
         assert ("a second signal" in launcher.output) == is_twice
@@ -201,7 +201,7 @@ def test_the_waits_double_up_to_a_minute_and_ten_minutes_of_service_begin_a_new_
 
 
 class News:
-    """What a keeper reports; `arrived` is set by each event."""
+    """What is told of a server; `arrived` is set by each event."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, int]] = []
@@ -229,44 +229,42 @@ class News:
 
 
 @asynccontextmanager
-async def _keepers(
+async def _spawned(
     news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
-) -> AsyncIterator[tuple[ServerKeepers, ServerKeeper]]:
-    """Keepers of one server that runs `command` and is restarted without delay; at the end everything is killed."""
+) -> AsyncIterator[tuple[SpawnedServers, SpawnedServer]]:
+    """One server that runs `command` and is restarted without delay; at the end everything is killed."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
-    tree = ProcessTree()
-    keepers = ServerKeepers(
-        [spec],
-        news,  # type: ignore[arg-type]
-        tell_trainer=news.server_event,
-        spawn=lambda spec, life: Child.spawn(spec, folder, life=life),
-        tree=tree,
-        max_restarts=max_restarts,
-        delay_s=0.0,
-    )
-    try:
-        await keepers.start()
-        keeper = keepers.get(0)
-        assert keeper is not None
-        yield keepers, keeper
-    finally:
-        await keepers.abandon(START_S)
-        await tree.kill(START_S)
+    async with ending_children(folder, news.warning) as children:
+        servers = SpawnedServers(
+            [spec],
+            news,  # type: ignore[arg-type]
+            tell_trainer=news.server_event,
+            children=children,
+            max_restarts=max_restarts,
+            delay_s=0.0,
+        )
+        try:
+            await servers.start()
+            server = servers.get(0)
+            assert server is not None
+            yield servers, server
+        finally:
+            await servers.abandon(START_S)
 
 
 def test_a_start_that_computes_is_reported_until_the_server_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_keeper, "_WORK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(spawned_servers, "_WORK_INTERVAL_S", 0.1)
     news = News()
 
     async def main() -> None:
         command = (sys.executable, "-c", "while True: pass")
-        async with _keepers(news, tmp_path, command=command) as (_, keeper):
+        async with _spawned(news, tmp_path, command=command) as (_, server):
             await news.wait_for("working", 0)
-            keeper.serves(life=0)
+            server.serves(life=0)
             num_events = len(news.events)
             await asyncio.sleep(0.5)
             assert len(news.events) == num_events
@@ -286,26 +284,26 @@ def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Pa
     news = News()
 
     async def main() -> None:
-        async with _keepers(news, tmp_path) as (keepers, keeper):
-            keeper.serves(life=0)
-            os.kill(keepers.running[0].pid, signal.SIGKILL)
+        async with _spawned(news, tmp_path) as (servers, server):
+            server.serves(life=0)
+            os.kill(servers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            keeper.ask_restart("an old request", life=0)
+            server.ask_restart("an old request", life=0)
             await asyncio.sleep(0.2)
-            assert (len(keepers.running), news.events[-1][0]) == (1, "starting")
-            keeper.serves(life=0)
+            assert (len(servers.running), news.events[-1][0]) == (1, "starting")
+            server.serves(life=0)
             assert news.states[-1] is not None  # the old life's service is no news of the new one
-            keeper.serves(life=1)
+            server.serves(life=1)
             assert news.states[-1] is None
-            keeper.ask_restart("a new request", life=1)
+            server.ask_restart("a new request", life=1)
             await news.wait_for("starting", 2)
-            pid = keepers.running[0].pid
+            pid = servers.running[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            keeper.ask_restart("it does not answer", life=2)
+            server.ask_restart("it does not answer", life=2)
             await news.wait_for("starting", 3)
-            assert not keepers.lost_all.is_set()
+            assert not servers.lost_all.is_set()
 
     asyncio.run(main())
     exits = [detail for event, detail, _ in news.events if event == "exited"]
@@ -318,14 +316,14 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with _keepers(news, tmp_path) as (keepers, keeper):
-            (child,) = keepers.running
+        async with _spawned(news, tmp_path) as (servers, server):
+            (child,) = servers.running
             os.kill(child.pid, signal.SIGSTOP)
-            await keepers.stop(START_S)
-            keeper.ask_restart("it does not answer", life=0)
+            await servers.stop(START_S)
+            server.ask_restart("it does not answer", life=0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
-            assert keepers.running == []
+            assert servers.running == []
 
     asyncio.run(main())
     assert [event for event, _, _ in news.events] == []
@@ -338,13 +336,13 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     news = News()
 
     async def main() -> str | None:
-        async with _keepers(news, tmp_path, command=(str(program),), max_restarts=2) as (keepers, keeper):
-            keeper.serves()
+        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as (servers, server):
+            server.serves()
             program.unlink()
-            os.kill(keepers.running[0].pid, signal.SIGKILL)
+            os.kill(servers.running[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
-                await keepers.lost_all.wait()
-        return keepers.failure
+                await servers.lost_all.wait()
+        return servers.failure
 
     failure = asyncio.run(main())
     assert failure is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_async.launcher.guardian import private_folder
+from grpo_async.launcher.reaper import private_folder
 from tests.launcher.support import LauncherProcess
 from tests.support.waiting import eventually, is_alive
 
@@ -42,7 +42,7 @@ def test_a_torchrun_that_was_stopped_is_named_and_its_ranks_save(tmp_path: Path)
         os.kill(torchrun, signal.SIGSTOP)
         assert launcher.end() == 1, launcher.output
         assert f"torchrun (pid {torchrun})" in launcher.output.rpartition("error: ")[2]
-        assert (tmp_path / "stop_reason").exists()
+        assert (tmp_path / "asked_to_stop").exists()
         assert launcher.left() == {}
 
 
@@ -64,14 +64,14 @@ def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_list
     with LauncherProcess(tmp_path, trainer="ignore-stop", torchrun=True) as launcher:
         launcher.wait_for_processes("server", "rank0", "rank1")
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
-        assert len(tree) == 5  # the guardian, the server, torchrun, two ranks
+        assert len(tree) == 5  # the reaper, the server, torchrun, two ranks
         listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
         assert listening == []
         launcher.process.kill()
         assert eventually(lambda: not any(is_alive(process.pid) for process in tree), 5.0)
 
 
-def test_a_folder_that_launcher_and_guardian_left_when_both_were_killed_is_removed_by_the_next_start(
+def test_a_folder_that_launcher_and_reaper_left_when_both_were_killed_is_removed_by_the_next_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # short: it holds Unix sockets

@@ -13,7 +13,7 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 """A file on a full disk: what cannot be written is lost, and the next line is tried."""
 
 
-class LastingStream:
+class ResilientStream:
     """Takes what `stream` takes. After the first write that fails for good nothing reaches it any more, and nothing fails.
 
     Args:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 
-from grpo_async.processes.lasting_stream import LastingStream
+from grpo_async.processes.resilient_stream import ResilientStream
 
 
 def test_what_is_printed_beyond_the_limit_is_dropped_and_counted() -> None:
     file = io.StringIO()
-    stream = LastingStream(file, "standard output", lambda text: None, max_chars=10)
+    stream = ResilientStream(file, "standard output", lambda text: None, max_chars=10)
     assert [stream.write(text) for text in ("12345", "67890", "abc", "d")] == [5, 5, 3, 1]
     assert file.getvalue().startswith("1234567890\n[grpo-async: 10 characters")
     assert file.getvalue().count("\n") == 2  # said once

@@ -1,12 +1,8 @@
-"""Keeps the spawned servers of a run alive: what dies or hangs is killed with all its processes and started again.
+"""The processes of the servers that a run starts: what dies or hangs is killed with all its processes and started again.
 
-    start -> served (the trainer says so) -> ended, or hung (the trainer says so) -> kill its tree -> wait -> start ...
-      |                                                                                |
-      '- ended before it ever served: the run ends           too many restarts in a row '- given up; without another: the run ends
-
-The waits before a restart are `inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row
-ends when a server has served for ten minutes. The trainer hears of each end, start and giving up; a server keeps its URL. Until a
-server serves, the trainer also hears whether it works: the first start of vLLM on a machine compiles for minutes.
+inference.server draws the states of a server, and which of them this module is told of or tells. The waits before a restart are
+`inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row ends when a server has served for ten
+minutes. A server keeps its URL.
 """
 
 from __future__ import annotations
@@ -15,26 +11,26 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING
 
 import psutil
 
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
-from grpo_async.launcher.child import Child, tag_of
+from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, Children, tag_of
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.tree import ProcessTree
 from grpo_async.processes.wording import describe_exit
+
+if TYPE_CHECKING:
+    from grpo_async.inference.server import ServerEvent
 
 Work = Mapping[int, tuple[float, float]]
 """Of processes, by pid: seconds of CPU, bytes read."""
-ServerEvent = Literal["exited", "starting", "working", "given_up"]
 
 _MAX_DELAY_S = 60.0
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
-_KILL_TIMEOUT_S = 10.0  # for SIGKILL to take effect
 _WORK_INTERVAL_S = 5.0
 _LEAST_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
 _LEAST_BYTES_PER_S = 1e5
@@ -78,34 +74,37 @@ class _End:
     asked: bool
 
 
-class ServerKeeper:
+class SpawnedServer:
     """One server over all its lives, which are counted from 0. What is said of another life than the present one is ignored."""
 
-    def __init__(self, index: int, spec: ProcessSpec, fleet: ServerKeepers, restarts: RestartCount) -> None:
+    def __init__(self, index: int, spec: ProcessSpec, servers: SpawnedServers, restarts: RestartCount) -> None:
         self.name = spec.name
-        self.has_served = False
         self.child: Child | None = None
         self.given_up: str | None = None
         self._index = index
         self._spec = spec
-        self._fleet = fleet
-        self._display = fleet.display
+        self._servers = servers
+        self._display = servers.display
         self._restarts = restarts
         self._life = 0
         self._asked = asyncio.Event()
         self._asked_reason = ""
         self._down_since: float | None = None
-        self._serving_life: int | None = None
+        self._served_life: int | None = None  # the last one that has served
+
+    @property
+    def has_served(self) -> bool:
+        """In any life."""
+        return self._served_life is not None
 
     async def start(self) -> None:
-        self.child = await self._fleet.spawn(self._spec, self._life)
+        self.child = await self._servers.children.spawn(self._spec, life=self._life)
 
     def serves(self, life: int | None = None) -> None:
         """The trainer has brought its weights to this server. `life`: the one that the trainer means, if it says."""
         if life not in (None, self._life):
             return
-        self.has_served = True
-        self._serving_life = self._life
+        self._served_life = self._life
         self._restarts.serves()
         if self._down_since is not None:
             took_s = time.monotonic() - self._down_since
@@ -118,13 +117,13 @@ class ServerKeeper:
         run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
         if self.child is None or life not in (None, self._life):
             return
-        if self._fleet.stopping.is_set():
+        if self._servers.stopping.is_set():
             self.child.kill()
             return
         self._asked_reason = reason
         self._asked.set()
 
-    async def keep(self) -> None:
+    async def watch(self) -> None:
         """Watch and restart until the run stops or the server is lost for good.
 
         consumes: the end of the process, and requests to restart it; waits for: either, or `stopping`.
@@ -138,7 +137,7 @@ class ServerKeeper:
                 lost_early = not self.has_served and not end.asked
                 last_words = await self._kill_the_rest(child, end, tell=not lost_early)
                 if lost_early:
-                    self._fleet.lost(f"the {last_words}")
+                    self._servers.lost(f"the {last_words}")
                     return
                 delay_s = self._restarts.next_delay_s()
                 if delay_s is None:
@@ -147,38 +146,38 @@ class ServerKeeper:
                 count = f"restart {self._restarts.in_a_row} of {self._restarts.max_restarts}"
                 self._display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
                 self._display.server(self.name, f"{end.how}, {count}")
-                if await self._fleet.stops_within(delay_s):
+                if await self._servers.stops_within(delay_s):
                     return
                 child, end = None, await self._restart()
 
     async def watch_start(self) -> None:
         """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
         before: Work = {}
-        while not await self._fleet.stops_within(_WORK_INTERVAL_S):
-            if self.child is None or self._serving_life == self._life:
+        while not await self._servers.stops_within(_WORK_INTERVAL_S):
+            if self.child is None or self._served_life == self._life:
                 before = {}
                 continue
-            now = work_of(self._fleet.tree.below(self.child.pid, tag_of(self._spec)))
+            now = work_of(self._servers.children.tree.below(self.child.pid, tag_of(self._spec)))
             if has_worked(before, now, _WORK_INTERVAL_S):
                 self._tell("working", "")
             before = now
 
     def _tell(self, event: ServerEvent, detail: str) -> None:
-        self._fleet.tell_trainer(self._index, event, detail, self._life)
+        self._servers.tell_trainer(self._index, event, detail, self._life)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
         assert self.child is not None
-        events = [asyncio.ensure_future(event.wait()) for event in (self._asked, self._fleet.stopping)]
+        events = [asyncio.ensure_future(event.wait()) for event in (self._asked, self._servers.stopping)]
         try:
             await asyncio.wait([self.child.exited, *events], return_when=asyncio.FIRST_COMPLETED)
         finally:
             for event in events:
                 event.cancel()
-        if self._fleet.stopping.is_set():
+        if self._servers.stopping.is_set():
             return None
         if self.child.has_ended:  # the trainer may have noticed before we were told
-            await asyncio.wait([self.child.exited], timeout=_KILL_TIMEOUT_S)
+            await asyncio.wait([self.child.exited], timeout=KILL_TIMEOUT_S)
         if not self.child.is_running:
             return _End(how=describe_exit(self.child.exited.result()), asked=False)
         return _End(how=f"was killed: {self._asked_reason}", asked=True)
@@ -192,9 +191,9 @@ class ServerKeeper:
         self._asked.clear()
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
-        for process in await self._fleet.tree.kill_below(child.pid, tag_of(self._spec), _KILL_TIMEOUT_S):
+        for process in await self._servers.children.tree.kill_below(child.pid, tag_of(self._spec), KILL_TIMEOUT_S):
             self._display.warning(f"process {process.pid} of the {self.name} does not end even by SIGKILL")
-        await asyncio.wait([child.exited], timeout=_KILL_TIMEOUT_S)
+        await asyncio.wait([child.exited], timeout=KILL_TIMEOUT_S)
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
@@ -215,16 +214,16 @@ class ServerKeeper:
         self.given_up = f"the {self.name} was given up {after}: it {end.how}"
         self._tell("given_up", f"{end.how}, {after}")
         self._display.server(self.name, "given up")
-        self._fleet.gave_up(self, last_words)
+        self._servers.gave_up(self, last_words)
 
 
-class ServerKeepers:
-    """The keepers of all spawned servers of a run, in the order of their index; there may be none.
+class SpawnedServers:
+    """All servers that a run has started, in the order of their index; there may be none.
 
     Args:
         display: shows the user what becomes of the servers.
         tell_trainer: gets index, event, detail, and the server's life.
-        spawn: starts a process; gets its life.
+        children: of the launcher; the servers are among them.
         max_restarts: like `delay_s`, see RestartCount.
 
     Attributes:
@@ -237,21 +236,19 @@ class ServerKeepers:
         display: Display,
         *,
         tell_trainer: Callable[[int, ServerEvent, str, int], None],
-        spawn: Callable[[ProcessSpec, int], Awaitable[Child]],
-        tree: ProcessTree,
+        children: Children,
         max_restarts: int,
         delay_s: float,
     ) -> None:
         self.display = display
         self.tell_trainer = tell_trainer
-        self.spawn = spawn
-        self.tree = tree
+        self.children = children
         self.stopping = asyncio.Event()
         self.lost_all = asyncio.Event()
         self.failure: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._keepers = [
-            ServerKeeper(index, spec, self, RestartCount(max_restarts, delay_s)) for index, spec in enumerate(specs)
+        self._servers = [
+            SpawnedServer(index, spec, self, RestartCount(max_restarts, delay_s)) for index, spec in enumerate(specs)
         ]
 
     async def start(self) -> None:
@@ -260,20 +257,20 @@ class ServerKeepers:
         Raises:
             RunError: a program cannot be started.
         """
-        for keeper in self._keepers:
-            await keeper.start()
-        for keeper in self._keepers:
-            for work, name in ((keeper.keep(), "keep"), (keeper.watch_start(), "watch the start of")):
-                task = asyncio.create_task(work, name=f"{name} the {keeper.name}")
+        for server in self._servers:
+            await server.start()
+        for server in self._servers:
+            for work, name in ((server.watch(), "watch"), (server.watch_start(), "watch the start of")):
+                task = asyncio.create_task(work, name=f"{name} the {server.name}")
                 task.add_done_callback(self._end_with_error)
                 self._tasks.append(task)
 
-    def get(self, index: int) -> ServerKeeper | None:
-        """The keeper of server `index`; None of one that this run has not started."""
-        return self._keepers[index] if 0 <= index < len(self._keepers) else None
+    def get(self, index: int) -> SpawnedServer | None:
+        """Server `index`; None of one that this run has not started."""
+        return self._servers[index] if 0 <= index < len(self._servers) else None
 
     async def stop(self, timeout_s: float) -> None:
-        """Watch and restart no more; the servers run on. Returns when no keeper is at work, or after `timeout_s`."""
+        """Watch and restart no more; the servers run on. Returns when no restart is under way, or after `timeout_s`."""
         self.stopping.set()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -289,15 +286,15 @@ class ServerKeepers:
     @property
     def running(self) -> list[Child]:
         """Servers whose process lives."""
-        return [keeper.child for keeper in self._keepers if keeper.child is not None and keeper.child.is_running]
+        return [server.child for server in self._servers if server.child is not None and server.child.is_running]
 
     @property
     def have_served(self) -> bool:
         """Whether some server has ever served: then there may be steps to save."""
-        return any(keeper.has_served for keeper in self._keepers)
+        return any(server.has_served for server in self._servers)
 
     def raise_errors(self) -> None:
-        """An error of our own in a keeper, which ended it."""
+        """An error of our own in a watch, which ended it."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -313,11 +310,11 @@ class ServerKeepers:
         self.failure = self.failure or failure
         self.lost_all.set()
 
-    def gave_up(self, keeper: ServerKeeper, last_words: str) -> None:
+    def gave_up(self, server: SpawnedServer, last_words: str) -> None:
         """A server is given up; the run goes on as long as there is another."""
-        reasons = [each.given_up for each in self._keepers if each.given_up is not None and each is not keeper]
-        reasons.append(str(keeper.given_up))
-        total = len(self._keepers)
+        reasons = [each.given_up for each in self._servers if each.given_up is not None and each is not server]
+        reasons.append(str(server.given_up))
+        total = len(self._servers)
         if len(reasons) < total:
             self.display.warning(f"{reasons[-1]}; the run goes on with {total - len(reasons)} of {total}")
         else:

@@ -1,9 +1,9 @@
 """Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
 
 The direct children of a launcher die with it (utils.lifetime); a daemon that user code has started does not. The
-guardian is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
+reaper is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
 
-    python -m grpo_async.launcher.guardian LAUNCHER_PID FOLDER        stdin: "done", or its end
+    python -m grpo_async.launcher.reaper LAUNCHER_PID FOLDER        stdin: "done", or its end
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
 _PREFIX = "grpo-async-run-"
 _YOUNG_S = 60.0
-_END_S = 5.0  # for the guardian to end when the launcher has
+_END_S = 5.0  # for the reaper to end when the launcher has
 _KILL_S = 10.0
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter (0700), removed at the end, by the guardian where this process is
+    """A new folder that only this user can enter (0700), removed at the end, by the reaper where this process is
     killed, and by a later launcher where both are. Its lock (flock on the folder itself) is held meanwhile.
 
     Raises:
@@ -48,14 +48,14 @@ def private_folder() -> Iterator[Path]:
         descriptor = os.open(name, os.O_RDONLY)  # not inherited by children (PEP 446)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with guarded(os.getpid(), Path(name)):
+            with reaped_after(os.getpid(), Path(name)):
                 yield Path(name)
         finally:
             os.close(descriptor)
 
 
 def _remove_orphans() -> None:
-    """Folders that a launcher and its guardian, both killed, have left: nobody holds their lock any more."""
+    """Folders that a launcher and its reaper, both killed, have left: nobody holds their lock any more."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, locked, or being removed by somebody else
             if time.time() - folder.stat().st_mtime < _YOUNG_S:
@@ -69,9 +69,9 @@ def _remove_orphans() -> None:
 
 
 @contextlib.contextmanager
-def guarded(launcher: int, folder: Path) -> Iterator[None]:
+def reaped_after(launcher: int, folder: Path) -> Iterator[None]:
     """Should process `launcher`, the caller, be killed meanwhile: what carries its tag is killed, and `folder` is removed."""
-    command = (sys.executable, "-m", "grpo_async.launcher.guardian", str(launcher), str(folder))
+    command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(launcher), str(folder))
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
