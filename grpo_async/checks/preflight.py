@@ -38,7 +38,7 @@ from grpo_async.inference.router import FixedServers
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.rundir import RunDir, write_atomically
-from grpo_async.utils.loopback import is_loopback
+from grpo_async.utils.network import is_loopback
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_LIMIT_S = 30.0  # checks that ask no server; they take milliseconds

@@ -63,7 +63,7 @@ def _take_servers(config: ExperimentConfig, fleet: Fleet, control: ControlClient
                 fleet.give_up(server, str(error))
                 continue
             ready.append(server)
-        if fleet.has_joiners and ready:
+        if fleet.has_ready and ready:
             info = ready[0].info
             fleet.mark_serving(ready, version=0 if info is None else info.policy_version)
             for server in ready:

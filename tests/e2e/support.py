@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,15 @@ def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, ever
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens on. The kernel gives it to nobody meanwhile: it chooses those of connections from 32768 on."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving_alone(config: Path, port: int, token: str) -> Iterator[subprocess.Popen[bytes]]:
     """`serve-embedded`, as started by hand; killed at the end."""
     process = subprocess.Popen(

@@ -21,7 +21,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row
         "evaluation=null",
         f"loss={loss}",
     )
-    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *settings, rewards("soak_reward:by_place")))
+    run = make_run(tmp_path, "quickstart.yaml", (*SMALL, *settings, rewards("user_rewards:by_place")))
     printed = run.fail()
     assert "step 9 had loss" in printed
     assert "inf" in printed

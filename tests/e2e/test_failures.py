@@ -77,12 +77,12 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    assert "this reward never works" in _run(tmp_path, rewards("broken_reward:always_raises")).fail()
+    assert "this reward never works" in _run(tmp_path, rewards("user_rewards:always_raises")).fail()
 
 
 @pytest.mark.nightly
 def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_path: Path) -> None:
-    run = _run(tmp_path, "rollout.max_rounds_without_signal=2", rewards("broken_reward:always_zero"))
+    run = _run(tmp_path, "rollout.max_rounds_without_signal=2", rewards("user_rewards:always_zero"))
     assert "8 groups in a row had nothing to learn from" in run.fail()  # 2 rounds of 4
     assert run.checkpoints() == [0]
 

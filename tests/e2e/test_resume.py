@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.hanging import SCORED
-from tests.e2e.slow_disk import DELAY_S
 from tests.e2e.support import SMALL, Run, finish, make_run, rewards, wait_for
+from tests.e2e.user_rewards import DISK_DELAY_S, SCORED
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -21,7 +20,7 @@ ENDLESS = (*SMALL, "training.max_steps=5000", f"launch.stop_timeout_s={STOP_TIME
 
 
 def test_nothing_waits_for_a_slow_disk_but_a_stop_and_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
-    slow = rewards("slow_disk:exact_answer_with_a_slow_disk")
+    slow = rewards("user_rewards:exact_answer_with_a_slow_disk")
     settings = (*ENDLESS, "rollout.max_staleness=2", "checkpoint.every_steps=3", "evaluation=null", slow)
     run = make_run(tmp_path, "quickstart.yaml", settings)
     process = run.start()
@@ -35,7 +34,7 @@ def test_nothing_waits_for_a_slow_disk_but_a_stop_and_a_damaged_checkpoint_is_se
     ended = next(line["step"] for line in lines if written in line)
     assert begun == 4  # copied after step 3
     assert lines[begun - 1]["checkpoint/staged_s"] < 1.0
-    assert lines[ended - 1][written] > DELAY_S
+    assert lines[ended - 1][written] > DISK_DELAY_S
     assert lines[ended - 1]["checkpoint/bytes"] > 1_000_000
     meanwhile = lines[begun - 1 : ended - 1]
     assert len(meanwhile) >= 2, "no step was trained while the checkpoint was written"
@@ -71,7 +70,7 @@ def _stops_in_time(run: Run, process: subprocess.Popen[str]) -> int:
 def test_sigterm_during_an_evaluation_in_the_middle_of_training(tmp_path: Path) -> None:
     """An answer of the evaluation is scored for a minute: it runs when the signal comes, and would run past the deadline."""
     evaluation = ("evaluation.num_prompts=4", "evaluation.every_steps=1", "evaluation.at_start=false")
-    settings = (*ENDLESS, "checkpoint.every_steps=1000", *evaluation, rewards("hanging:is_slow_for_evaluations"))
+    settings = (*ENDLESS, "checkpoint.every_steps=1000", *evaluation, rewards("user_rewards:is_slow_for_evaluations"))
     run = make_run(tmp_path, "quickstart.yaml", settings)
     process = run.start()
     run.wait_for_step(3, process)

@@ -128,7 +128,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "inference.restart_delay_s=0.2",
         "launch.num_trainer_ranks=2",
         "weights.verify_every_pushes=1",
-        rewards("soak_reward:by_place_in_no_hurry", run_in="process"),
+        rewards("user_rewards:by_place_in_no_hurry", run_in="process"),
     )
     run = make_run(folder, "quickstart.yaml", settings)
     with _live(run, step=2) as live:
@@ -331,22 +331,6 @@ def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_an
     assert live.token not in done.stdout
     assert _files_with(live.run.folder, live.token) == []
     assert not (live.run.folder / "token").exists()
-
-
-@pytest.mark.nightly
-def test_a_run_that_trusts_another_authority_says_so(tmp_path: Path) -> None:
-    made, other = make_certificates(tmp_path / "tls"), make_certificates(tmp_path / "other")
-    tls = (
-        f"inference.tls.certificate={made.certificate}",
-        f"inference.tls.key={made.key}",
-        f"inference.tls.authority={other.authority}",
-    )
-    run = make_run(tmp_path, "quickstart.yaml", (*ENDLESS, "inference.startup_timeout_s=20", *tls))
-    done = run.train(timeout_s=120.0)
-    assert done.returncode in (1, 2)
-    assert "inference.tls.authority" in done.stdout, done.stdout[-3000:]
-    assert "certificate" in done.stdout.replace("inference.tls.certificate", "")
-    run.assert_nothing_is_left()
 
 
 # -- the real vLLM

@@ -55,7 +55,7 @@ def _make(folder: Path) -> Run:
             "rollout.groups_per_step=1",
             "rollout.group_size=2",
             "rollout.max_completion_tokens=4",
-            rewards("soak_reward:by_place"),
+            rewards("user_rewards:by_place"),
             f"training.max_steps={NUM_STEPS}",
             "training.micro_batch_tokens=256",
             "optimizer.lr=1e-6",

@@ -30,7 +30,7 @@ def _run(folder: Path, reward: str, *more: str) -> Run:
 
 @pytest.mark.nightly
 def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_path: Path) -> None:
-    run = _run(tmp_path, "hanging:blocks_the_event_loop")
+    run = _run(tmp_path, "user_rewards:blocks_the_event_loop")
     printed = run.fail()
     for part in (STILL, "is waiting for the samples of step", "being scored", "is serving for"):
         assert part in printed
@@ -42,7 +42,7 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_pat
 @pytest.mark.nightly
 def test_a_main_thread_that_hangs_has_its_process_ended(tmp_path: Path) -> None:
     loss = "{type: custom, function: 'tests.e2e.user_losses:blocks_the_main_thread', arguments: {first_call: 3}}"
-    run = _run(tmp_path, "soak_reward:by_place", f"loss={loss}")
+    run = _run(tmp_path, "user_rewards:by_place", f"loss={loss}")
     printed = run.fail()
     for part in (STILL, "and is training step 3", NOT_ENDED):
         assert part in printed
@@ -53,14 +53,14 @@ def test_a_main_thread_that_hangs_has_its_process_ended(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_run_that_is_only_slow_goes_on(tmp_path: Path) -> None:
     more = ("training.max_steps=4", "training.stall_timeout_s=12", "rollout.max_staleness=0")
-    summary, _ = _run(tmp_path, "hanging:is_slow_at_times", *more).complete(timeout_s=180.0)
+    summary, _ = _run(tmp_path, "user_rewards:is_slow_at_times", *more).complete(timeout_s=180.0)
     assert summary["steps"] == 4
     assert summary["wall_s"] > 24.0, "two stalls would have passed"
 
 
 def test_a_run_that_can_still_save_does_so_before_it_ends(tmp_path: Path) -> None:
     """The rollouts wait for a reward that never comes, and the event loop is free."""
-    run = _run(tmp_path, "hanging:never_answers")
+    run = _run(tmp_path, "user_rewards:never_answers")
     printed = run.fail()
     assert STILL in printed
     assert NOT_ENDED not in printed

@@ -197,17 +197,3 @@ def test_sigterm_on_either_machine_or_both_is_one_stop_with_a_checkpoint(cluster
     cluster.assert_nothing_is_left()
     if ranks == [1]:  # the other ways round a resume is the same
         _resume_to_the_end(cluster)
-
-
-def test_a_loopback_machine_is_not_reached_from_another(network: list[Machine]) -> None:
-    """What the tests above rest on: 127.0.0.1 of one machine is not that of another."""
-    one, two = network[:2]
-    server = one.popen([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "8099"], stderr=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: "127.0.0.1" in one.listening(), what="the server", timeout_s=30.0)
-        reach = "import socket, sys; sys.exit(socket.socket().connect_ex(('127.0.0.1', 8099)) != 0)"
-        assert one.popen([sys.executable, "-c", reach]).wait(30.0) == 0
-        assert two.popen([sys.executable, "-c", reach]).wait(30.0) == 1
-    finally:
-        server.kill()
-        server.wait(30.0)

@@ -26,16 +26,6 @@ def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_
 
 
 @pytest.mark.nightly
-def test_asynchronous_training_on_vllm_trains_on_tokens_of_known_versions(tmp_path: Path) -> None:
-    settings = (*SMALL, "training.max_steps=6", "evaluation.num_prompts=8")
-    run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
-    summary, _ = run.complete(timeout_s=600.0)
-    assert summary["engine"] == "vllm"
-    assert summary["staleness_max"] <= 1
-    assert sum(line["async/staleness_mean"] for line in run.metrics()) > 0, "nothing was generated ahead"
-
-
-@pytest.mark.nightly
 def test_with_vllm_the_weights_are_pushed_before_each_call_of_a_rollout_function(tmp_path: Path) -> None:
     """R5.2: each call sees the version of its step, and its tokens have the trainer's own logprobs (test_interactions has it on
     the embedded engine)."""

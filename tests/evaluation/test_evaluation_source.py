@@ -19,8 +19,8 @@ from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide
-from tests.launcher.sides import open_side, side_config
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line, local_server
+from tests.trainer.sides import open_side, side_config
 
 NUM_PROMPTS = 6
 

@@ -11,11 +11,11 @@ import pytest
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.rollout.participants import load_participants
-from tests.launcher.sides import open_side, side_config, steps_seen, take
 from tests.launcher.support import make_config
 from tests.support.local_server import Request, local_server
+from tests.trainer.sides import open_side, side_config, steps_seen, take
 
-FUNCTION = {"function": "tests.launcher.sides:steps_seen"}
+FUNCTION = {"function": "tests.trainer.sides:steps_seen"}
 
 
 def test_a_rollout_function_takes_the_place_of_our_own_rollouts(tiny_model: Path, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def one_argument(prompts: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("tests.launcher.sides:nowhere", r"rollout_function\.function: tests\.launcher\.sides:nowhere: .*nowhere"),
+        ("tests.trainer.sides:nowhere", r"rollout_function\.function: tests\.trainer\.sides:nowhere: .*nowhere"),
         (
             "tests.rollout.test_participants:one_argument",
             r"one_argument: it is called as f\(prompts, trainer\), but: too many positional",

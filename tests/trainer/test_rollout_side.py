@@ -17,10 +17,10 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.training.checkpoint import CheckpointState
-from tests.launcher.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 from tests.support.local_server import Refusal, Request, line, local_server
 from tests.support.records import make_scored
 from tests.support.stored import read_groups
+from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 
 LONG_S = 500.0
 

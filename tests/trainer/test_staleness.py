@@ -10,12 +10,12 @@ from pathlib import Path
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.records import GroupStatus
 from grpo_async.trainer.rollout_side import RolloutSide
-from tests.launcher.sides import odd_or_even, open_side, scored, serve, served, side_config, steps_seen, take
 from tests.support.local_server import LIMIT_S, Request, line, local_server
 from tests.support.stored import read_groups
 from tests.support.waiting import eventually
+from tests.trainer.sides import odd_or_even, open_side, scored, serve, served, side_config, steps_seen, take
 
-FUNCTION = {"function": "tests.launcher.sides:steps_seen"}
+FUNCTION = {"function": "tests.trainer.sides:steps_seen"}
 FIRST_STALE = 101
 
 

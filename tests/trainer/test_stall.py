@@ -26,7 +26,7 @@ from tests.launcher.support import REPOSITORY
 @pytest.mark.slow
 def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.launcher.stalled", str(tmp_path), "1.0"],
+        [sys.executable, "-m", "tests.trainer.stalled", str(tmp_path), "1.0"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

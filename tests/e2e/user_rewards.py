@@ -1,0 +1,83 @@
+"""Rewards of a user: those that only keep a run going, faulty ones, and one that hangs or is in no hurry."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+from grpo_async.rewards.text import exact_match
+
+SCORED = "an answer of an evaluation is being scored"
+DISK_DELAY_S = 4.0
+
+_calls = 0
+
+
+def by_place(completions: list[Any], **_: Any) -> list[float]:
+    """Every group has a signal."""
+    return [float(place) for place in range(len(completions))]
+
+
+async def by_place_in_no_hurry(completions: list[Any], **_: Any) -> list[float]:
+    """So that a number of steps is a time, on any machine."""
+    await asyncio.sleep(0.5)
+    return by_place(completions)
+
+
+def always_raises(completions: list[Any], **_: Any) -> list[float]:
+    raise RuntimeError("this reward never works")
+
+
+def always_zero(completions: list[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+async def blocks_the_event_loop(completions: list[Any], **_: Any) -> list[float]:
+    """A wait that is none of asyncio's, from the 30th call on: nothing goes on in the rollout thread."""
+    if _count_call() > 30:
+        time.sleep(3600.0)  # noqa: ASYNC251 - it is the fault that is injected
+    return [float(len(str(completion))) for completion in completions]
+
+
+async def never_answers(completions: list[Any], **_: Any) -> list[float]:
+    """From the 30th call on; asyncio goes on."""
+    if _count_call() > 30:
+        await asyncio.sleep(3600.0)
+    return [float(len(str(completion))) for completion in completions]
+
+
+def _count_call() -> int:
+    global _calls
+    _calls += 1
+    return _calls
+
+
+async def is_slow_at_times(completions: list[Any], **_: Any) -> list[float]:
+    """Every call takes 8 s: a step comes to less than a stall, and more than half of one."""
+    await asyncio.sleep(8.0)
+    return [float(len(str(completion))) for completion in completions]
+
+
+async def is_slow_for_evaluations(completions: list[Any], **_: Any) -> list[float]:
+    """They ask for one completion of a prompt, training for a group."""
+    if len(completions) == 1:
+        print(SCORED, flush=True)
+        await asyncio.sleep(60.0)
+    return by_place(completions)
+
+
+def exact_answer_with_a_slow_disk(**arguments: Any) -> list[float]:
+    """Writing a checkpoint takes four seconds longer; patched in the trainer only."""
+    module = sys.modules.get("grpo_async.training.checkpoint")
+    if module is not None and not getattr(module, "is_slow", False):
+        save = module.dcp.save
+
+        def slowly(*args: Any, **named: Any) -> Any:
+            time.sleep(DISK_DELAY_S)
+            return save(*args, **named)
+
+        module.dcp.save = slowly
+        module.is_slow = True
+    return exact_match(**arguments)

@@ -1,0 +1,128 @@
+"""The rollout side of rank 0 as a run builds it, on a real model folder, talking to a server that a test scripts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_async.chat.renderer import load_renderer
+from grpo_async.config import ExperimentConfig
+from grpo_async.inference.router import FixedServers
+from grpo_async.records import ScoredGroup
+from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.training.checkpoint import CheckpointState
+from tests.launcher.support import make_config
+from tests.support.local_server import LIMIT_S, LocalServer, Request, line
+
+scored: list[list[int]] = []
+"""The first token of every completion of every group that was scored."""
+
+
+def odd_is_right(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """A reward: 1 where the first token is odd. `odd_or_even` makes it differ within every group."""
+    scored.append([ids[0] for ids in completion_ids])
+    return [float(ids[0] % 2) for ids in completion_ids]
+
+
+def number_in_group(request: Request) -> int:
+    """The 3 of "g7-r3-t0"."""
+    return int(request["request_id"].split("-")[1].removeprefix("r"))
+
+
+class _Served:
+    """What the scripted server serves; `serve` changes it."""
+
+    version = 0
+
+
+served = _Served()
+
+
+async def odd_or_even(request: Request) -> AsyncIterator[bytes]:
+    """A script: one token, odd or even by its number in the group, and the end of the turn, of the version that is served."""
+    yield line([5 + number_in_group(request) % 2, *request["stop_token_ids"][:1]], version=served.version)
+
+
+def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -> ExperimentConfig:
+    """Two groups of two per step, nothing ahead; `sections` change that."""
+    base: dict[str, Any] = {
+        "model": {"path": str(model_path)},
+        "data": {"shuffle": False},
+        "rollout": {
+            "group_size": 2, "groups_per_step": 2, "max_staleness": 0, "max_completion_tokens": 8, "shutdown_timeout_s": 3.0,
+        },
+        "inference": {"engine": "embedded", "max_model_len": 128},
+        "training": {"max_steps": 50},
+    }  # fmt: skip
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return make_config(folder, rewards=[{"function": "tests.trainer.sides:odd_is_right"}], **base)
+
+
+@contextmanager
+def open_side(
+    config: ExperimentConfig, server: LocalServer | str, state: CheckpointState | None = None
+) -> Iterator[RolloutSide]:
+    """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
+    scored.clear()
+    served.version = 0
+    store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
+    side = build_rollout_side(
+        config,
+        fleet=FixedServers([server if isinstance(server, str) else server.url]),
+        renderer=load_renderer(config),
+        store=store,
+        state=state,
+    )
+    try:
+        yield side
+    finally:
+        side.source.close()
+        store.close()
+
+
+def serve(side: RolloutSide, version: int) -> None:
+    """The scripted server serves `version` from now on, and the rollout side is told."""
+    served.version = version
+    side.source.advance(version)
+
+
+def take(side: RolloutSide, num_groups: int, *, version: int = 0) -> list[ScoredGroup] | None:
+    """`source.take` where no other rank waits and no server changes."""
+    return side.source.take(num_groups, trainer_version=version, heartbeat=_nothing, on_change=_nothing)
+
+
+def _nothing() -> None: ...
+
+
+class StepsSeen:
+    """A rollout function that notes which policy version was served at each of its calls.
+
+    The completion of rollout r at version v begins with 20 v + 10 + r % 2. `go_on` holds the calls up while it is cleared.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def begin(self, *, held: bool = False) -> None:
+        """Forget what was seen."""
+        self.steps.clear()
+        self.entered.clear()
+        (self.go_on.clear if held else self.go_on.set)()
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        step, count = trainer.state.global_step, len(prompts)
+        self.steps.append(step)
+        self.entered.set()
+        assert self.go_on.wait(LIMIT_S)
+        ids = [[20 * step + 10 + number % 2, trainer.processing_class.eos_token_id] for number in range(count)]
+        return {"prompt_ids": [[1, 2]] * count, "completion_ids": ids, "logprobs": [[-0.5, -0.5]] * count}
+
+
+steps_seen = StepsSeen()

@@ -1,0 +1,133 @@
+"""A rank's process group and what is built in it, with one real gloo rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo_async.batching.pack import split_by_rank
+from grpo_async.batching.plan import plan_batch
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
+from grpo_async.rundir import RunDir
+from grpo_async.trainer import lead as lead_module
+from grpo_async.trainer.main import run_rank
+from grpo_async.training.ranks import TrainerContext
+from tests.launcher.support import make_config
+from tests.support.records import make_sample
+from tests.trainer.sides import side_config
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _place(config: ExperimentConfig, folder: Path) -> Assignment:
+    rundir = RunDir(config.run_path)
+    rundir.create()
+    # a path that no test before had: the store of one before, which is collected late, would remove the file of this one
+    private = Path(tempfile.mkdtemp(dir=folder))
+    return Assignment(run_dir=rundir, attempt_dir=rundir.latest_logs, private=private, server_urls=("http://server",))
+
+
+def _run(config: ExperimentConfig, folder: Path) -> None:
+    run_rank(_place(config, folder), config, ControlClient(None))
+
+
+@pytest.mark.parametrize("error", [None, RunError("nothing to learn"), KeyboardInterrupt(), SystemExit(3)])
+def test_the_process_group_is_gone_however_a_rank_ends(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None
+) -> None:
+    """R1.8: destroyed at the end and on exceptions; while the rank leads it is there."""
+    states: list[bool] = []
+
+    def leads(*_: Any) -> None:
+        states.append(dist.is_initialized())
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(lead_module, "lead", leads)
+    config = side_config(tmp_path, tiny_model)
+    if error is None:
+        _run(config, tmp_path)
+    else:
+        with pytest.raises(type(error)):
+            _run(config, tmp_path)
+    assert states == [True]
+    assert not dist.is_initialized()
+
+
+def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Path) -> None:
+    """R1.8: an exception before there is anything to lead."""
+    with pytest.raises(ConfigError, match=r"model\.path: cannot load"):
+        _run(make_config(tmp_path), tmp_path)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("master", "compute", "wire"),
+    [("float32", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("bfloat16", None, "float32")],
+)
+def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, master: str, compute: str | None, wire: str
+) -> None:
+    """R1.15: model.dtype, model.compute_dtype (null: the master weights') and inference.dtype, each on its own."""
+    seen: dict[str, Any] = {}
+
+    def note_compute(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen["compute"] = inputs[0].dtype
+
+    def leads(
+        place: Assignment,
+        config: ExperimentConfig,
+        control: ControlClient,
+        context: TrainerContext,
+        renderer: Any,
+        timeline: Any,
+    ) -> None:
+        seen["master"] = {parameter.dtype for parameter in context.policy.parameters()}
+        seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
+        seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
+        context.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
+        samples = [make_sample()]
+        plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
+        context.step([split_by_rank(samples, [1.0], plan, trainer_version=0)[0].pack()], 1e-3)
+
+    monkeypatch.setattr(lead_module, "lead", leads)
+    model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}
+    _run(side_config(tmp_path, tiny_model, model=model, inference={"dtype": wire}), tmp_path)
+    assert seen == {
+        "master": {getattr(torch, master)},
+        "compute": getattr(torch, compute or master),
+        "wire": {getattr(torch, wire)},
+        "announced": {wire},
+    }
+
+
+def test_the_exported_tokenizer_has_the_configured_template(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R1.14: the tokenizer that is written beside the trained model is the one that rendered its prompts."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0]['content'] }}!")
+    model = {"path": str(tiny_model), "chat_template": str(template)}
+    built: list[TrainerContext] = []
+    monkeypatch.setattr(
+        lead_module, "lead", lambda place, config, control, context, renderer, timeline: built.append(context)
+    )
+    _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
+    assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"
