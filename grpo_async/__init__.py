@@ -31,7 +31,7 @@ Layers; imports go down only, packages of one line do not import each other:
     findings                                      does it learn, and what bounds it
     user_code | sandbox
     tracking
-    records | config | rundir
+    records | config | run_directory
     utils
     errors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LIGHT = (
     "__main__", "buffer", "cli", "config", "data", "display", "envs", "errors", "findings", "processes", "records", "rewards",
-    "rundir", "scoring", "store", "tools", "tracking", "user_code", "utils", "viewer",
+    "run_directory", "scoring", "store", "tools", "tracking", "user_code", "utils", "viewer",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "vllm", "datasets", "textual")
 _IMPORT = """

@@ -32,7 +32,7 @@ from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.participants import Participants, load_participants, startup_notes, token_counter
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice

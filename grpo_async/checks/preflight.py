@@ -37,7 +37,7 @@ from grpo_async.inference.fleet import Server
 from grpo_async.inference.router import FixedServers
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
 from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 

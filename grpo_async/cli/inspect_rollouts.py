@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from grpo_async.rundir import RunDir
+    from grpo_async.run_directory import RunDir
     from grpo_async.viewer.plain import Selection
 
 _TABLE_LIMIT = 40

@@ -52,7 +52,7 @@ def slurm(
     """
     from grpo_async.cluster.slurm import batch_script
     from grpo_async.config.loader import load_config
-    from grpo_async.rundir import write_atomically
+    from grpo_async.run_directory import write_atomically
 
     loaded = load_config(config, overrides or ())
     text = batch_script(

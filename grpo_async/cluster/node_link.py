@@ -19,7 +19,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError, DeadlineError
 from grpo_async.processes.assignment import Assignment, Node
-from grpo_async.rundir import RunDir, attempt_config, write_atomically
+from grpo_async.run_directory import RunDir, attempt_config, write_atomically
 
 _RETRY_S = 1.0  # node 0 may come later; a refused connection costs nothing
 _CONNECT_S = 10.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 
 _MARGIN_S = 60  # to end the servers, and for Slurm, which looks at its clock every so often
 _DEFAULT_PORT = 29400

@@ -27,7 +27,7 @@ from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Progress, evaluation_line, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import plain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 _INTERVAL_S = 1.0
 _LEAST_INTERVAL_S = 0.25

@@ -17,7 +17,7 @@ from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.processes.wording import plain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import read_metrics
 from grpo_async.utils.console import stdout_console
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import one_line, plain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")

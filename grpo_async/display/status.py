@@ -36,7 +36,7 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Evidence, Finding, Severity, Verdict
 from grpo_async.findings import judge as is_it_learning
 from grpo_async.processes.wording import one_line
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import read_line
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge

@@ -20,7 +20,7 @@ import psutil
 from grpo_async.display.display import View, finite
 from grpo_async.display.progress import Progress
 from grpo_async.processes.failures import message_of
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 
 VERSION = 1
 INTERVAL_S = 2.0

@@ -28,7 +28,7 @@ from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rollout.source import AsyncRolloutSource
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 
 When = Literal["start", "step", "end"]
 

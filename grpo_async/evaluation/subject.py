@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 

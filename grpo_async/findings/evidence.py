@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Self
 
 from grpo_async.findings.statistics import Change, held_out_change, trend
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import judge
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50

@@ -12,7 +12,7 @@ from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
 from grpo_async.findings.evidence import PackedRow, numbers, read_metrics
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
 
 _LEAST_STEPS = 5

@@ -23,7 +23,7 @@ from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.supervisor import Outcome, carry_out
 from grpo_async.processes.wording import plain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0

@@ -31,7 +31,7 @@ from grpo_async.launcher.prepare import Start
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.launcher.train import Launcher
 from grpo_async.processes.wording import plain
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 
 

@@ -23,7 +23,7 @@ from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.failures import explain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 

@@ -27,7 +27,7 @@ from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine
-from grpo_async.rundir import RunDir, attempt_config
+from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead

@@ -19,7 +19,7 @@ from grpo_async.checks.config_checks import check_run_place
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.

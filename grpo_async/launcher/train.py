@@ -33,7 +33,7 @@ from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment, Node
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
 Amend = Callable[[ProcessPlan], ProcessPlan]

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TransportKind
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
 

@@ -16,7 +16,7 @@ from grpo_async.processes.failures import RankFailure, write_failure
 from grpo_async.processes.heartbeat import Heartbeat
 from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.processes.warnings_forward import forwarding_warnings
-from grpo_async.rundir import attempt_config
+from grpo_async.run_directory import attempt_config
 from grpo_async.utils.lifetime import die_with_parent
 
 logger = logging.getLogger("grpo_async")

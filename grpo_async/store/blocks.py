@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 from grpo_async.utils.whole_lines import whole_bytes
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")

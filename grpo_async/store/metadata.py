@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 from grpo_async.store.blocks import has_writer
 from grpo_async.store.schema import SCHEMA
 

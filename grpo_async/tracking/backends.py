@@ -27,7 +27,7 @@ from grpo_async.config.record_sections import (
     WandbTracker,
 )
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
 from grpo_async.utils.network import is_loopback
 
@@ -48,9 +48,9 @@ class Tracker(Protocol):
 class Tensorboard:
     """Event files."""
 
-    def __init__(self, rundir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir) -> None:
         self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(
-            logdir=str(rundir.trackers / "tensorboard")
+            logdir=str(run_dir.trackers / "tensorboard")
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -65,18 +65,18 @@ class Tensorboard:
 class Wandb:
     """Weights & Biases."""
 
-    def __init__(self, section: WandbTracker, config: ExperimentConfig, rundir: RunDir) -> None:
+    def __init__(self, section: WandbTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
         wandb = _library("wandb", "wandb")
-        rundir.trackers.mkdir(exist_ok=True)
+        run_dir.trackers.mkdir(exist_ok=True)
         self._run = wandb.init(
             project=section.project,
             entity=section.entity,
             mode=section.mode,
             name=config.run.name,
-            id=_stored_id(rundir, "wandb_id", lambda: uuid.uuid4().hex[:16]),
+            id=_stored_id(run_dir, "wandb_id", lambda: uuid.uuid4().hex[:16]),
             resume="allow",
             config=public_config(config),
-            dir=str(rundir.trackers),
+            dir=str(run_dir.trackers),
         )
         for entry in CATALOG:
             if "{" not in entry.name and entry.reduction.value in ("min", "max", "mean"):
@@ -93,9 +93,9 @@ class Trackio:
     """trackio; its database lies in the run directory, so several runs of one project are seen together only where TRACKIO_DIR
     names a folder for them."""
 
-    def __init__(self, section: TrackioTracker, config: ExperimentConfig, rundir: RunDir) -> None:
+    def __init__(self, section: TrackioTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
         # read when the library is imported
-        folder = os.environ.setdefault("TRACKIO_DIR", str((rundir.trackers / "trackio").resolve()))
+        folder = os.environ.setdefault("TRACKIO_DIR", str((run_dir.trackers / "trackio").resolve()))
         self._run = _library("trackio", "trackio").init(
             project=section.project,
             name=config.run.name,
@@ -118,9 +118,9 @@ class Trackio:
 class Mlflow:
     """MLflow, through its client alone: nothing of the process's own state is touched."""
 
-    def __init__(self, section: MlflowTracker, config: ExperimentConfig, rundir: RunDir) -> None:
-        rundir.trackers.mkdir(exist_ok=True)
-        folder = (rundir.trackers / "mlflow").resolve().as_uri()
+    def __init__(self, section: MlflowTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
+        run_dir.trackers.mkdir(exist_ok=True)
+        folder = (run_dir.trackers / "mlflow").resolve().as_uri()
         uri = section.uri or os.environ.get("MLFLOW_TRACKING_URI") or folder
         if uri.startswith("file:") or "://" not in uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x asks for this before it writes files
@@ -130,7 +130,7 @@ class Mlflow:
         known = self._client.get_experiment_by_name(section.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(section.experiment)
         self._run_id = _stored_id(
-            rundir,
+            run_dir,
             "mlflow_run_id",
             lambda: str(self._client.create_run(experiment, run_name=config.run.name).info.run_id),
         )
@@ -190,24 +190,24 @@ class Prometheus:
         self._thread.join(_PROMETHEUS_END_S)
 
 
-def open_tracker(section: TrackerSection, config: ExperimentConfig, rundir: RunDir) -> Tracker:
+def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: RunDir) -> Tracker:
     """Raises ConfigError where the library is missing, and what the library raises."""
     match section:
         case TensorboardTracker():
-            return Tensorboard(rundir)
+            return Tensorboard(run_dir)
         case WandbTracker():
-            return Wandb(section, config, rundir)
+            return Wandb(section, config, run_dir)
         case TrackioTracker():
-            return Trackio(section, config, rundir)
+            return Trackio(section, config, run_dir)
         case MlflowTracker():
-            return Mlflow(section, config, rundir)
+            return Mlflow(section, config, run_dir)
         case PrometheusTracker():
             return Prometheus(section, config)
 
 
-def _stored_id(rundir: RunDir, file: str, make: Any) -> str:
+def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:
     """The same for every attempt of a run, so that a resume goes on in the same curves."""
-    path = rundir.trackers / file
+    path = run_dir.trackers / file
     if not path.exists():
         path.write_text(make(), encoding="utf-8")
     return path.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import RunError
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 from grpo_async.utils.whole_lines import Writer
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from functools import partial
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.backends import Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _Caller:
             logger.warning("tracker %s failed (further failures of it are not shown): %s", self._name, what)
 
 
-def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
+def open_trackers(config: ExperimentConfig, run_dir: RunDir) -> Trackers:
     """Set up what `tracking` names.
 
     Raises:
@@ -111,7 +111,7 @@ def open_trackers(config: ExperimentConfig, rundir: RunDir) -> Trackers:
     trackers: list[tuple[str, Tracker]] = []
     for number, section in enumerate(config.tracking):
         try:
-            trackers.append((section.type, open_tracker(section, config, rundir)))
+            trackers.append((section.type, open_tracker(section, config, run_dir)))
         except Exception as error:
             for _, tracker in trackers:
                 tracker.close(failed=True)

@@ -23,7 +23,7 @@ RESULT_NAME = "evaluation.json"
 
 def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this process."""
-    from grpo_async.rundir import write_atomically
+    from grpo_async.run_directory import write_atomically
     from grpo_async.store.rollout_store import RolloutStore, all_groups
     from grpo_async.trainer.connections import open_fleet
 

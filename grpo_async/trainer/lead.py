@@ -28,7 +28,7 @@ from grpo_async.inference.fleet import Server
 from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline

@@ -44,7 +44,7 @@ from grpo_async.buffer.resume import ResumeState, read_resume_state
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_async.batching.pack import MicroBatch, RankSamples
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective

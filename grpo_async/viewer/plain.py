@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query, quote

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 RUNS_FOLDER = Path("runs")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpo_async.config.loader import read_value
 from grpo_async.errors import RunError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,7 +22,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.api import TOKEN_VARIABLE, ScoreAnswer
 from grpo_async.inference.control import ServerControl
 from grpo_async.records import Origin, Prompt, TaggedMessage
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import TrainerScores, probe_sequences

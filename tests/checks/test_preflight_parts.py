@@ -22,7 +22,7 @@ from grpo_async.checks.report import Found
 from grpo_async.errors import RequestRejectedError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.records import Origin, Prompt, TaggedMessage
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 from tests.support.chat_families import family

@@ -19,7 +19,7 @@ from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from tests.cli.support import MINIMAL
 
 COMMANDS = [

@@ -15,7 +15,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.launcher import evaluate as evaluate_module
 from grpo_async.launcher.evaluate import evaluate
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from grpo_async.cli.app import app
 from grpo_async.records import GroupStatus
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.terminal.base import Session
 from tests.store.builders import append_simple

@@ -17,7 +17,7 @@ from grpo_async.display.progress import Progress, duration, evaluation_line, eva
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
 from grpo_async.processes.wording import plain
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 METRICS = {
     "reward": 0.53,

@@ -27,7 +27,7 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advising import Advisor
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from tests.support.waiting import eventually
 
 METRICS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.pilot import Pilot
 
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.summaries import StepSummary
 from grpo_async.viewer.runs import find_evaluation
 from grpo_async.viewer.terminal.app import Inspector

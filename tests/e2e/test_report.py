@@ -11,7 +11,7 @@ from html import unescape
 import pytest
 
 from grpo_async.findings import Evidence, judge
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from tests.e2e.conftest import GoldenRun
 

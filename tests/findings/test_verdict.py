@@ -25,7 +25,7 @@ from grpo_async.launcher.advising import Advisor
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.call import RewardError
 from grpo_async.rollout.worker import why_no_signal
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.viewer.report.write import write_report
 from tests.support.records import make_completion, make_prompt
 

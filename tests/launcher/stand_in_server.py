@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from grpo_async.rundir import write_atomically
+from grpo_async.run_directory import write_atomically
 from grpo_async.utils.lifetime import die_with_parent
 from tests.launcher.stand_in_trainer import HELPER, leave_pid
 

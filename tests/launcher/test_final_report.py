@@ -17,7 +17,7 @@ from grpo_async.display.output import Output
 from grpo_async.launcher import conduct
 from grpo_async.launcher.conduct import end_with_report
 from grpo_async.launcher.supervisor import Outcome
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
 from tests.viewer.report.support import steps, write_run
 

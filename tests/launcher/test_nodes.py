@@ -30,7 +30,7 @@ from grpo_async.processes import addresses
 from grpo_async.processes.addresses import interface_of, weights_host
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.network import is_loopback
 from tests.e2e.support import free_port

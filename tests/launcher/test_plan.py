@@ -17,7 +17,7 @@ from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, spli
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
 from grpo_async.processes.machine import Machine, free_ports, inspect
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.servers.vllm import command
 from tests.launcher.support import make_config

@@ -18,7 +18,7 @@ from grpo_async.config.loader import dump_config, load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.prepare import check_start, empty, lock, set_aside_broken
 from grpo_async.launcher.train import launch
-from grpo_async.rundir import RunDir, attempt_config
+from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.training.checkpoint_manifest import write_manifest
 from tests.launcher.support import EMBEDDED, make_config
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.cluster.slurm import batch_script, gpus_per_node, note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from tests.e2e.support import SMALL, finish, free_port, make_run, run_command, wait_for
 from tests.launcher.support import make_config
 

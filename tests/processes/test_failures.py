@@ -16,7 +16,7 @@ from grpo_async.launcher.conduct import report_end
 from grpo_async.launcher.supervisor import Outcome
 from grpo_async.processes.failures import RankExit, RankFailure, explain, write_failure, write_rank_exits
 from grpo_async.processes.wording import tail
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 
 
 def _fail(folder: Path, rank: int, error: Exception) -> None:

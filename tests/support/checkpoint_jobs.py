@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.errors import CheckpointError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model

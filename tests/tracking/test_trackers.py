@@ -17,7 +17,7 @@ import yaml
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.record_sections import PrometheusTracker
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers
 from grpo_async.tracking.backends import Prometheus
 from tests.e2e.support import wait_for

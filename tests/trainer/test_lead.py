@@ -20,7 +20,7 @@ from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUn
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer import loop as loop_module

@@ -11,7 +11,7 @@ import pytest
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError
 from grpo_async.records import ScoredGroup
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.trainer import loop as loop_module
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.checkpoint import CheckpointState

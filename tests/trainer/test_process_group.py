@@ -17,7 +17,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
 from grpo_async.training.ranks import TrainerContext
@@ -37,11 +37,11 @@ def _one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _place(config: ExperimentConfig, folder: Path) -> Assignment:
-    rundir = RunDir(config.run_path)
-    rundir.create()
+    run_dir = RunDir(config.run_path)
+    run_dir.create()
     # a path that no test before had: the store of one before, which is collected late, would remove the file of this one
     private = Path(tempfile.mkdtemp(dir=folder))
-    return Assignment(run_dir=rundir, attempt_dir=rundir.latest_logs, private=private, server_urls=("http://server",))
+    return Assignment(run_dir=run_dir, attempt_dir=run_dir.latest_logs, private=private, server_urls=("http://server",))
 
 
 def _run(config: ExperimentConfig, folder: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from grpo_async.batching.minibatch import split_groups
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import RolloutSample, ScoredGroup, TokenFigures
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.loss import Objective
 from grpo_async.training.ranks import CommandChannel, TrainerContext, follow

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import load_state, prune, set_aside_later_checkpoints, steps_to_keep
 from tests.support import ranks

@@ -14,7 +14,7 @@ import yaml
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.training import export
 from grpo_async.training.export import export_model, model_card
 from tests.support.ranks import run_on_ranks

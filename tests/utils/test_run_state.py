@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from grpo_async.display.status import read_status
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import SILENT_S, STATES, judge
 from grpo_async.viewer.report.run_data import read_run
 

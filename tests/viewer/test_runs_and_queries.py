@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.viewer.runs import find_evaluation, find_run
 from grpo_async.viewer.short_forms import query_text, sort_order

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.records import RolloutStatus, TokenMark
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts

@@ -15,7 +15,7 @@ from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence
 from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import judge
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
 

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_async import __version__
 from grpo_async.config.differences import Difference
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, read_config, read_run
 

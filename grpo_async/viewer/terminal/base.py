@@ -18,7 +18,7 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Static
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.query_names import HELP
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.runs import EvaluationDir

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from grpo_async.errors import ConfigError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
 from grpo_async.utils.network import is_loopback

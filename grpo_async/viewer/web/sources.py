@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_async.config.record_sections import RolloutRecordSection
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.launcher.support import make_config
 from tests.support.records import make_completion, make_prompt

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.config.differences import flat
 from grpo_async.findings import figure, percent
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.viewer.format import duration
 from grpo_async.viewer.report.chapters import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms

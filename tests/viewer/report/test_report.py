@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
 from grpo_async.viewer.report.sections import timeline

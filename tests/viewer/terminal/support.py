@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from textual.pilot import Pilot
 
 from grpo_async.records import GroupStatus
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.terminal.app import Inspector

@@ -13,7 +13,7 @@ import httpx
 import uvicorn
 
 from grpo_async.records import GroupStatus, Origin, RolloutCompletion, TaggedMessage
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.serve import listen

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index, Sql
 from grpo_async.viewer.web import sources

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from grpo_async.rundir import RunDir
+from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.viewer.web.api import Opening
 from tests.support.browser import WatchedPage, watch, watched_page
