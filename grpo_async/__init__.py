@@ -26,7 +26,7 @@ Layers; imports go down only, packages of one line do not import each other:
     display                                       what a terminal shows of a run
     checks | evaluation | quickstart              before step 1; beside training; the tasks that need no data
     rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterwards
-    scoring | servers | envs | processes          what the processes of a run say to each other
+    scoring | servers | envs | processes | agents what the processes of a run say to each other; the endpoint for agents
     data | chat | tools | rewards | inference | buffer | batching | weights | store
     findings                                      does it learn, and what bounds it
     user_code | sandbox

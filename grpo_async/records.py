@@ -27,6 +27,9 @@ BoolArray = NDArray[np.bool_]
 LARGEST_REWARD = 1e9
 """In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
 
+AGENT_REWARD = "agent"
+"""Name of the reward that an agent returns for its own rollout."""
+
 
 class Origin(StrEnum):
     """Who wrote a message."""
@@ -213,37 +216,17 @@ class Prompt:
         return messages[-1].content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RolloutCompletion:
-    """One rollout: the prompt's ids and the turns that followed.
+class TokenPath:
+    """A prompt and the turns that followed it, as token columns: what becomes one sample.
 
     Worked example: prompt ids [1, 2]; turn 0 samples [3, 4] and a tool answers with the suffix [9]; turn 1 samples [5]:
     completion_ids = [3, 4, 9, 5], completion_mask = [1, 1, 0, 1], logprobs of the suffix token = 0.0.
-
-    `prompt_messages` are the messages that `prompt_ids` stand for where an environment's reset changed those of the prompt.
-    `environment_rewards` maps the class name of the rollout's environment to what its `get_reward` said (None = no reward);
-    `reward_columns` are extra columns that a custom rollout function returned for this rollout.
     """
 
-    rollout_id: str
+    __slots__ = ()
+
     prompt_ids: IntArray
     turns: Sequence[TurnRecord]
-    status: RolloutStatus
-    done: bool = False  # the environment said the episode is over
-    error: str | None = None
-    total_duration_s: float = 0.0
-    prompt_messages: Sequence[TaggedMessage] | None = None
-    tool_names: Sequence[str] = ()  # the tools that were offered, called or not
-    environment_rewards: Mapping[str, float | None] = field(default_factory=dict)
-    reward_columns: Mapping[str, Any] = field(default_factory=dict)
-    started_at: float = 0.0  # seconds since the epoch; 0.0: not known
-
-    def __post_init__(self) -> None:
-        as_arrays(self, prompt_ids=np.int32)
-
-    @property
-    def truncated(self) -> bool:
-        return self.status is RolloutStatus.TRUNCATED
 
     @property
     def completion_ids(self) -> IntArray:
@@ -272,17 +255,89 @@ class RolloutCompletion:
         return joined(dtype, chain.from_iterable(parts))
 
     @property
-    def num_sampled_tokens(self) -> int:
+    def num_own_tokens(self) -> int:
+        """Tokens that the policy sampled in this path."""
         return sum(len(t.output_ids) for t in self.turns)
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest policy version among the sampled tokens; None when nothing was sampled."""
-        return oldest_of(turn.policy_versions for turn in self.turns)
 
     def completion_messages(self) -> list[TaggedMessage]:
         """The messages of the completion only, each once."""
         return [message for turn in self.turns for message in turn.messages]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch(TokenPath):
+    """A further path of a rollout whose agent did not only append to its history: it edited or compacted it, asked twice, or gave
+    a part of the work to another agent.
+
+    `prompt_ids` is all that stands before its first own turn. Tokens that were sampled in another path may stand in it; they are
+    trained there, and not here.
+    """
+
+    name: str  # "b1", "b2", ...: those of a rollout in the order of their first answers
+    parent: int  # whose beginning it shares: 0 = the rollout's own prompt and turns, n = branch n
+    prompt_ids: IntArray
+    turns: Sequence[TurnRecord]
+    prompt_messages: Sequence[TaggedMessage] = ()  # what `prompt_ids` stand for
+    reward: float | None = None  # its own, where the agent named one; None: it has that of the rollout
+
+    def __post_init__(self) -> None:
+        as_arrays(self, prompt_ids=np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutCompletion(TokenPath):
+    """One rollout: the prompt's ids and the turns that followed, and, of an agent that changed its history, `branches`.
+
+    `prompt_messages` are the messages that `prompt_ids` stand for where they are not those of the prompt: an environment's reset
+    changed them, or an agent wrote its own. `environment_rewards` maps the class name of the rollout's environment to what its
+    `get_reward` said (None = no reward), and AGENT_REWARD to what an agent returned; `reward_columns` are extra columns that a
+    custom rollout function or an agent returned for this rollout.
+    """
+
+    rollout_id: str
+    prompt_ids: IntArray
+    turns: Sequence[TurnRecord]
+    status: RolloutStatus
+    done: bool = False  # the environment said the episode is over
+    error: str | None = None
+    total_duration_s: float = 0.0
+    prompt_messages: Sequence[TaggedMessage] | None = None
+    tool_names: Sequence[str] = ()  # the tools that were offered, called or not
+    environment_rewards: Mapping[str, float | None] = field(default_factory=dict)
+    reward_columns: Mapping[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0  # seconds since the epoch; 0.0: not known
+    branches: Sequence[Branch] = ()
+
+    def __post_init__(self) -> None:
+        as_arrays(self, prompt_ids=np.int32)
+
+    @property
+    def truncated(self) -> bool:
+        return self.status is RolloutStatus.TRUNCATED
+
+    @property
+    def paths(self) -> list[TokenPath]:
+        """The rollout's own prompt and turns, then its branches: each may become a sample."""
+        return [self, *self.branches]
+
+    def sample_id(self, path: TokenPath) -> str:
+        """Of the sample that one of `paths` becomes: "g7-r0" of the rollout's own turns, "g7-r0.b1" of its first branch."""
+        return f"{self.rollout_id}.{path.name}" if isinstance(path, Branch) else self.rollout_id
+
+    @property
+    def all_turns(self) -> list[TurnRecord]:
+        """Those of all `paths`."""
+        return [turn for path in self.paths for turn in path.turns]
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Of all paths."""
+        return sum(path.num_own_tokens for path in self.paths)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest policy version among the sampled tokens of all paths; None when nothing was sampled."""
+        return oldest_of(turn.policy_versions for turn in self.all_turns)
 
     def trajectory(self, prompt: Prompt) -> list[TaggedMessage]:
         """The whole conversation: the prompt's messages, then the completion's, each once."""
@@ -294,7 +349,7 @@ class RolloutCompletion:
         Empty where no tools were offered."""
         if not self.tool_names:
             return {}
-        calls = [call for turn in self.turns for call in turn.tool_calls]
+        calls = [call for turn in self.all_turns for call in turn.tool_calls]
         failed = sum(call.failed for call in calls)
         return {
             "tools/call_frequency": float(len(calls)),
@@ -317,7 +372,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutSample:
-    """One trainable row: prompt and completion of one rollout.
+    """One trainable row: prompt and completion of one rollout, or of one of its branches (`rollout_id` is then "g7-r0.b1").
 
     `token_ids`, `loss_mask`, `sampler_logprobs` and `policy_versions` have equal length; in the prompt and wherever
     the mask is False, the logprob is 0.0 and the version -1.
@@ -339,6 +394,11 @@ class RolloutSample:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.sampler_logprobs), len(self.policy_versions))
         if len(set(lengths)) != 1:
             raise ValueError(f"a sample needs equal lengths, got ids/mask/logprobs/versions = {lengths}")
+
+    @property
+    def root_id(self) -> str:
+        """Id of the rollout that it is of: "g7-r0" of "g7-r0.b1"."""
+        return self.rollout_id.partition(".")[0]
 
     @property
     def num_trained_tokens(self) -> int:

@@ -22,7 +22,7 @@ class Minibatch:
     @property
     def num_masked(self) -> int:
         """Completions that were scored and are not trained (rollout.overlong: mask). They count in means over samples."""
-        return sum(len(group.rewards) - len(group.samples) for group in self.groups)
+        return sum(len(group.rewards) - len({sample.root_id for sample in group.samples}) for group in self.groups)
 
 
 def split_groups(groups: Sequence[ScoredGroup], num_minibatches: int) -> list[Minibatch]:

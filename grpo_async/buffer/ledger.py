@@ -51,8 +51,8 @@ class Ledger:
                 group.tokens += num_tokens
                 self._tokens["started"] += num_tokens
 
-    def rollout_failed(self, group_id: int, num_tokens: int) -> None:
-        """Move the tokens of one failed rollout out of its group, which goes on with the survivors."""
+    def drop_tokens(self, group_id: int, num_tokens: int) -> None:
+        """Move tokens of a failed rollout, or of a call that was cancelled, out of their group, which goes on with the others."""
         with self._lock:
             self._open[group_id].tokens -= num_tokens
             self._tokens[GroupStatus.FAILED] += num_tokens

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from grpo_async.records import (
+    Branch,
     FinishReason,
     FloatArray,
     IntArray,
@@ -177,7 +178,7 @@ def read_resume_state(
 
 _RECORDS = {
     kind.__name__: kind
-    for kind in (RolloutCompletion, PartialRollout, RolloutSample, TurnRecord, TaggedMessage, ToolCallRecord)
+    for kind in (Branch, RolloutCompletion, PartialRollout, RolloutSample, TurnRecord, TaggedMessage, ToolCallRecord)
 }
 _ENUMS = {"finish_reason": FinishReason, "open_finish": FinishReason, "status": RolloutStatus, "origin": Origin}
 _KIND = "grpo_async record"

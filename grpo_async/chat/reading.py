@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.chat.encoding import Encoder
-from grpo_async.chat.parsers.formats import Format
+from grpo_async.chat.parsers.formats import THINKING, Format, answer_start
 from grpo_async.chat.turn import PolicyTurn, ReadCall, SampledTurn
 from grpo_async.records import ToolCall
 
@@ -35,6 +35,17 @@ class TurnReader:
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def split_thinking(self, text: str, *, is_sampled: bool) -> tuple[str, str]:
+        """(thinking, answer); without thinking the answer is the text as it is."""
+        is_open = self._thinking_is_open and (is_sampled or THINKING[0][1] in text)
+        start = answer_start(SampledTurn(text=text, marked_text=text, token_ids=(), thinking_is_open=is_open))
+        if not start:
+            return "", text
+        thinking = text[:start].strip()
+        for opening, closing in THINKING:
+            thinking = thinking.removeprefix(opening).removesuffix(closing)
+        return thinking.strip(), text[start:].lstrip()
 
     def read(self, token_ids: Sequence[int], turn: int) -> PolicyTurn:
         text = self.text(token_ids)

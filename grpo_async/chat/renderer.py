@@ -155,6 +155,27 @@ class ChatRenderer:
         """Text of sampled tokens without special tokens."""
         return self._reader.text(token_ids)
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token; of a special token its name."""
+        return self._encoder.text([token_id])
+
+    def text_ids(self, text: str) -> list[int]:
+        """Ids of text that goes on from other text; the text of a control token becomes that token."""
+        return self._encoder.plain(text)
+
+    def turn_end_id(self, calls: Sequence[ToolCall]) -> int | None:
+        """The end-of-turn token with which the template closes a turn that makes `calls`; None where it has none."""
+        token = self._suffix.last_token_of_turn(calls)
+        return token if token in self._end_of_turn_ids else None
+
+    def split_thinking(self, text: str, *, is_sampled: bool = True) -> tuple[str, str]:
+        """(thinking, answer) of what the policy wrote: "<think>\\na\\n</think>\\n\\nb" -> ("a", "b").
+
+        Thinking that is not closed has no answer. Text that was not sampled (what a client sends back) need not have the thinking
+        that the generation prompt opened.
+        """
+        return self._reader.split_thinking(text, is_sampled=is_sampled)
+
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
         """Render a conversation with `tools` (JSON schemas) and see whether everything arrives; returns notes for the plan.
 

@@ -22,10 +22,11 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.evaluation.metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
+from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.participants import ProducerParts
-from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
+from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
@@ -199,16 +200,16 @@ def _outcome(
     parts: dict[str, float | None] | None = None,
     answer: str | None = None,
 ) -> Outcome:
-    versions = completion.versions[completion.completion_mask]
+    versions = [version for turn in completion.all_turns for version in turn.policy_versions.tolist()]
     return Outcome(
         reward=reward,
         parts=parts or {},
         answer=answer,
         num_tokens=completion.num_sampled_tokens,
-        num_turns=len(completion.turns),
+        num_turns=len(completion.all_turns),
         truncated=completion.truncated,
         error=f"{completion.rollout_id}: {completion.error}" if completion.status is RolloutStatus.FAILED else None,
-        versions=(int(versions.min()), int(versions.max())) if versions.size else None,
+        versions=(min(versions), max(versions)) if versions else None,
     )
 
 

@@ -36,6 +36,7 @@ from grpo_async.inference.connect import authorization, error_for_status, truste
 from grpo_async.inference.router import FencedError, Router, Servers
 from grpo_async.inference.server import Endpoint
 from grpo_async.records import FinishReason
+from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
 
 _FREE_ABORTS = 3
@@ -90,6 +91,22 @@ class Generation:
         self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
         if chunk.finish_reason is not None:
             self.finish_reason = FinishReason(chunk.finish_reason)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop all but the first tokens."""
+        for column in (self.token_ids, self.logprobs, self.policy_versions):
+            del column[num_tokens:]
+
+    def note(self, span: Span, track: Track) -> None:
+        """Add what came of it to its span, and record where it waited for a server."""
+        span.details |= {"tokens": len(self.token_ids), "finish": str(self.finish_reason or "")}
+        if self.policy_versions:
+            span.details |= {"version": max(self.policy_versions), "oldest_version": min(self.policy_versions)}
+        if self.first_token_s is not None:
+            span.details["first_token_s"] = self.first_token_s
+        for start, end in self.waits:
+            if end - start >= SHORTEST_WAIT_S:
+                track.add("wait for a server", start, end)
 
 
 class _AbortedError(ServerUnavailableError):

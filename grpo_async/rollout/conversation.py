@@ -28,6 +28,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
+from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import (
     FinishReason,
     IntArray,
@@ -40,31 +41,8 @@ from grpo_async.records import (
     joined,
     no_tokens,
 )
-from grpo_async.rollout.producer import seed_of
 from grpo_async.tools import ToolExecutor
-from grpo_async.tracking.timeline import NO_TRACK, SHORTEST_WAIT_S, Span, Track
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingSettings:
-    """How tokens are sampled and where a rollout is cut."""
-
-    temperature: float
-    max_completion_tokens: int
-    max_model_len: int
-    max_turn_tokens: int | None = None
-    max_turns: int = 1_000_000
-    stop_token_ids: Sequence[int] = ()
-
-    def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
-        """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).
-
-        Turn limit none, budget 48, 40 used, model length 128, 100 in the context: min(8, 28) = 8.
-        """
-        left = self.max_completion_tokens - num_completion_tokens
-        fits = self.max_model_len - num_prompt_tokens - num_completion_tokens
-        budget = max(0, min(left, fits))
-        return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
+from grpo_async.tracking.timeline import NO_TRACK, Track
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +156,7 @@ class Conversation:
                 generation = await self._client.generate(
                     request, on_tokens=on_tokens, affinity=rollout.affinity, partial=rollout.open_turn
                 )
-                _record_turn(rollout.track, span, generation)
+                generation.note(span, rollout.track)
             is_over = await self._after_generation(rollout, generation)
         return RolloutCompletion(
             rollout_id=rollout.rollout_id,
@@ -272,16 +250,3 @@ def _turn(
         tool_execution_duration_s=tool_execution_duration_s,
         started_at=generation.started_at,
     )
-
-
-def _record_turn(track: Track, span: Span, generation: Generation) -> None:
-    """Add what came of a generation to its span, and record where the generation waited for a server."""
-    versions = generation.policy_versions
-    span.details |= {"tokens": len(generation.token_ids), "finish": str(generation.finish_reason or "")}
-    if versions:
-        span.details |= {"version": max(versions), "oldest_version": min(versions)}
-    if generation.first_token_s is not None:
-        span.details["first_token_s"] = generation.first_token_s
-    for start, end in generation.waits:
-        if end - start >= SHORTEST_WAIT_S:
-            track.add("wait for a server", start, end)

@@ -23,9 +23,8 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import Origin, TaggedMessage
-from grpo_async.rollout.conversation import SamplingSettings
-from grpo_async.rollout.producer import seed_of
 from grpo_async.rollout.thread import result_within
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")

@@ -61,10 +61,10 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         **{f"completions/p{percent}_length": value for percent, value in _quantiles(lengths).items()},
         "completions/clipped_ratio": fmean(float(completion.truncated) for completion in completions),
         "rollout/duration_s": fmean(completion.total_duration_s for completion in completions),
-        "rollout/num_turns": fmean(float(len(completion.turns)) for completion in completions),
+        "rollout/num_turns": fmean(float(len(completion.all_turns)) for completion in completions),
         "rollout/done": fmean(float(completion.done) for completion in completions),
     }
-    measured = [t.generation_duration_s for c in completions for t in c.turns if t.generation_duration_s > 0.0]
+    measured = [t.generation_duration_s for c in completions for t in c.all_turns if t.generation_duration_s > 0.0]
     if measured:  # a custom rollout function does not say
         metrics["rollout/generation_duration_s"] = fmean(measured)
     ended = [float(c.num_sampled_tokens) for c in completions if not c.truncated]
@@ -85,7 +85,7 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     if not completions:
         return {}
     each = [completion.tool_metrics() for completion in completions]
-    turns = [turn for completion in completions for turn in completion.turns]
+    turns = [turn for completion in completions for turn in completion.all_turns]
     metrics = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
     metrics["tools/parse_error_frequency"] = fmean(float(turn.parse_error is not None) for turn in turns)
     calls = [call for turn in turns for call in turn.tool_calls]

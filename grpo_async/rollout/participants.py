@@ -13,8 +13,8 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt
-from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_output import OutputReader

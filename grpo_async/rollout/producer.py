@@ -7,7 +7,6 @@ A producer never raises for one rollout: a rollout that fails is a completion wi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ class GroupRequest:
     """A group to make: `size` rollouts of one prompt.
 
     `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the group, from which rollouts
-    and turns have theirs (`seed_of`). `served_version` tells the policy version that the server serves at the moment of the call.
-    `progress` shows what there is of each rollout, and holds what a checkpoint had of it; None where nobody asks. A producer that
-    cannot go on in the middle (environments, the user's own function) leaves it alone, and a resume begins its groups anew.
+    and turns have theirs (`inference.sampling.seed_of`). `served_version` tells the policy version that the server serves at the
+    moment of the call. `progress` shows what there is of each rollout, and holds what a checkpoint had of it; None where nobody
+    asks. A producer that cannot go on in the middle (environments, agents, the user's own function) leaves it alone, and a resume
+    begins its groups anew.
     """
 
     name: str
@@ -53,12 +53,3 @@ class GroupProducer(Protocol):
     def produce(self, request: GroupRequest) -> AbstractAsyncContextManager[Produced]:
         """The context lasts as long as the rollouts' environments are needed: leave it after scoring."""
         ...
-
-
-def seed_of(*parts: object) -> int:
-    """A seed in [0, 2^31), the same on every machine, that has nothing to do with that of any other parts.
-
-    Counting up instead would give turn 1 of a rollout the seed of turn 0 of its neighbour, and both the same draws.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF

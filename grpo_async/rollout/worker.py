@@ -26,10 +26,11 @@ from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
+from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import OpenGroup, without_open_turns
-from grpo_async.rollout.producer import GroupProducer, GroupRequest, seed_of
+from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
@@ -248,8 +249,10 @@ class RolloutWorker:
             ):  # a producer that reports its tokens at the end only was not cancelled before
                 raise _TooStaleError
             failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
-            for index in failed:
-                self._ledger.rollout_failed(group_id, entry.num_tokens.get(index, 0))
+            for index, completion in enumerate(group.completions):
+                # of an agent's rollout, what its cancelled calls had sampled is in no completion
+                kept = 0 if index in failed else completion.num_sampled_tokens
+                self._ledger.drop_tokens(group_id, max(0, entry.num_tokens.get(index, 0) - kept))
             if len(group.trainable) >= 2:
                 return await self._scorer.score(group, environments=produced.environments)
         if len(group.completions) - len(failed) >= 2:
@@ -371,7 +374,7 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
     if len(rewards) < 2:
         return "it was not scored"
     if has_zero_variance(scored.rewards):
-        calls = [call for c in scored.group.trainable for turn in c.turns for call in turn.tool_calls]
+        calls = [call for c in scored.group.trainable for turn in c.all_turns for call in turn.tool_calls]
         if calls and all(call.failed for call in calls):
             return f"all rewards are {rewards[0]:g}, and every tool call failed: {calls[-1].name}: {calls[-1].result[:200]}"
         return (

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import RunError
-from grpo_async.records import ScoredGroup
+from grpo_async.records import RolloutSample, ScoredGroup
 from grpo_async.scoring.advantages import (
     Rewards,
     batch_advantages,
@@ -24,6 +25,8 @@ from grpo_async.scoring.advantages import (
 )
 from grpo_async.user_code.calls import Raised, read_numbers
 from grpo_async.user_code.references import resolve_plain_function
+
+Value = TypeVar("Value")
 
 
 class Advantages:
@@ -61,24 +64,49 @@ class Advantages:
             return leave_one_out_advantages(rewards)
         return group_advantages(rewards, scale="group" if self._section.type == "group" else "none")
 
+    def of_sample(
+        self,
+        sample: RolloutSample,
+        place: int,
+        rewards: Rewards,
+        parts: Sequence[Mapping[str, float | None]],
+    ) -> float:
+        """Of a branch with a reward of its own: what the completion at `place` of its group would have with it."""
+        return self.of_group(_with(rewards, place, sample.reward), _with(parts, place, sample.rewards))[place]
+
     def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """The groups of a step with their final advantages. The std is over all of them, those without samples too."""
+        if self._section.rewards != "normalize_each" and self._section.type != "batch":
+            return list(groups)
+        rewards, parts = [group.rewards for group in groups], [group.reward_parts for group in groups]
+        advantages = self._of_step(rewards, parts)
+        changed = []
+        for number, group in enumerate(groups):
+            places = {each.rollout_id: place for place, each in enumerate(group.group.trainable)}
+            samples = []
+            for sample in group.samples:
+                place = places[sample.root_id]
+                advantage = advantages[number][place]
+                if sample.rewards != parts[number][place]:  # a branch with a reward of its own
+                    own_rewards = _with(rewards, number, _with(rewards[number], place, sample.reward))
+                    own_parts = _with(parts, number, _with(parts[number], place, sample.rewards))
+                    advantage = self._of_step(own_rewards, own_parts)[number][place]
+                samples.append(replace(sample, advantage=advantage))
+            changed.append(replace(group, samples=samples))
+        return changed
+
+    def _of_step(
+        self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
+    ) -> list[list[float]]:
+        """Advantages of the completions of each group."""
         if self._section.rewards == "normalize_each":
-            combined = [normalize_each(group.reward_parts, self._weights) for group in groups]
-            return _with_advantages(groups, normalized_over_step(combined))
-        if self._section.type == "batch":
-            return _with_advantages(groups, batch_advantages([group.rewards for group in groups]))
-        return list(groups)
+            return normalized_over_step([normalize_each(rows, self._weights) for rows in parts])
+        return batch_advantages(rewards)
 
 
-def _with_advantages(groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]) -> list[ScoredGroup]:
-    """`advantages` has one for each survivor of each group; the samples are some of the survivors."""
-    changed = []
-    for group, values in zip(groups, advantages, strict=True):
-        of_rollout = {each.rollout_id: value for each, value in zip(group.group.trainable, values, strict=True)}
-        samples = [replace(sample, advantage=of_rollout[sample.rollout_id]) for sample in group.samples]
-        changed.append(replace(group, samples=samples))
-    return changed
+def _with(values: Sequence[Value], place: int, value: Value) -> list[Value]:
+    """`values` with another one at `place`."""
+    return [*values[:place], value, *values[place + 1 :]]
 
 
 class UserAdvantage:

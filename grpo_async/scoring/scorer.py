@@ -1,6 +1,8 @@
 """Scores groups: calls the reward functions on the survivors, compares within the group, makes the rows.
 
-A failed completion is never scored and never trained; the reward columns are those of the survivors.
+A failed completion is never scored and never trained; the reward columns are those of the survivors. Every path of a completion
+(its own turns, and each branch of an agent's) is a row; all of them have its reward and its advantage, but for branches that the
+agent gave a reward of their own.
 """
 
 from __future__ import annotations
@@ -8,13 +10,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, RolloutSample, ScoredGroup
+from grpo_async.records import (
+    AGENT_REWARD,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    ScoredGroup,
+    TokenPath,
+)
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.compare import Advantages
@@ -87,12 +97,16 @@ class Scorer:
         took_s = time.monotonic() - began
         rewards = combine_rewards(scores.parts, self.weights)
         advantages = self.advantages.of_group(rewards, scores.parts)
-        has_signal = self._train_zero_variance or any(advantages)
         samples = [
-            _sample(group, completion, advantage=advantage, reward=reward, parts=part)
+            _sample(group, completion, path, advantage=advantage, reward=reward, parts=part)
             for completion, advantage, reward, part in zip(survivors, advantages, rewards, scores.parts, strict=True)
-            if has_signal and (self._train_truncated or not completion.truncated)
+            if self._train_truncated or not completion.truncated
+            for path in completion.paths
+            if path.num_own_tokens
         ]
+        samples = self._with_own_rewards(samples, survivors, rewards, scores.parts)
+        if not (self._train_zero_variance or any(advantages) or any(sample.advantage for sample in samples)):
+            samples = []
         return ScoredGroup(
             group=group,
             samples=samples,
@@ -101,6 +115,32 @@ class Scorer:
             metrics={"scoring/duration_s": took_s, **scores.metrics},
             extra_columns=scores.extra_columns,
         )
+
+    def _with_own_rewards(
+        self,
+        samples: list[RolloutSample],
+        survivors: Sequence[RolloutCompletion],
+        rewards: Sequence[float | None],
+        parts: Sequence[Mapping[str, float | None]],
+    ) -> list[RolloutSample]:
+        """Branches that the agent gave a reward of their own have it in place of AGENT_REWARD, and the advantage that their rollout
+        would have with it; the others keep that of their rollout."""
+        own = {
+            completion.sample_id(branch): (place, branch.reward)
+            for place, completion in enumerate(survivors)
+            for branch in completion.branches
+            if branch.reward is not None
+        }
+        changed = []
+        for sample in samples:
+            if sample.rollout_id in own:
+                place, value = own[sample.rollout_id]
+                mine = {**parts[place], AGENT_REWARD: value}
+                reward = combine_rewards([mine], self.weights)[0]
+                sample = replace(sample, rewards=mine, reward=reward)
+                sample = replace(sample, advantage=self.advantages.of_sample(sample, place, rewards, parts))
+            changed.append(sample)
+        return changed
 
     async def scores(
         self,
@@ -155,21 +195,22 @@ class Scorer:
 def _sample(
     group: RolloutGroup,
     completion: RolloutCompletion,
+    path: TokenPath,
     *,
     advantage: float,
     reward: float | None,
     parts: Mapping[str, float | None],
 ) -> RolloutSample:
-    """One row. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7]:
+    """One row, of one of the completion's paths. Prompt [1, 2], completion [3, 4], logprobs [-.5, -.1], versions [7, 7]:
     ids [1, 2, 3, 4], mask [0, 0, 1, 1], logprobs [0, 0, -.5, -.1], versions [-1, -1, 7, 7]."""
-    num_prompt = len(completion.prompt_ids)
+    num_prompt = len(path.prompt_ids)
     return RolloutSample(
         group_id=group.group_id,
-        rollout_id=completion.rollout_id,
-        token_ids=np.concatenate([completion.prompt_ids, completion.completion_ids]),
-        loss_mask=np.concatenate([np.zeros(num_prompt, np.bool_), completion.completion_mask]),
-        sampler_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), completion.logprobs]),
-        policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), completion.versions]),
+        rollout_id=completion.sample_id(path),
+        token_ids=np.concatenate([path.prompt_ids, path.completion_ids]),
+        loss_mask=np.concatenate([np.zeros(num_prompt, np.bool_), path.completion_mask]),
+        sampler_logprobs=np.concatenate([np.zeros(num_prompt, np.float32), path.logprobs]),
+        policy_versions=np.concatenate([np.full(num_prompt, -1, np.int32), path.versions]),
         advantage=advantage,
         rewards=parts,
         reward=reward,

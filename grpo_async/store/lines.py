@@ -95,17 +95,18 @@ def line_of(entry: Entry) -> bytes:
 def check_figures(group: RolloutGroup, figures: Mapping[str, TokenFigures]) -> None:
     """
     Raises:
-        ValueError: figures of a rollout do not have one entry per token that the policy sampled.
+        ValueError: figures of a rollout, or of one of its branches, do not have one entry per token that the policy sampled.
     """
-    for completion in group.completions:
-        found = figures.get(completion.rollout_id)
+    paths = {completion.sample_id(path): path for completion in group.completions for path in completion.paths}
+    for name, path in paths.items():
+        found = figures.get(name)
         if found is None:
             continue
         columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.marks)
         lengths = [len(column) for column in columns]
-        if set(lengths) != {completion.num_sampled_tokens}:
+        if set(lengths) != {path.num_own_tokens}:
             raise ValueError(
-                f"{completion.rollout_id} has {completion.num_sampled_tokens} sampled tokens; the trainer's figures "
+                f"{name} has {path.num_own_tokens} sampled tokens; the trainer's figures "
                 f"(logprobs, proximal_logprobs, weights, entropies, marks) have {lengths}"
             )
 

@@ -14,7 +14,7 @@ def test_the_ledger_is_closed_at_every_moment() -> None:
         ledger.start(group_id)
         ledger.generated(group_id, 10)
         assert is_closed(ledger.snapshot())
-    ledger.rollout_failed(0, 4)
+    ledger.drop_tokens(0, 4)
     ledger.queue(0)
     assert is_closed(ledger.snapshot())
     ledger.close_group(0, GroupStatus.TRAINED)

@@ -10,8 +10,9 @@ import pytest
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
-from grpo_async.rollout.conversation import Conversation, Rollout, SamplingSettings
+from grpo_async.rollout.conversation import Conversation, Rollout
 from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop
 from tests.support.records import make_prompt
 

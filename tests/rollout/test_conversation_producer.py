@@ -10,8 +10,8 @@ import pytest
 
 from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationProducer, with_environment_text
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced

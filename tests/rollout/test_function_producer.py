@@ -13,8 +13,8 @@ import pytest
 
 from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, RolloutContractError, RunError
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutCompletion
-from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.function_output import OutputReader, turn_borders
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer

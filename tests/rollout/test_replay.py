@@ -22,9 +22,9 @@ from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.router import FixedServers
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest

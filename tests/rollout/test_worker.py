@@ -24,9 +24,9 @@ from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.records import FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
+from grpo_async.inference.sampling import SamplingSettings
+from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation import SamplingSettings
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import OpenGroup, describe
@@ -38,7 +38,7 @@ from grpo_async.store.query import parse_query
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import FakeRenderer
-from tests.support.records import make_completion, make_prompt
+from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.stored import read_groups
 
 Script = Callable[[str], Generation | Exception]
@@ -478,6 +478,27 @@ def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> N
     setup.worker._producer.produce = one_cause  # type: ignore[method-assign]
     setup.taken(2, after_queueing=False)
     assert setup.groups()["failed"] == 12
+
+
+def test_what_cancelled_calls_of_an_agent_had_sampled_is_failed_and_the_rest_trained(tmp_path: Path) -> None:
+    """Of 5 tokens that each rollout sampled, 2 + 1 are in its paths. 4 groups of 4 rollouts: 16 x 2 lost."""
+    setup = _Setup(tmp_path)
+
+    def produce(request: GroupRequest) -> Produced:
+        made = []
+        for index in range(request.size):
+            assert request.on_tokens is not None
+            request.on_tokens(index, 5, 0)
+            made.append(make_completion(f"{request.name}-r{index}", ids=[index, 2], text=str(index)))
+            branch = Branch(name="b1", parent=0, prompt_ids=[1], turns=[make_turn([7])])
+            made[-1] = replace(made[-1], branches=[branch])
+        return Produced(completions=made)
+
+    setup.produce_instead(produce)
+    groups = setup.taken(4)
+    assert sum(sample.num_trained_tokens for group in groups for sample in group.samples) == 16 * 3
+    tokens = setup.ledger.snapshot()["tokens"]
+    assert (tokens["started"], tokens["failed"]) == (16 * 5, 16 * 2)
 
 
 def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ class _Slow(_Setup):
                 assert on_tokens is not None
                 on_tokens(1, self.client.version)
                 await asyncio.Event().wait()
-            return await generate(request, on_tokens=on_tokens, affinity=affinity, partial=partial)
+            answer = await generate(request, on_tokens=on_tokens, affinity=affinity, partial=partial)
+            return replace(  # the tokens that were there stand behind: the reward looks at the first one
+                answer,
+                token_ids=[*answer.token_ids, *partial.token_ids],
+                logprobs=[*answer.logprobs, *partial.logprobs],
+                policy_versions=[*answer.policy_versions, *partial.policy_versions],
+            )
 
         self.client.generate = slowly  # type: ignore[method-assign]
 

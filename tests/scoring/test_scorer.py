@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 
+from grpo_async.batching.minibatch import Minibatch
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.records import Origin, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup, TaggedMessage
+from grpo_async.records import (
+    AGENT_REWARD,
+    Branch,
+    Origin,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredGroup,
+    TaggedMessage,
+)
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.scoring.scorer import Scorer
-from tests.support.records import make_completion, make_prompt
+from tests.support.records import make_completion, make_prompt, make_turn
 
 
 def _score(
@@ -158,3 +168,61 @@ def test_what_functions_note_is_kept_for_the_store() -> None:
     assert scored.extra_columns == {"extracted": ["4", "5"]}
     assert scored.metrics["parsed"] == 0.5
     assert scored.metrics.keys() == {"parsed", "scoring/duration_s"}
+
+
+def _with_branches(rollout_id: str, *rewards: float | None, agent: float | None = None) -> RolloutCompletion:
+    """Prompt [1, 2], answer [5, 6]; each branch goes on from [1, 2, 5] with [7]; `rewards` are those of the branches."""
+    branches = [
+        Branch(name=f"b{number}", parent=0, prompt_ids=[1, 2, 5], turns=[make_turn([7], version=3)], reward=reward)
+        for number, reward in enumerate(rewards, start=1)
+    ]
+    own = {} if agent is None else {AGENT_REWARD: agent}
+    return replace(make_completion(rollout_id, version=4), branches=branches, environment_rewards=own)
+
+
+def test_every_path_of_a_rollout_is_a_sample_with_its_advantage() -> None:
+    """Tokens of another path that stand in a branch's prompt are not trained there."""
+    scored = _score_one([_with_branches("g3-r0", None, None), make_completion("g3-r1", version=5)], by_index)
+    assert [(sample.rollout_id, sample.root_id, sample.advantage) for sample in scored.samples] == [
+        ("g3-r0", "g3-r0", -0.5), ("g3-r0.b1", "g3-r0", -0.5), ("g3-r0.b2", "g3-r0", -0.5), ("g3-r1", "g3-r1", 0.5),
+    ]  # fmt: skip
+    branch = scored.samples[1]
+    columns = [list(map(float, each)) for each in (branch.token_ids, branch.loss_mask, branch.sampler_logprobs)]
+    assert columns == [[1, 2, 5, 7], [0, 0, 0, 1], [0, 0, 0, -0.5]]
+    assert list(branch.policy_versions) == [-1, -1, -1, 3]
+    # the oldest trained token, over all branches
+    assert (scored.oldest_version, scored.group.completions[0].oldest_version) == (3, 3)
+    assert [completion.num_sampled_tokens for completion in scored.group.completions] == [4, 2]
+    assert Minibatch(groups=[scored]).num_masked == 0
+
+
+def test_branches_may_have_a_reward_of_their_own() -> None:
+    """Rewards of the rollouts 1 and 0. Branch 1 of the first says 0: as [0, 0] it has advantage 0; branch 2 says 3: as [3, 0],
+    mean 1.5, it has 1.5."""
+    completions = [_with_branches("g3-r0", 0.0, 3.0, None, agent=1.0), _with_branches("g3-r1", agent=0.0)]
+    scorer = Scorer(
+        [],
+        advantage=AdvantageSection(type="none"),
+        train_zero_variance=False,
+        environment_weights={AGENT_REWARD: 1.0},
+    )
+    group = RolloutGroup(group_id=3, prompt=make_prompt(3), completions=completions)
+    scored = asyncio.run(scorer.score(group))
+    assert [(sample.rollout_id, sample.advantage, sample.reward) for sample in scored.samples] == [
+        ("g3-r0", 0.5, 1.0), ("g3-r0.b1", 0.0, 0.0), ("g3-r0.b2", 1.5, 3.0), ("g3-r0.b3", 0.5, 1.0), ("g3-r1", -0.5, 0.0),
+    ]  # fmt: skip
+
+
+def test_a_group_whose_branches_alone_differ_has_a_signal() -> None:
+    completions = [_with_branches("g3-r0", 0.0, agent=1.0), _with_branches("g3-r1", agent=1.0)]
+    for kind in ("group", "batch"):
+        scorer = Scorer(
+            [],
+            advantage=AdvantageSection(type=kind),  # type: ignore[arg-type]
+            train_zero_variance=False,
+            environment_weights={AGENT_REWARD: 1.0},
+        )
+        group = RolloutGroup(group_id=3, prompt=make_prompt(3), completions=completions)
+        [scored] = scorer.advantages.over_step([asyncio.run(scorer.score(group))])
+        # [0, 1]: mean 0.5, std 0.7071
+        assert [sample.advantage for sample in scored.samples] == pytest.approx([0.0, -0.70701, 0.0], abs=1e-5)

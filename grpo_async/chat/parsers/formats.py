@@ -15,7 +15,7 @@ from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, 
 from grpo_async.chat.turn import ReadCall, Reading, SampledTurn, UnreadableError
 
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
-_THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class Format(Protocol):
@@ -194,7 +194,7 @@ def answer_start(turn: SampledTurn) -> int:
     -> 16."""
     text = turn.marked_text
     stripped = text.lstrip()
-    for opening, closing in _THINKING:
+    for opening, closing in THINKING:
         if stripped.startswith(opening) or (turn.thinking_is_open and opening == "<think>"):
             end = text.find(closing)
             return end + len(closing) if end >= 0 else len(text)
