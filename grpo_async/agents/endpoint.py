@@ -1,0 +1,320 @@
+"""The HTTP server that agents talk to: one in each process with a rollout loop, on that loop.
+
+    POST /v1/chat/completions   /v1/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
+    POST /v1/reward             {"reward": 1.0, "id": "chatcmpl-..."}: of one answer (without id: the newest), and so of its branch
+    GET  /v1/models             the one name; any other is taken too, and means the policy
+
+Without /v1 they work as well. The key of a rollout comes as `Authorization: Bearer KEY` or `x-api-key: KEY`; 401 without, and once
+the rollout is over. Errors have the format of the API that is asked. A client that hangs up cancels its call; an answer is recorded
+when it is whole, whoever still listens. Loopback unless told otherwise: whoever can reach the address and has a key can make the
+policy generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import ssl
+from collections.abc import Mapping
+from typing import Any, Self
+
+import orjson
+from aiohttp import web
+
+from grpo_async.agents.calls import AgentRefusal, Exchange, Reply, event, number_of, refuse
+from grpo_async.agents.chat_completions import ChatCompletion, Completion
+from grpo_async.agents.history import HistoryRenderer
+from grpo_async.agents.messages import Messages
+from grpo_async.agents.responses import Responses
+from grpo_async.agents.session import AgentSession, SessionSetup, closed
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.errors import RunError
+from grpo_async.inference.client import InferenceClient, OnTokens
+from grpo_async.inference.sampling import SamplingSettings
+from grpo_async.tracking.timeline import NO_TRACK, Track
+
+logger = logging.getLogger(__name__)
+
+_EXCHANGES: Mapping[str, type[Exchange]] = {
+    "/chat/completions": ChatCompletion,
+    "/completions": Completion,
+    "/responses": Responses,
+    "/messages": Messages,
+    "/messages/count_tokens": Messages,
+}
+_MOST_BYTES = 64 << 20  # of a request
+_BACKLOG = 4096  # all agents of a run may begin at once
+_KEEPALIVE_S = 75.0
+_END_TIMEOUT_S = 5.0
+_SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+
+
+class AgentEndpoint:
+    """See the module's docstring. An async context; `start` and `aclose` may be called instead, `start` more than once.
+
+    Args:
+        client: generates.
+        renderer: renders what agents send.
+        model: the name of the policy.
+        host: to listen at.
+        port: 0: any that is free.
+        tls: None: plain HTTP.
+        address: the host in the URLs that agents get; None: `host`, and this machine's loopback where that means all addresses.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        renderer: ChatRenderer,
+        *,
+        model: str = "policy",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ssl.SSLContext | None = None,
+        address: str | None = None,
+    ) -> None:
+        self._setup = SessionSetup(client, HistoryRenderer(renderer))
+        self._model = model
+        self._host, self._port, self._tls = host, port, tls
+        self._address = address or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+        self._sessions: dict[str, AgentSession] = {}
+        self._starting = asyncio.Lock()
+        self._server: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self.base_url = ""
+        """Of OpenAI's API, ends in /v1; "" before `start`."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            RunError: the address cannot be had.
+        """
+        async with self._starting:
+            if self._listener is not None:
+                return
+            loop = asyncio.get_running_loop()
+            self._server = web.Server(
+                self._handle,
+                request_factory=_make_request,
+                handler_cancellation=True,
+                access_log=None,
+                keepalive_timeout=_KEEPALIVE_S,
+            )
+            listening = loop.create_server(self._server, self._host, self._port, ssl=self._tls, backlog=_BACKLOG)
+            try:
+                self._listener = await listening
+            except OSError as error:
+                raise RunError(
+                    f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
+                ) from error
+            port = self._listener.sockets[0].getsockname()[1]
+            name = f"[{self._address}]" if ":" in self._address else self._address
+            self.base_url = f"{'https' if self._tls else 'http'}://{name}:{port}/v1"
+
+    async def aclose(self) -> None:
+        """Close all sessions, and every connection."""
+        for session in list(self._sessions.values()):
+            session.close()
+        listener, self._listener = self._listener, None
+        server, self._server = self._server, None
+        if listener is not None and server is not None:
+            listener.close()
+            await server.shutdown(_END_TIMEOUT_S)
+
+    def open(
+        self,
+        rollout_id: str,
+        *,
+        settings: SamplingSettings,
+        seed: int,
+        affinity: str = "",
+        on_tokens: OnTokens | None = None,
+        track: Track = NO_TRACK,
+    ) -> AgentSession:
+        """A session for one rollout, after `start`; close it when its agent has ended. See `AgentSession` for the arguments."""
+        assert self.base_url, "the endpoint was not started"
+        session = AgentSession(
+            self._setup,
+            base_url=self.base_url,
+            rollout_id=rollout_id,
+            settings=settings,
+            seed=seed,
+            model=self._model,
+            affinity=affinity,
+            on_tokens=on_tokens,
+            track=track,
+            on_close=lambda session: self._sessions.__delitem__(session.key),
+        )
+        self._sessions[session.key] = session
+        return session
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path.removeprefix("/v1")
+        kind = _EXCHANGES.get(path, ChatCompletion)
+        try:
+            session = self._session(request)
+            if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
+                return self._models(path)
+            if request.method != "POST" or (path not in _EXCHANGES and path != "/reward"):
+                raise AgentRefusal(
+                    404,
+                    "invalid_request_error",
+                    f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)}, /v1/reward and "
+                    "GET /v1/models",
+                )
+            body = await _body(request)
+            if path == "/reward":
+                return _reward(session, body)
+            exchange = kind(body, str(body.get("model") or self._model), session.kept)
+            if path == "/messages/count_tokens":
+                return _json({"input_tokens": session.prompt_length(exchange.call)})
+            if exchange.is_stream:
+                return await _stream(request, session, exchange)
+            return _json(exchange.answer(await _replies(session, exchange)))
+        except Exception as error:  # noqa: BLE001 - every request is answered
+            refusal = _refusal_of(error, request)
+            return _json(kind.error(refusal), refusal.status)
+
+    def _session(self, request: web.BaseRequest) -> AgentSession:
+        given = request.headers.get("authorization", "")
+        key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
+        session = self._sessions.get(key.strip())
+        if session is None:
+            raise closed()
+        return session
+
+    def _models(self, path: str) -> web.Response:
+        name = path.removeprefix("/models").removeprefix("/") or self._model
+        model = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "grpo-async",
+            "type": "model",
+            "display_name": name,
+        }
+        if path == "/models":
+            content = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+            return _json(content)
+        return _json(model)
+
+
+def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    return web.BaseRequest(
+        message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=_MOST_BYTES
+    )
+
+
+async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
+    """The JSON object of a request.
+
+    Raises:
+        AgentRefusal: it is none, or too large.
+    """
+    try:
+        content = await request.read()  # ends with the connection
+    except web.HTTPRequestEntityTooLarge as error:
+        raise AgentRefusal(413, "invalid_request_error", f"the request has more than {_MOST_BYTES} bytes") from error
+    try:
+        body = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        body = _lenient(content, error)
+    if not isinstance(body, dict):
+        raise refuse("the body is not a JSON object")
+    return body
+
+
+def _lenient(content: bytes, error: Exception) -> Any:
+    """JSON with half of a surrogate pair in it, or NaN, which clients in Python send; the halves become question marks, for no
+    tokenizer takes them."""
+    try:
+        return _whole_letters(json.loads(content))
+    except (ValueError, RecursionError):
+        raise refuse(f"the body is not JSON: {error}") from error
+
+
+def _whole_letters(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {_whole_letters(name): _whole_letters(each) for name, each in value.items()}
+    return [_whole_letters(each) for each in value] if isinstance(value, list) else value
+
+
+def _reward(session: AgentSession, body: Mapping[str, Any]) -> web.Response:
+    reward = number_of(body, "reward")
+    if reward is None:
+        raise refuse("there is no reward", param="reward")
+    session.set_reward(reward, body.get("id"))
+    return _json({})
+
+
+async def _replies(session: AgentSession, exchange: Exchange) -> list[Reply]:
+    """To the call, or to each of several equal ones: the first has the id of the answer."""
+    first = session.complete(exchange.call, reply_id=exchange.id)
+    if exchange.num_replies == 1:
+        return [await first]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(first)]
+            running += [tasks.create_task(session.complete(exchange.call)) for _ in range(exchange.num_replies - 1)]
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+        raise error from error.__cause__  # without the group, and with what it came from
+    return [task.result() for task in running]
+
+
+async def _stream(request: web.BaseRequest, session: AgentSession, exchange: Exchange) -> web.StreamResponse:
+    """An answer as events. A refusal before the first text is an answer of its own, later it is the last event."""
+    pieces: asyncio.Queue[str | None] = asyncio.Queue()
+    answering = asyncio.create_task(session.complete(exchange.call, pieces.put_nowait, reply_id=exchange.id))
+    answering.add_done_callback(lambda _: pieces.put_nowait(None))
+    response = web.StreamResponse(headers=_SSE)
+    try:
+        piece = await pieces.get()  # ended by the call, whose generation has limits
+        if piece is None:
+            answering.result()
+        await response.prepare(request)
+        first, given = b"".join(exchange.begin()), 0
+        while piece is not None:
+            given += len(piece)
+            await response.write(first + b"".join(exchange.text(piece)))
+            first = b""
+            piece = await pieces.get()  # as above
+        try:
+            last = b"".join(exchange.end(answering.result(), given))
+        except Exception as error:  # noqa: BLE001 - the head of the answer has gone out
+            last = event(exchange.error(_refusal_of(error, request)), "error")
+        await response.write(first + last)
+        await response.write_eof()
+    except ConnectionError:
+        logger.debug("a client hung up")  # nobody reads; aiohttp closes the connection
+    finally:
+        if not answering.done():
+            answering.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await answering
+    return response
+
+
+def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:
+    """What the client hears of an error; one that nobody expected goes into the log."""
+    if isinstance(error, AgentRefusal):
+        return error
+    logger.error("%s %s failed", request.method, request.path, exc_info=error)
+    return AgentRefusal(500, "server_error", "the endpoint failed; the run's log has the traceback")
+
+
+def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
+    # the standard library's: a policy may write half a surrogate pair, and integers of any size
+    return web.Response(body=json.dumps(content).encode(), status=status, content_type="application/json")

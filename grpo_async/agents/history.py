@@ -1,0 +1,457 @@
+"""The tree of the calls of one rollout: which recorded tokens a request goes on from.
+
+An agent sends its whole history with every call. The assistant messages in it are answers that were recorded, so their tokens are
+known; the longest beginning that ends with a recorded answer is continued with the recorded ids, and only what follows it is
+rendered and tokenised:
+
+    call 1   system, user                                   -> root        ids of the rendered prompt
+    call 2   system, user, answer 1, tool                   -> answer 1    + ids of the tool's result
+    call 3   system, user, answer 1, another tool result    -> answer 1    + ids of it: a branch
+    call 4   system, summary                                -> a new root: nothing of it was recorded
+
+Messages are compared by value: of an answer, its text without thinking and blanks around it, and its tool calls by name and parsed
+arguments, for clients strip the thinking, write the JSON in their own way and may change ids. Anything else (other tools, an
+edited message) is another history.
+
+Invariant: a sampled token is never tokenised again where it goes on to be trained: a call's context is prompt ids + recorded ids +
+suffix ids, and each answer belongs to exactly one path. Where the suffix cannot be rendered by itself (the template writes earlier
+turns in another way once a user's message follows, as Qwen3 does with thinking), the whole history is rendered: a new root, whose
+text of earlier answers is context, and is not trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from grpo_async.agents.calls import Call, refuse
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.chat.turn import ChatError
+from grpo_async.inference.client import Generation
+from grpo_async.records import (
+    Branch,
+    FinishReason,
+    IntArray,
+    Origin,
+    TaggedMessage,
+    ToolCall,
+    TurnRecord,
+    no_tokens,
+)
+
+Message = Mapping[str, Any]
+
+_ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
+"""Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """A call whose tokens are known. `ids` and `messages` follow those of the answer `parent`; all of them, where there is none."""
+
+    key: bytes
+    parent: Answer | None
+    ids: Sequence[int]
+    messages: Sequence[TaggedMessage]
+    text: str | None = None
+    """Of a call with text instead of messages: all of it."""
+
+    @property
+    def context(self) -> list[int]:
+        """All ids that the engine sees."""
+        pieces: list[Sequence[int]] = [self.ids]
+        answer = self.parent
+        while answer is not None:
+            pieces += (answer.generation.token_ids, answer.request.ids)
+            answer = answer.request.parent
+        return list(chain.from_iterable(reversed(pieces)))
+
+    @property
+    def all_messages(self) -> list[TaggedMessage]:
+        """From the root on."""
+        before = [] if self.parent is None else [*self.parent.request.all_messages, self.parent.message]
+        return [*before, *self.messages]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Answer:
+    """A call that was answered: `message` is what the policy wrote, with its thinking. `reward`: the agent's, of this answer."""
+
+    id: str
+    request: Request
+    generation: Generation
+    message: TaggedMessage
+    calls: Sequence[ToolCall] = ()
+    parse_error: str | None = None  # why calls that it may have are in the text of `message`
+    reward: float | None = None
+    has_children: bool = False
+
+
+class HistoryRenderer:
+    """Renders what agents send; one for all rollouts of a process, for it remembers what the template cannot do."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.chat = renderer
+        self._ends = frozenset(renderer.end_of_turn_ids)
+        self._hopeless: set[tuple[bool, tuple[str, ...]]] = set()
+
+    def is_ended(self, answer: Answer) -> bool:
+        """Whether the policy sampled an end-of-turn token."""
+        ids = answer.generation.token_ids
+        return bool(ids) and ids[-1] in self._ends
+
+    def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """
+        Raises:
+            AgentRefusal: the chat template refuses the messages.
+        """
+        try:
+            return self.chat.prompt_ids(messages, tools=tools)
+        except ChatError as error:
+            raise refuse(str(error), param="messages") from error
+
+    def suffix_ids(self, answer: Answer, messages: Sequence[TaggedMessage]) -> list[int] | None:
+        """Ids of `messages` and of the next generation prompt, which follow those of `answer`; None where they depend on more."""
+        shape = (bool(answer.calls), tuple(message.role for message in messages))
+        if shape in self._hopeless:
+            return None
+        closing: list[int] = []
+        if not self.is_ended(answer):  # cut, or ended by a stop string: the template's own token closes the turn
+            end = self.chat.turn_end_id(answer.calls)
+            if end is None:
+                return None
+            closing = [end]
+        found = self._suffix_ids(answer.calls, messages)
+        if (
+            found is None
+            and self._suffix_ids(answer.calls, [replace(each, content="text") for each in messages]) is None
+        ):
+            self._hopeless.add(shape)  # whatever they say
+        return None if found is None else [*closing, *found]
+
+    def _suffix_ids(self, calls: Sequence[ToolCall], messages: Sequence[TaggedMessage]) -> list[int] | None:
+        try:
+            return self.chat.suffix_ids(calls, messages)
+        except ChatError:
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The tree, taken apart: the rollout's own prompt and turns, with the reward that the agent set on them, and its branches."""
+
+    prompt_ids: IntArray = field(default_factory=no_tokens)
+    turns: Sequence[TurnRecord] = ()
+    prompt_messages: Sequence[TaggedMessage] = ()
+    reward: float | None = None
+    branches: Sequence[Branch] = ()
+
+
+@dataclass(slots=True)
+class _Path:
+    """Answers of which each goes on from the one before it."""
+
+    answers: list[Answer]
+    parent: int
+    ids: IntArray | None = field(default=None)
+
+    @property
+    def reward(self) -> float | None:
+        """The newest one that was set."""
+        return next((each.reward for each in reversed(self.answers) if each.reward is not None), None)
+
+    def all_ids(self) -> IntArray:
+        if self.ids is None:
+            last = self.answers[-1]
+            self.ids = np.array([*last.request.context, *last.generation.token_ids], dtype=np.int32)
+        return self.ids
+
+
+class History:
+    """The calls of one rollout.
+
+    Args:
+        renderer: renders what was not recorded.
+    """
+
+    def __init__(self, renderer: HistoryRenderer) -> None:
+        self._renderer = renderer
+        self._by_key: dict[bytes, list[Answer]] = {}
+        self._requests: dict[tuple[bytes, str], Request] = {}
+        self.answers: list[Answer] = []
+
+    def prepare(self, call: Call) -> Request:
+        """The tokens of a call.
+
+        Raises:
+            AgentRefusal: the call has no messages, or they cannot be rendered.
+        """
+        if call.prompt is not None:
+            return self._raw(call.prompt)
+        if not call.messages:
+            raise refuse("there are no messages", param="messages")
+        keys = list(_keys(self._renderer.chat, call))
+        length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
+        if length:
+            answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
+            name = (keys[-1], answer.id)
+            if name not in self._requests and (rest := _rest(answer, call.messages, length)) is not None:
+                ids = self._renderer.suffix_ids(answer, rest)
+                if ids is not None:
+                    self._requests[name] = Request(key=keys[-1], parent=answer, ids=ids, messages=rest)
+            if name in self._requests:
+                return self._requests[name]
+        name = (keys[-1], "")
+        if name not in self._requests:
+            messages = _tagged(call.messages)
+            ids = self._renderer.prompt_ids(messages, call.tools)
+            self._requests[name] = Request(key=keys[-1], parent=None, ids=ids, messages=messages)
+        return self._requests[name]
+
+    def record(self, answer: Answer, said: str) -> None:
+        """Add a whole answer to the tree. `said`: its text as the client got it, without thinking."""
+        self.answers.append(answer)
+        request = answer.request
+        if request.parent is not None:
+            request.parent.has_children = True
+        if request.text is None:
+            value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
+            self._by_key.setdefault(_next_key(request.key, value), []).append(answer)
+
+    def paths(self) -> Paths:
+        """The path to the newest answer is the rollout's own, the others are branches; every answer stands in exactly one.
+
+        Worked example: answers 1 -> 2 -> 3, then 2' that was asked from 1 again, then 4 from 3, then 5 of another root, 6 from 2':
+        the path to 6 is [1, 2', 6]; branch 1 is [2, 3, 4] with the prompt up to answer 1 and parent 0, branch 2 is [5].
+        """
+        if not self.answers:
+            return Paths()
+        own: list[Answer] = []
+        answer: Answer | None = self.answers[-1]
+        while answer is not None:
+            own.insert(0, answer)
+            answer = answer.request.parent
+        paths = [_Path(own, 0)]
+        place = dict.fromkeys((answer.id for answer in own), 0)
+        for answer in self.answers:
+            if answer.id in place:
+                continue
+            parent = answer.request.parent
+            at = place[parent.id] if parent is not None else 0
+            if parent is not None and paths[at].answers[-1] is parent:
+                paths[at].answers.append(answer)
+                place[answer.id] = at
+                continue
+            place[answer.id] = len(paths)
+            paths.append(_Path([answer], at))
+        for number, path in enumerate(paths[1:], start=1):
+            if path.answers[0].request.parent is None:
+                path.parent = _nearest(paths[:number], path.answers[0].request.ids)
+        branches = [
+            Branch(
+                name=f"b{number}",
+                parent=path.parent,
+                prompt_ids=np.array(path.answers[0].request.context, np.int32),
+                turns=_turns(path.answers),
+                prompt_messages=path.answers[0].request.all_messages,
+                reward=path.reward,
+            )
+            for number, path in enumerate(paths[1:], start=1)
+        ]
+        root = own[0].request
+        return Paths(
+            prompt_ids=np.array(root.ids, np.int32),
+            turns=_turns(own),
+            prompt_messages=root.messages,
+            reward=paths[0].reward,
+            branches=branches,
+        )
+
+    def _raw(self, prompt: str | Sequence[int]) -> Request:
+        """Of /v1/completions: goes on from the answer whose prompt and text, or ids, are the longest beginning of `prompt`."""
+        if isinstance(prompt, str):
+            text = prompt
+            found = [  # not one that the policy ended: a text that goes on leaves its end-of-turn token out
+                (f"{answer.request.text}{answer.message.content}", answer)
+                for answer in self.answers
+                if answer.request.text is not None and answer.message.content and not self._renderer.is_ended(answer)
+            ]
+            before, parent = max(
+                ((said, answer) for said, answer in found if text.startswith(said)),
+                key=lambda each: len(each[0]),
+                default=("", None),
+            )
+            rest = text[len(before) :]
+            user = TaggedMessage(role="user", content=rest, origin=Origin.PROMPT)
+            ids = (
+                self._renderer.chat.text_ids(rest)
+                if parent
+                else self._renderer.chat.prompt_ids([user], is_conversational=False)
+            )
+            return Request(key=b"", parent=parent, ids=ids, messages=[user] if rest else [], text=text)
+        given = list(prompt)
+        if not given:
+            raise refuse("the prompt is empty", param="prompt")
+        ends = [
+            (ids, answer)
+            for answer in self.answers
+            if answer.request.text is not None
+            and len(ids := [*answer.request.context, *answer.generation.token_ids]) <= len(given)
+            and given[: len(ids)] == ids
+        ]
+        known, parent = max(ends, key=lambda each: len(each[0]), default=([], None))
+        rest_ids = given[len(known) :]
+        words = self._renderer.chat.completion_text(rest_ids)
+        user = TaggedMessage(role="user", content=words, origin=Origin.PROMPT)
+        text = self._renderer.chat.completion_text(given)
+        return Request(key=b"", parent=parent, ids=rest_ids, messages=[user] if rest_ids else [], text=text)
+
+
+def _choose(answers: Sequence[Answer], message: Message) -> Answer:
+    """Which of several equal answers a client goes on from: one whose calls have the ids it sends; of those the newest from which
+    nothing goes on yet."""
+    sent = [call.get("id") for call in message.get("tool_calls") or ()]
+    same = [answer for answer in answers if [call.tool_call_id for call in answer.calls] == sent] or answers
+    return next((answer for answer in reversed(same) if not answer.has_children), same[-1])
+
+
+def _rest(answer: Answer, messages: Sequence[Message], length: int) -> list[TaggedMessage] | None:
+    """What follows `answer`, the message before `length`: results of its calls in their order, then others. None where a message of
+    an assistant is among it, or a call does not have one result."""
+    calls = answer.calls
+    sent = [call.get("id") for call in messages[length - 1].get("tool_calls") or ()]
+    own = dict(zip(sent, calls, strict=False))
+    results: dict[str, TaggedMessage] = {}
+    others: list[TaggedMessage] = []
+    for message in messages[length:]:
+        role = str(message["role"])
+        if role == "tool":
+            call = own.pop(message.get("tool_call_id"), None)
+            if call is None or others:
+                return None
+            results[call.tool_call_id] = TaggedMessage(
+                role="tool",
+                content=message["content"],
+                origin=Origin.TOOL,
+                name=call.name,
+                tool_call_id=call.tool_call_id,
+            )
+        elif role == "assistant":
+            return None
+        else:
+            others.append(_tag(message))
+    if len(results) != len(calls):
+        return None
+    return [*(results[call.tool_call_id] for call in calls), *others]
+
+
+def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
+    """For the template: every call has an id of nine letters and digits, which the strictest of them want, and its result has its
+    name."""
+    called: dict[str, tuple[str, str]] = {}  # by the client's id: (id, name)
+    tagged = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            given, name = str(call.get("id")), call["function"]["name"]
+            usable = len(given) == 9 and given.isascii() and given.isalnum()
+            called[given] = given if usable else f"x{len(called):08d}", name
+            function = {"name": name, "arguments": _object(call["function"].get("arguments"))}
+            calls.append({"id": called[given][0], "type": "function", "function": function})
+        plain = _tag(message)
+        if message["role"] == "tool":
+            given = str(message.get("tool_call_id"))
+            own, name = called.get(given, (given, message.get("name")))
+            plain = replace(plain, name=name, tool_call_id=own)
+        tagged.append(replace(plain, tool_calls=calls) if calls else plain)
+    return tagged
+
+
+def _tag(message: Message) -> TaggedMessage:
+    role = str(message["role"])
+    origin = _ORIGINS.get(role, Origin.ENVIRONMENT)
+    return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
+
+
+def _keys(renderer: ChatRenderer, call: Call) -> Iterator[bytes]:
+    """Of the tools, and then of all messages up to each one. [1 + num_messages]"""
+    key = _next_key(b"", [_comparable(tool) for tool in call.tools])
+    yield key
+    places: dict[Any, int] = {}
+    for message in call.messages:
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls") or ()
+            places = {each.get("id"): place for place, each in enumerate(calls)}
+            _, said = renderer.split_thinking(message["content"], is_sampled=False)
+            value = _answer_value(said, [(c["function"]["name"], c["function"].get("arguments")) for c in calls])
+        elif message["role"] == "tool":
+            answered = message.get("tool_call_id")
+            value = ["tool", places.get(answered, answered), message["content"]]
+        else:
+            value = [message["role"], message["content"], message.get("name")]
+        key = _next_key(key, value)
+        yield key
+
+
+def _answer_value(said: str, calls: Sequence[tuple[str, Any]]) -> list[Any]:
+    return ["assistant", said.strip(), [[name, _comparable(_object(arguments))] for name, arguments in calls]]
+
+
+def _next_key(key: bytes, value: Any) -> bytes:
+    return blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _object(arguments: Any) -> Any:
+    """Arguments as an object, where they are one: clients send them back as JSON text. "" are none, as is null."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except ValueError:
+            return arguments
+    return {} if arguments is None else arguments
+
+
+def _comparable(value: Any) -> Any:
+    """Numbers by value: JavaScript writes 1.0 as 1."""
+    if isinstance(value, Mapping):
+        return {str(name): _comparable(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_comparable(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _nearest(paths: Sequence[_Path], ids: Sequence[int]) -> int:
+    """The path with which `ids` share most of their beginning; the first of several."""
+    mine = np.array(ids, dtype=np.int32)
+    shared = []
+    for path in paths:
+        length = min(len(mine), len(path.all_ids()))
+        differs = mine[:length] != path.all_ids()[:length]
+        shared.append(int(differs.argmax()) if differs.any() else length)
+    return int(np.argmax(shared))
+
+
+def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
+    turns = []
+    for answer, following in zip(answers, [*answers[1:], None], strict=True):
+        generation = answer.generation
+        turns.append(
+            TurnRecord(
+                output_ids=np.array(generation.token_ids, np.int32),
+                output_logprobs=np.array(generation.logprobs, np.float32),
+                policy_versions=np.array(generation.policy_versions, np.int32),
+                finish_reason=generation.finish_reason or FinishReason.ABORT,
+                messages=[answer.message, *(following.request.messages if following else ())],
+                tool_response_ids=np.array(following.request.ids if following else (), np.int32),
+                parse_error=answer.parse_error,
+                generation_duration_s=generation.duration_s,
+                started_at=generation.started_at,
+            )
+        )
+    return turns

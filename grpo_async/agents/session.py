@@ -1,0 +1,435 @@
+"""One rollout of an agent: its calls go to the policy, and what they sampled becomes its completion.
+
+    complete(call) -> history: context ids -> InferenceClient.generate -> read -> recorded -> Reply
+
+Limits: `rollout.max_completion_tokens` bounds what the calls of the rollout sample together (calls that run at the same time may
+each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
+number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is cut, or for which no token is left,
+ends with finish_reason "length". After the first call that found nothing left, further ones are refused.
+
+Sampling: the policy gradient is of the distribution that the run samples from, so its temperature holds; `temperature`, `top_p`,
+`top_k` of a call are ignored, with one warning in a run. A call's `seed` is mixed with that of the rollout: else all rollouts of a
+group would be the same. `response_format` other than text, and a `tool_choice` that forces a call, would sample from another
+distribution too (that of a mask), and are refused.
+
+A call counts when its answer is whole: what a cancelled call has sampled (the client hung up, the session was closed) is in no
+completion. The answer to a call whose client hung up after it was whole does count. An answer that a stop string ended is kept up
+to the token that completes the string; what the engine sampled after it is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from grpo_async.agents.calls import AgentRefusal, Call, OnText, Reply, refuse
+from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
+from grpo_async.errors import GrpoAsyncError
+from grpo_async.inference.api import GenerateRequest
+from grpo_async.inference.client import Generation, InferenceClient, OnTokens
+from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.records import (
+    AGENT_REWARD,
+    FinishReason,
+    Origin,
+    RolloutCompletion,
+    RolloutStatus,
+    TaggedMessage,
+    ToolCall,
+)
+from grpo_async.tracking.timeline import NO_TRACK, Track
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 0.1
+"""How often tokens arrive of a call whose text somebody reads along."""
+
+
+class _StopReachedError(Exception):
+    """Ends a generation whose text has a stop string; never leaves the session."""
+
+
+class SessionSetup:
+    """What all sessions of an endpoint share."""
+
+    def __init__(self, client: InferenceClient, renderer: HistoryRenderer) -> None:
+        self.client = client
+        self.renderer = renderer
+        self._said: set[str] = set()
+
+    def warn_once(self, field: str) -> None:
+        """Say that a setting of sampling has no effect."""
+        if field not in self._said:
+            self._said.add(field)
+            logger.warning(
+                "an agent's call sets `%s`, which is ignored: what is trained has to be sampled as the run says "
+                "(rollout.temperature, and nothing else that changes the policy's distribution)",
+                field,
+            )
+
+
+class AgentSession:
+    """See the module's docstring; `AgentEndpoint.open` makes it. Belongs to the rollout loop.
+
+    Args:
+        setup: client and renderer.
+        base_url: of OpenAI's API, ends in /v1.
+        rollout_id: of the rollout that it is.
+        settings: sampling and limits.
+        seed: of the rollout; every call has one of its own.
+        model: the name that answers carry.
+        affinity: what its requests share with others, such as "group/rollout"; see inference.router.
+        on_tokens: called as tokens arrive, those that are dropped later included.
+        track: of the timeline.
+        on_close: called once.
+    """
+
+    def __init__(
+        self,
+        setup: SessionSetup,
+        *,
+        base_url: str,
+        rollout_id: str,
+        settings: SamplingSettings,
+        seed: int,
+        model: str = "policy",
+        affinity: str = "",
+        on_tokens: OnTokens | None = None,
+        track: Track = NO_TRACK,
+        on_close: Callable[[AgentSession], None] = lambda _: None,
+    ) -> None:
+        self.key = secrets.token_urlsafe(24)
+        self.base_url = base_url
+        self.rollout_id = rollout_id
+        self.model = model
+        self.is_closed = False
+        self.is_out_of_budget = False
+        """A call found no token left of the rollout's budget, or of its number of turns."""
+        self.is_truncated = False
+        """A limit of the run cut an answer, or left no room for one."""
+        self.last_error: str | None = None
+        """Why the newest call that got no answer got none, where the inference servers are to blame."""
+        self.kept: dict[str, Any] = {}
+        """What an API remembers of this rollout, by the id of a reply."""
+        self._setup = setup
+        self._settings = settings
+        self._seed = seed
+        self._affinity = affinity
+        self._on_tokens = on_tokens
+        self._track = track
+        self._on_close = on_close
+        self._history = History(setup.renderer)
+        self._numbers = itertools.count()
+        self._num_sampled = 0
+        self._running: set[asyncio.Task[Any]] = set()
+        self._opened, self._opened_at = time.monotonic(), time.time()
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """Of Anthropic's API, whose clients add /v1 themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    async def complete(self, call: Call, on_text: OnText | None = None, *, reply_id: str | None = None) -> Reply:
+        """Have the policy answer.
+
+        Args:
+            on_text: gets the text as it is sampled, where there is neither thinking nor a tool offered (calls are read from the
+                whole answer); the pieces are the beginning of the reply's content.
+            reply_id: of the reply; None: a new one.
+
+        Raises:
+            AgentRefusal: the session is closed, the call cannot be made, or no inference server answers.
+        """
+        self._check(call)
+        request = self._history.prepare(call)
+        context = request.context
+        number = next(self._numbers)
+        budget = self._budget(len(context), number)
+        reply_id = reply_id or secrets.token_hex(12)
+        if budget < 1:
+            return Reply(id=reply_id, prompt_ids=context, finish_reason="length", created=time.time())
+        wanted = budget if call.max_tokens is None else min(budget, call.max_tokens)
+        reader = _Reader(self._setup.renderer, call, on_text) if call.stop or on_text is not None else None
+        generation = await self._generate(
+            GenerateRequest(
+                request_id=f"{self.rollout_id}-t{number}",
+                token_ids=context,
+                max_tokens=wanted,
+                temperature=self._settings.temperature,
+                seed=seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed),
+                stop_token_ids=list(self._settings.stop_token_ids),
+                **({} if reader is None else {"flush_interval_s": _WATCH_INTERVAL_S}),
+            ),
+            number,
+            reader,
+        )
+        self._num_sampled += len(generation.token_ids)
+        is_cut = generation.finish_reason is FinishReason.LENGTH
+        self.is_truncated |= is_cut and wanted == budget
+        return self._record(call, request, context, generation, number=number, reply_id=reply_id, reader=reader)
+
+    def set_reward(self, reward: float, reply_id: str | None = None) -> None:
+        """The agent's reward of one answer, which becomes that of the answer's branch; without an id, of the newest answer.
+
+        Raises:
+            AgentRefusal: there is no such answer.
+        """
+        answers = self._history.answers
+        found = [answer for answer in answers if reply_id is None or answer.id == _bare_id(reply_id)]
+        if not found:
+            raise AgentRefusal(
+                404, "invalid_request_error", f"there is no answer {reply_id!r} in this rollout", param="id"
+            )
+        found[-1].reward = float(reward)
+
+    def completion(
+        self,
+        status: RolloutStatus,
+        *,
+        error: str | None = None,
+        reward: float | None = None,
+        reward_columns: Mapping[str, Any] | None = None,
+    ) -> RolloutCompletion:
+        """What there is of the rollout: its own turns are the path to the newest answer, all else is in branches.
+
+        Args:
+            status: how the agent ended; a finished rollout that a limit of the run cut is truncated.
+            reward: the agent's own; None: the one that it set on the path to the newest answer, if any.
+            reward_columns: further columns for reward functions.
+        """
+        paths = self._history.paths()
+        if status is RolloutStatus.FINISHED and self.is_truncated:
+            status = RolloutStatus.TRUNCATED
+        reward = paths.reward if reward is None else reward
+        return RolloutCompletion(
+            rollout_id=self.rollout_id,
+            prompt_ids=paths.prompt_ids,
+            turns=paths.turns,
+            status=status,
+            error=error,
+            total_duration_s=time.monotonic() - self._opened,
+            prompt_messages=paths.prompt_messages or None,
+            environment_rewards={} if reward is None else {AGENT_REWARD: reward},
+            reward_columns=reward_columns or {},
+            started_at=self._opened_at,
+            branches=paths.branches,
+        )
+
+    def close(self) -> None:
+        """Cancel what is under way; the key is not known from now on."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._on_close(self)
+            for task in self._running:
+                task.cancel()
+
+    def prompt_length(self, call: Call) -> int:
+        """Number of tokens of a call's context; nothing is generated.
+
+        Raises:
+            AgentRefusal: as `complete`.
+        """
+        self._check(call)
+        return len(self._history.prepare(call).context)
+
+    def _check(self, call: Call) -> None:
+        if self.is_closed:
+            raise closed()
+        ours = {"temperature": self._settings.temperature, "top_p": 1.0}
+        other = [name for name, value in ours.items() if getattr(call, name) not in (None, value)]
+        for name in (*other, *call.ignored):
+            self._setup.warn_once(name)
+        if call.max_tokens is not None and call.max_tokens < 1:
+            raise refuse(f"max_tokens is {call.max_tokens}; it has to be at least 1", param="max_tokens")
+        if call.tool_choice not in ("auto", "none"):
+            raise refuse(
+                f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "
+                'use "auto" or "none"',
+                param="tool_choice",
+            )
+        if call.response_format is not None and call.response_format.get("type", "text") != "text":
+            raise refuse(
+                f"response_format {call.response_format.get('type')!r} is not supported: a grammar's mask would sample from "
+                "another distribution than the policy's; describe the format in the prompt, and reward it",
+                param="response_format",
+            )
+
+    def _budget(self, num_context: int, number: int) -> int:
+        """Tokens that a call may sample."""
+        settings = self._settings
+        left = settings.max_completion_tokens - self._num_sampled
+        if left < 1 or number >= settings.max_turns:
+            if self.is_out_of_budget:
+                raise refuse(
+                    f"the rollout has used its {settings.max_completion_tokens} tokens or {settings.max_turns} calls "
+                    "(rollout.max_completion_tokens, rollout.max_turns)",
+                    code="rollout_budget_exhausted",
+                )
+            self.is_out_of_budget = self.is_truncated = True
+            return 0
+        fits = settings.max_model_len - num_context
+        budget = min(left, fits)
+        if settings.max_turn_tokens is not None:
+            budget = min(budget, settings.max_turn_tokens)
+        self.is_truncated |= budget < 1
+        return max(0, budget)
+
+    async def _generate(self, request: GenerateRequest, number: int, reader: _Reader | None) -> Generation:
+        generation = Generation()
+
+        def on_tokens(count: int, version: int) -> None:
+            if self._on_tokens is not None:
+                self._on_tokens(count, version)
+            if reader is not None and reader.read(generation.token_ids):
+                raise _StopReachedError
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            with self._track.span("generate", turn=number) as span:
+                try:
+                    await self._setup.client.generate(
+                        request, on_tokens=on_tokens, affinity=self._affinity, partial=generation
+                    )
+                except _StopReachedError:
+                    generation.duration_s = time.time() - generation.started_at
+                generation.note(span, self._track)
+        except asyncio.CancelledError as error:
+            if self.is_closed and task.uncancel() == 0:
+                raise closed() from error
+            raise
+        except GrpoAsyncError as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            raise AgentRefusal(503, "server_error", self.last_error) from error
+        finally:
+            self._running.discard(task)
+        if reader is not None and reader.stop is not None:
+            generation.truncate(reader.num_kept)
+            generation.finish_reason = FinishReason.STOP
+        return generation
+
+    def _record(
+        self,
+        call: Call,
+        request: Request,
+        context: Sequence[int],
+        generation: Generation,
+        *,
+        number: int,
+        reply_id: str,
+        reader: _Reader | None,
+    ) -> Reply:
+        """Read the answer, add it to the tree."""
+        chat = self._setup.renderer.chat
+        calls: Sequence[ToolCall] = ()
+        text = chat.completion_text(generation.token_ids)
+        parse_error: str | None = None
+        if call.tools and call.tool_choice == "auto":
+            turn = chat.parse(generation.token_ids, turn=number)
+            problems = [each.error for each in turn.tool_calls if each.error is not None]
+            parse_error = turn.parse_error or next(iter(problems), None)
+            if not problems:  # else the client gets the whole text: it cannot make half of the calls
+                calls, text = turn.tool_calls, turn.content
+        stop = None if reader is None else reader.stop
+        shown = text if stop is None else text[: text.find(stop)] if stop in text else text
+        thinking, said = chat.split_thinking(shown) if call.prompt is None else ("", shown)
+        called = [each.as_dict() for each in calls]
+        message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called)
+        answer = Answer(
+            id=reply_id, request=request, generation=generation, message=message, calls=calls, parse_error=parse_error
+        )
+        self._history.record(answer, said)
+        finish = "length" if generation.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
+        return Reply(
+            id=reply_id,
+            content=said,
+            reasoning=thinking,
+            tool_calls=called,
+            ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            tokens=[chat.token_text(token) for token in generation.token_ids] if call.with_logprobs else (),
+            prompt_ids=context,
+            finish_reason=finish,
+            stop_sequence=stop,
+            created=time.time(),
+        )
+
+
+class _Reader:
+    """Reads a text while it is sampled: finds stop strings, and hands on what is sure to be in the answer."""
+
+    def __init__(self, renderer: HistoryRenderer, call: Call, on_text: OnText | None) -> None:
+        self._chat = renderer.chat
+        self._stop = call.stop
+        self._has_thinking = call.prompt is None
+        self._on_text = None if call.tools else on_text
+        self._num_given = 0
+        self._num_read = 0
+        self.stop: str | None = None
+        """The stop string that ended the answer."""
+        self.num_kept = 0
+        """Tokens up to the one that completes it."""
+
+    def read(self, ids: Sequence[int]) -> bool:
+        """More tokens are there; returns whether a stop string is."""
+        text = self._chat.completion_text(ids)
+        self.stop = self._first_stop(text)
+        if self.stop is not None:
+            length = self._num_read + 1
+            while self._first_stop(self._chat.completion_text(ids[:length])) is None:
+                length += 1
+            self.num_kept = length
+            self.stop = self._first_stop(self._chat.completion_text(ids[:length]))
+            return True
+        self._num_read = len(ids)
+        if self._on_text is not None:
+            self._give(text)
+        return False
+
+    def _first_stop(self, text: str) -> str | None:
+        """Of those that `text` holds, the one that begins first."""
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
+        return min(found, default=(0, None))[1]
+
+    def _give(self, text: str) -> None:
+        """Hand on what is new, without what may still become a stop string, thinking, or another letter. Nothing where there is
+        thinking, which comes first."""
+        text = text.rstrip("\ufffd").rstrip()  # the first bytes of a letter; some tokenizers take blanks back
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        text = text[: len(text) - held]
+        begun = text.lstrip()
+        if self._has_thinking and (
+            any(opening.startswith(begun) for opening in ("<think>", "[THINK]"))
+            or self._chat.split_thinking(text)[1] != text
+        ):
+            return
+        if len(text) > self._num_given:
+            assert self._on_text is not None
+            self._on_text(text[self._num_given :])
+            self._num_given = len(text)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`: "ab<" and "<|end" -> 1."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _bare_id(reply_id: str) -> str:
+    """Without the prefix of an API: "chatcmpl-1f" -> "1f"."""
+    return reply_id.rpartition("-")[2].rpartition("_")[2]
+
+
+def closed() -> AgentRefusal:
+    """The answer to whoever has no key, or one of a rollout that is over."""
+    return AgentRefusal(
+        401,
+        "authentication_error",
+        "this key belongs to no rollout that is running: every rollout has a key of its own, until its agent ends",
+        code="invalid_api_key",
+    )

@@ -1,0 +1,410 @@
+"""The endpoint as the real clients of OpenAI and Anthropic see it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import anthropic
+import httpx
+import openai
+import pytest
+
+from grpo_async.agents.endpoint import AgentEndpoint
+from grpo_async.agents.session import AgentSession
+from grpo_async.records import RolloutStatus
+from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, settings, user
+
+TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
+FLAT = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
+
+
+def _policy(*answers: str, **fields: Any) -> FakePolicy:
+    said = iter(answers)
+    return FakePolicy(renderer(fields.pop("family", "qwen3")), lambda _: next(said), **fields)
+
+
+def _openai(session: AgentSession, **fields: Any) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, max_retries=0, **fields)
+
+
+def _anthropic(session: AgentSession) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=session.anthropic_base_url, api_key=session.key, max_retries=0)
+
+
+def _run(policy: FakePolicy, agent: Callable[[AgentSession], Any], *, num_branches: int = 0, **limits: Any) -> Any:
+    """What `agent` returned; its rollout is exact, and has so many branches."""
+
+    async def main() -> Any:
+        async with serving(policy, **limits) as (_, session):
+            result = await agent(session)
+            completion = session.completion(RolloutStatus.FINISHED)
+            check_exact(policy, completion)
+            assert len(completion.branches) == num_branches
+            return result
+
+    return asyncio.run(main())
+
+
+THOUGHT = f"<think>\n1 and 2\n</think>\n\nI add.\n{call_text(a=1, b=2)}"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None:
+    policy = _policy(THOUGHT, "It is 3.", per_chunk=3)
+
+    async def complete(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+        fields = {"model": "any", "tools": [ADD], "logprobs": True, **fields}
+        if not is_stream:
+            return await client.chat.completions.create(**fields)
+        async with client.chat.completions.stream(stream_options={"include_usage": True}, **fields) as stream:
+            kinds = [event.type async for event in stream]
+            assert "content.delta" in kinds
+            return await stream.get_final_completion()
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            messages: list[Any] = [user("1 + 2?")]
+            first = await complete(client, messages=messages)
+            choice = first.choices[0]
+            assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I add.")
+            assert choice.message.reasoning_content == "1 and 2"
+            [call] = choice.message.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+            assert len(choice.logprobs.content) == first.usage.completion_tokens > 0
+            assert sum(token.logprob for token in choice.logprobs.content) < 0
+            messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+            second = await complete(client, messages=messages)
+            assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 3.")
+            assert second.usage.prompt_tokens > first.usage.total_tokens
+
+    _run(policy, agent)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
+    policy = _policy(THOUGHT, "It is 3.", "one two THE END", "x" * 90, per_chunk=3)
+
+    async def complete(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
+        fields = {"model": "any", "max_tokens": 80, "system": "You add.", "tools": [TOOL], **fields}
+        if not is_stream:
+            return await client.messages.create(**fields)
+        async with client.messages.stream(**fields) as stream:
+            return await stream.get_final_message()
+
+    async def agent(session: AgentSession) -> None:
+        async with _anthropic(session) as client:
+            messages: list[Any] = [user("1 + 2?")]
+            count = await client.messages.count_tokens(model="any", messages=messages, tools=[TOOL], system="You add.")
+            first = await complete(client, messages=messages, thinking={"type": "enabled", "budget_tokens": 1024})
+            assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+            assert (first.content[0].thinking, first.content[1].text) == ("1 and 2", "I add.")
+            assert (first.content[2].input, first.stop_reason) == ({"a": 1, "b": 2}, "tool_use")
+            assert is_stream or first.usage.input_tokens == count.input_tokens
+            result = {
+                "type": "tool_result",
+                "tool_use_id": first.content[2].id,
+                "content": [{"type": "text", "text": "3"}],
+            }
+            messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+            second = await complete(client, messages=messages)
+            assert (second.content[0].text, second.stop_reason) == ("It is 3.", "end_turn")
+            third = await complete(client, messages=[user("q")], tools=[], stop_sequences=["THE"])
+            assert (third.content[0].text, third.stop_reason, third.stop_sequence) == (
+                "one two ",
+                "stop_sequence",
+                "THE",
+            )
+            fourth = await complete(client, messages=[user("q")], tools=[], max_tokens=5)
+            assert fourth.stop_reason == "max_tokens"
+
+    _run(policy, agent, num_branches=2)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("keeps_state", [False, True])
+def test_responses_with_tools_by_the_real_client(is_stream: bool, keeps_state: bool) -> None:
+    policy = _policy(THOUGHT, "It is 3.", per_chunk=3)
+
+    async def complete(client: openai.AsyncOpenAI, **fields: Any) -> Any:
+        fields = {"model": "any", "tools": [FLAT], "instructions": "You add.", **fields}
+        if not is_stream:
+            return await client.responses.create(**fields)
+        async with client.responses.stream(**fields) as stream:
+            return await stream.get_final_response()
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            items: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+            first = await complete(client, input=items)
+            assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+            assert (first.status, first.output_text) == ("completed", "I add.")
+            result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "3"}
+            if keeps_state:
+                second = await complete(client, input=[result], previous_response_id=first.id)
+            else:
+                output = [item.model_dump(exclude_none=True) for item in first.output]
+                second = await complete(client, input=[*items, *output, result])
+            assert (second.output_text, second.usage.input_tokens > first.usage.input_tokens) == ("It is 3.", True)
+
+    _run(policy, agent)
+
+
+def test_a_text_is_streamed_as_it_is_sampled_by_every_api() -> None:
+    text = "a long answer in many pieces"
+    policy = _policy(*[text] * 4, per_chunk=2, odd_tokens=1.0)
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client, _anthropic(session) as other:
+            chat = await client.chat.completions.create(model="m", messages=[user("q")], stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in chat]
+            assert "".join(pieces) == text
+            completed = await client.completions.create(model="m", prompt="q", stream=True, max_tokens=100)
+            assert "".join([chunk.choices[0].text async for chunk in completed]) == text
+            async with other.messages.stream(
+                model="m", max_tokens=99, messages=[{"role": "user", "content": "q"}]
+            ) as stream:
+                deltas = [piece async for piece in stream.text_stream]
+            async with client.responses.stream(model="m", input="q") as events:
+                texts = [event.delta async for event in events if event.type == "response.output_text.delta"]
+            for found in (pieces, deltas, texts):
+                assert "".join(found) == text
+                assert len([piece for piece in found if piece]) > 5
+
+    _run(policy, agent, num_branches=3)
+
+
+def test_completions_and_several_answers_to_one_call() -> None:
+    policy = _policy("one", "two", "three", "four", family="qwen2_5")
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            completed = await client.completions.create(model="m", prompt="Say", logprobs=1, max_tokens=100)
+            assert completed.choices[0].text == "one"
+            assert len(completed.choices[0].logprobs.token_logprobs) == completed.usage.completion_tokens  # type: ignore[union-attr, arg-type]
+            chat = await client.chat.completions.create(
+                model="m", messages=[user("q")], n=3, extra_body={"return_token_ids": True}
+            )
+            assert sorted(choice.message.content or "" for choice in chat.choices) == ["four", "three", "two"]
+            dumped = chat.model_dump()
+            assert all(choice["token_ids"] for choice in dumped["choices"])
+            assert dumped["prompt_token_ids"]
+
+    _run(policy, agent, num_branches=3)
+
+
+def test_sync_clients_in_threads() -> None:
+    policy = FakePolicy(renderer(), lambda _: "hello")
+
+    async def agent(session: AgentSession) -> None:
+        def ask() -> str | None:
+            with openai.OpenAI(base_url=session.base_url, api_key=session.key) as client:
+                return client.chat.completions.create(model="m", messages=[user("q")]).choices[0].message.content
+
+        def ask_other() -> str:
+            with anthropic.Anthropic(base_url=session.anthropic_base_url, api_key=session.key) as client:
+                message = client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
+                return message.content[0].text  # type: ignore[union-attr]
+
+        assert await asyncio.gather(asyncio.to_thread(ask), asyncio.to_thread(ask_other)) == ["hello", "hello"]
+
+    _run(policy, agent, num_branches=1)
+
+
+def test_a_key_is_of_one_rollout_until_it_ends() -> None:
+    policy = _policy("a")
+
+    async def main() -> None:
+        async with serving(policy) as (endpoint, session):
+            async with _openai(session) as client:
+                assert [model.id async for model in client.models.list()] == ["tiny"]
+                assert (await client.models.retrieve("other")).id == "other"
+                session.close()
+                with pytest.raises(openai.AuthenticationError, match="no rollout that is running") as caught:
+                    await client.chat.completions.create(model="m", messages=[user("q")])
+                assert caught.value.code == "invalid_api_key"
+            async with _anthropic(session) as other:
+                with pytest.raises(anthropic.AuthenticationError) as refused:
+                    await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
+                assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index, call-overload]
+            assert endpoint._sessions == {}
+
+    asyncio.run(main())
+
+
+CHAT: dict[str, Any] = {"messages": [user("q")]}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("chat/completions", b"{", 400, None),
+        ("chat/completions", [], 400, None),
+        ("chat/completions", {}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages[0].content"),
+        ("chat/completions", {"messages": [{"role": "alien"}]}, 400, "messages[0].role"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].tool_call_id"),
+        ("chat/completions", CHAT | {"tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
+        ("chat/completions", CHAT | {"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
+        ("chat/completions", CHAT | {"n": 2, "stream": True}, 400, "n"),
+        ("chat/completions", CHAT | {"max_tokens": "many"}, 400, "max_tokens"),
+        ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+        ("completions", {"prompt": "a", "echo": True}, 400, "echo"),
+        ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
+        ("responses", {"input": "q", "text": {"format": {"type": "json_schema"}}}, 400, "response_format"),
+        ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
+        ("nothing", {}, 404, None),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_openais_format(
+    path: str, body: Any, status: int, param: str | None
+) -> None:
+    async def agent(session: AgentSession) -> None:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.key}"}, trust_env=False) as client:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            answer = await client.post(f"{session.base_url}/{path}", content=content)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (status, "invalid_request_error", param), error
+        assert error["message"]
+
+    _run(_policy(), agent)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools\\[0\\]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "role"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_anthropics_format(changes: dict[str, Any], message: str) -> None:
+    async def agent(session: AgentSession) -> None:
+        async with _anthropic(session) as client:
+            body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [user("q")], **changes}
+            with pytest.raises(anthropic.BadRequestError, match=message) as caught:
+                await client.messages.create(**body)
+            assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
+
+    _run(_policy(), agent)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_client_that_hangs_up_cancels_its_call(is_stream: bool) -> None:
+    policy = _policy("half of it", "whole", per_chunk=1, odd_tokens=1.0)
+
+    async def agent(session: AgentSession) -> None:
+        policy.gate = asyncio.Event()
+        headers = {"authorization": f"Bearer {session.key}"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            body = CHAT | {"stream": is_stream}
+            asking = asyncio.create_task(client.post(f"{session.base_url}/chat/completions", json=body))
+            async with asyncio.timeout(10):
+                while not (policy.served and policy.served[0].ids):
+                    await asyncio.sleep(0.001)
+                if not is_stream:
+                    asking.cancel()
+        # the client's session is closed, and its connection with it
+        async with asyncio.timeout(10):
+            while session._running:
+                await asyncio.sleep(0.001)
+        policy.gate.set()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with _openai(session) as other:
+            await other.chat.completions.create(model="m", messages=[user("q")])
+
+    _run(policy, agent)
+    assert not policy.served[0].is_whole
+
+
+def test_an_end_of_the_rollout_ends_a_stream_with_an_error() -> None:
+    policy = _policy("half of it", per_chunk=1, odd_tokens=1.0)
+
+    async def main() -> None:
+        async with serving(policy) as (_, session):
+            policy.gate = asyncio.Event()
+            async with _openai(session) as client:
+                asking = asyncio.create_task(
+                    client.chat.completions.create(model="m", messages=[user("q")], stream=True)
+                )
+                async with asyncio.timeout(10):
+                    while not (policy.served and policy.served[0].ids):
+                        await asyncio.sleep(0.001)
+                    session.close()
+                    with pytest.raises(openai.APIError, match="no rollout that is running"):
+                        async for _ in await asking:
+                            pass
+
+    asyncio.run(main())
+
+
+def test_rewards_by_http() -> None:
+    policy = _policy("a")
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            chat = await client.chat.completions.create(model="m", messages=[user("q")])
+            await client.post("/reward", body={"id": chat.id, "reward": 0.5}, cast_to=object)
+        assert session.completion(RolloutStatus.FINISHED).environment_rewards == {"agent": 0.5}
+
+    _run(policy, agent)
+
+
+def test_odd_letters_and_numbers_come_through() -> None:
+    """Half a surrogate pair, which Python's json writes, is no text for a tokenizer."""
+    policy = _policy("grüße 🙂", call_text(a=2**70, b=0.1))
+
+    async def agent(session: AgentSession) -> None:
+        async with httpx.AsyncClient(headers={"x-api-key": session.key}, trust_env=False) as client:
+            body = {"messages": [{"role": "user", "content": "\ud800 🙂"}], "temperature": 0.3}
+            answer = await client.post(f"{session.base_url}/chat/completions", content=json.dumps(body))
+            assert answer.json()["choices"][0]["message"]["content"] == "grüße 🙂"
+            called = await client.post(f"{session.base_url}/chat/completions", json=CHAT | {"tools": [ADD]})
+            arguments = called.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+            assert json.loads(arguments) == {"a": 2**70, "b": 0.1}
+
+    _run(policy, agent, num_branches=1)
+    assert "? 🙂" in policy.chat.completion_text(policy.served[0].request.token_ids)
+
+
+def test_256_agents_at_once() -> None:
+    policy = FakePolicy(renderer(), lambda request: f"hello {request.request_id}", per_chunk=4)
+
+    async def main() -> None:
+        client: Any = policy
+        async with AgentEndpoint(client, policy.chat) as endpoint:
+            given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
+            sessions = [endpoint.open(f"g0-r{n}", settings=given, seed=n) for n in range(256)]
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+                async def agent(session: AgentSession) -> None:
+                    messages = [user("q")]
+                    for _ in range(3):
+                        headers = {"authorization": f"Bearer {session.key}"}
+                        url = f"{session.base_url}/chat/completions"
+                        async with http.post(url, json={"messages": messages}, headers=headers) as answer:
+                            said = (await answer.json())["choices"][0]["message"]
+                        assert said["content"].startswith(f"hello {session.rollout_id}")
+                        messages += [said, user("more")]
+
+                await asyncio.gather(*map(agent, sessions))
+            for session in sessions:
+                completion = session.completion(RolloutStatus.FINISHED)
+                assert (len(completion.turns), completion.branches) == (3, [])
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
