@@ -193,9 +193,8 @@ async def _cost_of_agents(tokenizer: Any, url: str, options: argparse.Namespace,
         max_turns=options.turns,
         stop_token_ids=renderer.end_of_turn_ids,
     )
-    prompt_ids = renderer.prompt_ids(
-        [TaggedMessage(role="user", content=question, origin=Origin.PROMPT)], tools=[tool.schema]
-    )
+    message = TaggedMessage(role="user", content=question, origin=Origin.PROMPT)
+    prompt_ids = np.array(renderer.prompt_ids([message], tools=[tool.schema]), np.int32)
     client = InferenceClient(FixedServers([url]), token=None, request_timeout_s=TIMEOUT_S, wait_timeout_s=TIMEOUT_S)
     async with client, AgentEndpoint(client, renderer) as endpoint:
         if name == "agents":
