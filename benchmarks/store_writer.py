@@ -61,9 +61,9 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
         with RolloutStore(Path(folder), settings=RolloutRecordSection(block_mb=options.block_mb)) as store:
 
             def on() -> None:
-                scored, figures = groups.pop()
+                scored, stats = groups.pop()
                 append = functools.partial(
-                    store.append, scored.group, GroupStatus.TRAINED, 1, scored=scored, figures=figures
+                    store.append, scored.group, GroupStatus.TRAINED, 1, scored=scored, stats=stats
                 )
                 appends.append(seconds_of(append))
                 _work(matrix, loops)
@@ -96,7 +96,7 @@ def _measure(report: Report, options: argparse.Namespace) -> None:
     report.target("slow-down by the store, median %", median, at_most=options.max_percent)
 
 
-def _build_line(scored: Any, figures: dict[str, Any]) -> tuple[float, int]:
+def _build_line(scored: Any, stats: dict[str, Any]) -> tuple[float, int]:
     """Seconds that the line of a group takes to build, and its bytes."""
     from grpo_async.records import GroupStatus
     from grpo_async.store.lines import Entry, line_of
@@ -108,7 +108,7 @@ def _build_line(scored: Any, figures: dict[str, Any]) -> tuple[float, int]:
         step=1,
         written_at=0.0,
         scored=scored,
-        figures=figures,
+        stats=stats,
     )
     began = time.perf_counter()
     line = line_of(entry)
@@ -138,13 +138,13 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, dict[str, A
         RolloutStatus,
         ScoredGroup,
         TaggedMessage,
-        TokenFigures,
+        TokenStats,
         TurnRecord,
     )
 
     rng = np.random.default_rng(options.seed + group_id)
     count = options.tokens
-    completions, samples, figures = [], [], {}
+    completions, samples, stats = [], [], {}
     prompt_ids = rng.integers(0, 150_000, 100, dtype=np.int32)
 
     def numbers() -> Any:
@@ -177,18 +177,18 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, dict[str, A
                 truncated=False,
             )
         )
-        figures[rollout_id] = TokenFigures(
+        stats[rollout_id] = TokenStats(
             logprobs=numbers(),
             proximal_logprobs=numbers(),
             weights=numbers(),
             entropies=numbers(),
-            marks=np.zeros(count, dtype=np.uint8),  # type: ignore[arg-type]
+            flags=np.zeros(count, dtype=np.uint8),  # type: ignore[arg-type]
         )
     message = TaggedMessage(role="user", content="What is 3 + 4? " * 20, origin=Origin.PROMPT)
     prompt = Prompt(prompt_id=group_id, messages=[message], columns={"answer": "7"})
     group = RolloutGroup(group_id=group_id, prompt=prompt, completions=completions)
     rewards, parts = [1.0] * len(samples), [{"exact": 1.0}] * len(samples)
-    return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=parts), figures
+    return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=parts), stats
 
 
 if __name__ == "__main__":

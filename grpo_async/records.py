@@ -410,19 +410,19 @@ class RolloutSample:
         return int(self.policy_versions[self.loss_mask].min())
 
 
-class TokenMark(IntFlag):
+class TokenFlag(IntFlag):
     """What became of a token in the objective; several may hold."""
 
     CLIPPED_LOW = 1  # the ratio was below the clip range, and the clip took its gradient
     CLIPPED_HIGH = 2  # the ratio was above it
-    CORRECTED_AWAY = 4  # masked by the off-policy correction
+    IS_MASKED = 4  # masked by the off-policy correction
     OFF_POLICY = 8  # its sequence was left out by loss.off_policy_mask
     LOW_ENTROPY = 16  # left out by loss.top_entropy_quantile
     SKIPPED = 32  # the update was not finite and was not made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenFigures:
+class TokenStats:
     """What the trainer found for the trained tokens of one sample, in their order. All sequences have the length
     `num_trained_tokens`; they may be numpy arrays (float32, uint8).
 
@@ -434,7 +434,7 @@ class TokenFigures:
     proximal_logprobs: Sequence[float]
     weights: Sequence[float]
     entropies: Sequence[float]  # nats
-    marks: Sequence[int]  # TokenMark
+    flags: Sequence[int]  # TokenFlag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Wat
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures
+from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
@@ -160,11 +160,11 @@ class AsyncRolloutSource:
         status: GroupStatus,
         *,
         step: int,
-        figures: Mapping[str, TokenFigures] = MappingProxyType({}),
+        stats: Mapping[str, TokenStats] = MappingProxyType({}),
     ) -> None:
         for group in groups:
-            mine = {s.rollout_id: figures[s.rollout_id] for s in group.samples if s.rollout_id in figures}
-            self._worker.close_group(group.group, status, scored=group, step=step, figures=mine)
+            mine = {s.rollout_id: stats[s.rollout_id] for s in group.samples if s.rollout_id in stats}
+            self._worker.close_group(group.group, status, scored=group, step=step, stats=mine)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""

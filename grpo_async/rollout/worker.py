@@ -27,7 +27,7 @@ from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
 from grpo_async.inference.sampling import seed_of
-from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenFigures
+from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import OpenGroup, without_open_turns
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
@@ -303,19 +303,19 @@ class RolloutWorker:
         *,
         scored: ScoredGroup | None = None,
         step: int | None = None,
-        figures: Mapping[str, TokenFigures] | None = None,
+        stats: Mapping[str, TokenStats] | None = None,
     ) -> None:
         """Give a group its final status, in the ledger and in the store. Thread-safe.
 
         Args:
             scored: the group's rewards, if it got that far.
             step: the optimizer step that used or dropped it; None where no step saw it.
-            figures: of its trained tokens, by rollout id, where they are stored.
+            stats: of its trained tokens, by rollout id, where they are stored.
         """
         self._ledger.close_group(group.group_id, status)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
-        self._store.append(group, status, step, scored=scored, figures=figures)
+        self._store.append(group, status, step, scored=scored, stats=stats)
 
     def resume_state(self) -> ResumeState:
         """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's

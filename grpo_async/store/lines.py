@@ -1,6 +1,6 @@
 """Groups to lines of JSON.
 
-    RolloutGroup + ScoredGroup + TokenFigures... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
+    RolloutGroup + ScoredGroup + TokenStats... -> one line: {"schema", "seq", ..., "rollouts": [{...}, ...]}
 
 Example: ids [5, 6, 90, 7] with the mask [1, 1, 0, 1] and entropies [0.5, 0.25, 1.0] of the trained tokens: the line has
 "entropies": [0.5, 0.25, null, 1.0].
@@ -29,7 +29,7 @@ from grpo_async.records import (
     RolloutGroup,
     ScoredGroup,
     TaggedMessage,
-    TokenFigures,
+    TokenStats,
     TurnRecord,
 )
 from grpo_async.store.schema import SCHEMA
@@ -40,7 +40,7 @@ _MOST_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A group on its way to the disk. `scored` knows rewards and advantages, `figures` maps rollout ids to what the trainer found,
+    """A group on its way to the disk. `scored` knows rewards and advantages, `stats` maps rollout ids to what the trainer found,
     `written_at` is in seconds since the epoch."""
 
     seq: int
@@ -49,7 +49,7 @@ class Entry:
     step: int | None
     written_at: float
     scored: ScoredGroup | None = None
-    figures: Mapping[str, TokenFigures] = field(default_factory=dict)
+    stats: Mapping[str, TokenStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +66,13 @@ def line_of(entry: Entry) -> bytes:
     """One line of JSON with its line feed.
 
     Raises:
-        ValueError: figures that do not fit their rollout (see `check_figures`).
+        ValueError: stats that do not fit their rollout (see `check_stats`).
     """
     group = entry.group
     outcomes = _outcomes(entry.scored)
     shared_ids = group.completions[0].prompt_ids if group.completions else None
     rollouts = [
-        _rollout(each, outcomes.get(each.rollout_id, _Outcome()), entry.figures.get(each.rollout_id), shared_ids)
+        _rollout(each, outcomes.get(each.rollout_id, _Outcome()), entry.stats.get(each.rollout_id), shared_ids)
         for each in group.completions
     ]
     head = {
@@ -92,22 +92,22 @@ def line_of(entry: Entry) -> bytes:
     return b"".join((_dumps(head)[:-1], b',"rollouts":[', b",".join(rollouts), b"]}\n"))
 
 
-def check_figures(group: RolloutGroup, figures: Mapping[str, TokenFigures]) -> None:
+def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
     """
     Raises:
-        ValueError: figures of a rollout, or of one of its branches, do not have one entry per token that the policy sampled.
+        ValueError: stats of a rollout, or of one of its branches, do not have one entry per token that the policy sampled.
     """
     paths = {completion.sample_id(path): path for completion in group.completions for path in completion.paths}
     for name, path in paths.items():
-        found = figures.get(name)
+        found = stats.get(name)
         if found is None:
             continue
-        columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.marks)
+        columns = (found.logprobs, found.proximal_logprobs, found.weights, found.entropies, found.flags)
         lengths = [len(column) for column in columns]
         if set(lengths) != {path.num_own_tokens}:
             raise ValueError(
-                f"{name} has {path.num_own_tokens} sampled tokens; the trainer's figures "
-                f"(logprobs, proximal_logprobs, weights, entropies, marks) have {lengths}"
+                f"{name} has {path.num_own_tokens} sampled tokens; the trainer's stats "
+                f"(logprobs, proximal_logprobs, weights, entropies, flags) have {lengths}"
             )
 
 
@@ -139,7 +139,7 @@ def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
 
 
 def _rollout(
-    completion: RolloutCompletion, outcome: _Outcome, figures: TokenFigures | None, shared_ids: IntArray | None
+    completion: RolloutCompletion, outcome: _Outcome, stats: TokenStats | None, shared_ids: IntArray | None
 ) -> bytes:
     """The JSON object of one rollout. `shared_ids` are the group's prompt ids, which it need not repeat."""
     ids, mask = completion.prompt_ids, completion.completion_mask
@@ -164,27 +164,27 @@ def _rollout(
         "versions": completion.versions,
         "reset_messages": completion.prompt_messages,
         "extra": {**completion.reward_columns, **outcome.extra},
-        **(_NO_FIGURES if figures is None else _figures(figures, mask)),
+        **(_NO_STATS if stats is None else _stats(stats, mask)),
     }
     return _dumps(content)
 
 
-_NO_FIGURES = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
+_NO_STATS = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
 
 
-def _figures(figures: TokenFigures, mask: BoolArray) -> dict[str, Any]:
+def _stats(stats: TokenStats, mask: BoolArray) -> dict[str, Any]:
     """Lists of the length of the mask."""
     is_sampled = None if mask.all() else mask
-    marks: Any = np.ascontiguousarray(figures.marks, dtype=np.uint8)
+    flags: Any = np.ascontiguousarray(stats.flags, dtype=np.uint8)
     if is_sampled is not None:
-        rest = iter(marks.tolist())
-        marks = [next(rest) if sampled else None for sampled in mask.tolist()]
+        rest = iter(flags.tolist())
+        flags = [next(rest) if sampled else None for sampled in mask.tolist()]
     return {
-        "trainer_logprobs": _aligned(figures.logprobs, is_sampled),
-        "proximal_logprobs": _aligned(figures.proximal_logprobs, is_sampled),
-        "weights": _aligned(figures.weights, is_sampled),
-        "entropies": _aligned(figures.entropies, is_sampled),
-        "marks": marks,
+        "trainer_logprobs": _aligned(stats.logprobs, is_sampled),
+        "proximal_logprobs": _aligned(stats.proximal_logprobs, is_sampled),
+        "weights": _aligned(stats.weights, is_sampled),
+        "entropies": _aligned(stats.entropies, is_sampled),
+        "marks": flags,
     }
 
 

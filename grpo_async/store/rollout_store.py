@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenFigures
+from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenStats
 from grpo_async.store.blocks import (
     TEMPORARY_SUFFIX,
     Block,
@@ -35,7 +35,7 @@ from grpo_async.store.blocks import (
     read_branches,
     torn_bytes,
 )
-from grpo_async.store.lines import Entry, check_figures, line_of
+from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.metadata import MetadataFile
 from grpo_async.store.sealer import Sealer
 from grpo_async.utils.whole_lines import Writer
@@ -103,21 +103,21 @@ class RolloutStore(Writer):
         step: int | None,
         *,
         scored: ScoredGroup | None = None,
-        figures: Mapping[str, TokenFigures] | None = None,
+        stats: Mapping[str, TokenStats] | None = None,
     ) -> None:
         """Have one group written, soon. It must not be changed any more.
 
         Args:
             step: the optimizer step that used or dropped the group, None when no step saw it.
             scored: its rewards and advantages; None: it was never scored.
-            figures: what the trainer found, by rollout id.
+            stats: what the trainer found, by rollout id.
 
         Raises:
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
-            ValueError: figures that do not fit their rollout.
+            ValueError: stats that do not fit their rollout.
         """
-        figures = (figures or {}) if self._settings.token_figures else {}
-        check_figures(group, figures)
+        stats = (stats or {}) if self._settings.token_figures else {}
+        check_stats(group, stats)
         with self._changed:
             if self._is_closed:
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
@@ -136,7 +136,7 @@ class RolloutStore(Writer):
                 step=step,
                 written_at=time.time(),
                 scored=scored,
-                figures=figures,
+                stats=stats,
             )
             self._next_seq = entry.seq + 1
             self._queue.append(entry)

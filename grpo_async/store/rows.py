@@ -41,7 +41,7 @@ class RolloutRow:
     Where the mask is 0 (tool and environment tokens) the logprob is 0.0 and the version -1. `reward` and `advantage`
     are None for a rollout that was never scored. Numbers that are not finite are None.
 
-    `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `marks` (records.TokenMark) are what the trainer
+    `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `marks` (records.TokenFlag) are what the trainer
     found: aligned with `completion_ids`, None where the mask is 0; each is None as a whole where the trainer never saw the
     rollout, or `record.rollouts.token_figures` was off.
     """

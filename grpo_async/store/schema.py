@@ -53,7 +53,7 @@ _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
 
 def _fraction_flagged(bits: int) -> str:
     """The fraction of the tokens with a flag (the others are NULL) that have one of `bits`."""
-    return f"list_avg(list_transform(r.marks, lambda mark: if(mark & {bits} > 0, 1.0, if(mark IS NULL, NULL, 0.0))))"
+    return f"list_avg(list_transform(r.marks, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -115,7 +115,7 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("ratio_max", "DOUBLE", "Of `weights`", expression="list_max(r.weights)"),
     _rollout("clipped_share", "DOUBLE", "Fraction of the sampled tokens whose gradient the clip took",
              expression=_fraction_flagged(1 | 2)),
-    _rollout("masked_share", "DOUBLE", "Fraction of the sampled tokens left out for another reason (marks 4 to 32)",
+    _rollout("masked_share", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4 to 32)",
              expression=_fraction_flagged(4 | 8 | 16 | 32)),
     _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
              expression=f"list_avg({_MISMATCHES})"),

@@ -23,7 +23,7 @@ from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
-from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
@@ -242,7 +242,7 @@ class LeaderLoop:
         except RunError:
             logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
 
-    def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenFigures]]:
+    def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
         config, context = self._config, self._context
         lr = config.optimizer.lr * config.lr_factor(step - 1)
@@ -286,7 +286,7 @@ class LeaderLoop:
         return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
 
     def _close_groups(
-        self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenFigures], step: int
+        self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenStats], step: int
     ) -> list[RolloutSample]:
         """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
         made = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if is_made]
@@ -294,7 +294,7 @@ class LeaderLoop:
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
                 groups = [group for part in parts for group in part.groups]
-                self._source.close_groups(groups, status, step=step, figures=statistics)
+                self._source.close_groups(groups, status, step=step, stats=statistics)
         if made and skipped:
             logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
         return [sample for minibatch in made for sample in minibatch.samples]

@@ -3,7 +3,7 @@
     rank 0     TokenPlan         whose tokens each rank will have, in which order; `room` travels in the step's command
     each rank  TokenCollector    writes them one after another on the device, (5, room); one copy to the host
                   | CommandChannel.gather
-    rank 0     TokenPlan.by_rollout    TokenFigures by rollout id
+    rank 0     TokenPlan.by_rollout    TokenStats by rollout id
 
 Nothing here waits for the device: the copy is put in the stream before the transfer that every update ends with anyway. A token
 takes 20 bytes on its rank, and on rank 0 until its group is written.
@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from grpo_async.batching.plan import BatchPlan
-from grpo_async.records import RolloutSample, TokenFigures, TokenMark
+from grpo_async.records import RolloutSample, TokenFlag, TokenStats
 from grpo_async.training.loss import ObjectiveOutput
 
-_ROWS = ("logprobs", "proximal_logprobs", "weights", "entropies", "marks")
+_ROWS = ("logprobs", "proximal_logprobs", "weights", "entropies", "flags")
 _FLAGS = len(_ROWS) - 1
 
 
@@ -48,12 +48,12 @@ class TokenCollector:
             self._values[row, start:stop] = value.detach()
         flags = self._values[_FLAGS, start:stop]
         for flag, holds in (
-            (TokenMark.CLIPPED_LOW, output.token_loss.clipped_low),
-            (TokenMark.CLIPPED_HIGH, output.token_loss.clipped_high),
-            (TokenMark.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
-            (TokenMark.CORRECTED_AWAY, output.is_importance_masked),
-            (TokenMark.OFF_POLICY, output.is_off_policy),
-            (TokenMark.LOW_ENTROPY, output.has_low_entropy),
+            (TokenFlag.CLIPPED_LOW, output.token_loss.clipped_low),
+            (TokenFlag.CLIPPED_HIGH, output.token_loss.clipped_high),
+            (TokenFlag.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
+            (TokenFlag.IS_MASKED, output.is_importance_masked),
+            (TokenFlag.OFF_POLICY, output.is_off_policy),
+            (TokenFlag.LOW_ENTROPY, output.has_low_entropy),
         ):
             if holds is not None:
                 flags.add_(holds, alpha=float(flag))
@@ -117,7 +117,7 @@ class TokenPlan:
         """For the collector of every rank; 0 where nothing is stored, so that nothing need be collected."""
         return max(self._num_tokens) if self._places else 0
 
-    def by_rollout(self, collected: Sequence[torch.Tensor], updates: Sequence[bool]) -> dict[str, TokenFigures]:
+    def by_rollout(self, collected: Sequence[torch.Tensor], updates: Sequence[bool]) -> dict[str, TokenStats]:
         """Of each sample that is stored, by its rollout's id; the tokens of an update that was not made are flagged SKIPPED.
 
         Args:
@@ -130,7 +130,7 @@ class TokenPlan:
             numbers = collected[place.rank][:, place.start : place.stop].numpy().copy()
             flags = numbers[_FLAGS].astype(np.uint8)
             if not updates[place.minibatch]:
-                flags |= np.uint8(TokenMark.SKIPPED)
+                flags |= np.uint8(TokenFlag.SKIPPED)
             rows: dict[str, Any] = dict(zip(_ROWS, [*numbers[:_FLAGS], flags], strict=True))
-            found[place.rollout_id] = TokenFigures(**rows)
+            found[place.rollout_id] = TokenStats(**rows)
         return found

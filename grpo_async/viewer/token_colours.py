@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
-from grpo_async.records import TokenMark
+from grpo_async.records import TokenFlag
 from grpo_async.store import RolloutRow
 
 T = TypeVar("T")
@@ -89,13 +89,13 @@ PROBABILITY_BOUNDS = (0.9, 0.5, 0.1, 0.01)  # level 0 from 0.9 up
 ENTROPY_BOUNDS = (0.1, 0.5, 1.0, 2.0)  # nats; 0.69 is a fair choice between two tokens
 
 # The strongest first: a token has one colour, and its words have all marks.
-_MARKS: tuple[tuple[TokenMark, str, str], ...] = (
-    (TokenMark.SKIPPED, "skipped", "update skipped"),
-    (TokenMark.OFF_POLICY, "off-policy", "off policy"),
-    (TokenMark.CORRECTED_AWAY, "corrected-away", "masked by correction"),
-    (TokenMark.LOW_ENTROPY, "low-entropy", "low entropy"),
-    (TokenMark.CLIPPED_LOW, "clipped-low", "clipped low"),
-    (TokenMark.CLIPPED_HIGH, "clipped-high", "clipped high"),
+_MARKS: tuple[tuple[TokenFlag, str, str], ...] = (
+    (TokenFlag.SKIPPED, "skipped", "update skipped"),
+    (TokenFlag.OFF_POLICY, "off-policy", "off policy"),
+    (TokenFlag.IS_MASKED, "corrected-away", "masked by correction"),
+    (TokenFlag.LOW_ENTROPY, "low-entropy", "low entropy"),
+    (TokenFlag.CLIPPED_LOW, "clipped-low", "clipped low"),
+    (TokenFlag.CLIPPED_HIGH, "clipped-high", "clipped high"),
 )
 
 

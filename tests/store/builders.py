@@ -20,7 +20,7 @@ from grpo_async.records import (
     RolloutStatus,
     ScoredGroup,
     TaggedMessage,
-    TokenFigures,
+    TokenStats,
     ToolCallRecord,
     TurnRecord,
 )
@@ -182,15 +182,15 @@ def small_blocks(**changes: Any) -> RolloutRecordSection:
     return RolloutRecordSection().model_copy(update={"block_mb": 0.001, **changes})
 
 
-def build_figures(num_tokens: int, *, first: float = 0.0) -> TokenFigures:
-    """logprobs -1, -1.5, ...; proximal_logprobs 0.25 less; weights 1, 2, ...; entropies 0.5, 1.5, ...; marks 0, 1, 2, ..."""
+def build_stats(num_tokens: int, *, first: float = 0.0) -> TokenStats:
+    """logprobs -1, -1.5, ...; proximal_logprobs 0.25 less; weights 1, 2, ...; entropies 0.5, 1.5, ...; flags 0, 1, 2, ..."""
     steps = [first + index for index in range(num_tokens)]
-    return TokenFigures(
+    return TokenStats(
         logprobs=[-1.0 - 0.5 * step for step in steps],
         proximal_logprobs=[-1.25 - 0.5 * step for step in steps],
         weights=np.array([1.0 + step for step in steps], dtype=np.float32),  # type: ignore[arg-type]
         entropies=[0.5 + step for step in steps],
-        marks=np.array([index % 64 for index in range(num_tokens)], dtype=np.uint8),  # type: ignore[arg-type]
+        flags=np.array([index % 64 for index in range(num_tokens)], dtype=np.uint8),  # type: ignore[arg-type]
     )
 
 

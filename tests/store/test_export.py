@@ -20,10 +20,10 @@ from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     append,
     append_simple,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 
@@ -42,11 +42,11 @@ def folder(tmp_path: Path) -> Path:
             seal_block(lines, compression_level=3)
     with RolloutStore(found, seals_at_close=False) as store:
         tools = build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]})  # mask 1 1 0 0 1
-        append(store, tools, [], GroupStatus.FAILED, None, figures={"9-0": build_figures(3)})
+        append(store, tools, [], GroupStatus.FAILED, None, stats={"9-0": build_stats(3)})
         append(store, build_group(10, []), [], GroupStatus.CANCELLED, None)
         rollout = build_rollout("11-0", text='say "hi"\n\x1b[2J漢', logprobs=[-0.1, -1e-8, -2.5])
         sample = build_sample(11, rollout, 0.5)
-        append(store, build_group(11, [rollout]), [sample], GroupStatus.TRAINED, 9, figures={"11-0": build_figures(3)})
+        append(store, build_group(11, [rollout]), [sample], GroupStatus.TRAINED, 9, stats={"11-0": build_stats(3)})
     return found
 
 

@@ -21,20 +21,20 @@ from grpo_async.records import (
     RolloutSample,
     RolloutStatus,
     ScoredGroup,
-    TokenFigures,
+    TokenStats,
     ToolCallRecord,
     TurnRecord,
 )
-from grpo_async.store.lines import Entry, check_figures, line_of
+from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.rows import GroupRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
 from tests.store.builders import (
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
     build_scored,
+    build_stats,
     build_tool_rollout,
 )
 
@@ -100,10 +100,10 @@ def test_a_row_holds_everything_of_a_group() -> None:
     assert first.weights is second.marks is None
 
 
-def test_figures_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> None:
+def test_stats_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> None:
     tool, plain = build_tool_rollout("7-0"), build_rollout("7-1")
-    figures = {"7-0": build_figures(3), "7-1": build_figures(3, first=4.0), "of another group": build_figures(1)}
-    first, second = _row(build_group(7, [tool, plain]), figures=figures).rollouts
+    stats = {"7-0": build_stats(3), "7-1": build_stats(3, first=4.0), "of another group": build_stats(1)}
+    first, second = _row(build_group(7, [tool, plain]), stats=stats).rollouts
     assert first.mask == [1, 1, 0, 0, 1]
     assert first.trainer_logprobs == [-1.0, -1.5, None, None, -2.0]
     assert first.proximal_logprobs == [-1.25, -1.75, None, None, -2.25]
@@ -113,19 +113,19 @@ def test_figures_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() ->
     assert (second.weights, second.marks) == ([5.0, 6.0, 7.0], [0, 1, 2])
 
 
-@pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs", "weights", "entropies", "marks"])
-def test_figures_that_do_not_fit_their_rollout_are_refused(name: str) -> None:
-    figures: TokenFigures = replace(build_figures(3), **{name: [0, 0]})
+@pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs", "weights", "entropies", "flags"])
+def test_stats_that_do_not_fit_their_rollout_are_refused(name: str) -> None:
+    stats: TokenStats = replace(build_stats(3), **{name: [0, 0]})
     with pytest.raises(ValueError, match=r"7-0 has 3 sampled tokens; .* have \[.*2.*\]"):
-        check_figures(build_group(7, [build_tool_rollout("7-0")]), {"7-0": figures})
-    check_figures(build_group(7, [build_tool_rollout("7-0")]), {"7-0": build_figures(3), "7-9": figures})
+        check_stats(build_group(7, [build_tool_rollout("7-0")]), {"7-0": stats})
+    check_stats(build_group(7, [build_tool_rollout("7-0")]), {"7-0": build_stats(3), "7-9": stats})
 
 
 def test_numbers_that_are_not_finite_are_missing() -> None:
-    figures = replace(build_figures(2), weights=[float("inf"), 1.0], entropies=[float("nan"), 2.0])
+    stats = replace(build_stats(2), weights=[float("inf"), 1.0], entropies=[float("nan"), 2.0])
     completion = build_rollout("1-0", ids=(5, 6), logprobs=[-float("inf"), -0.5])
     sample = build_sample(1, completion, float("nan"))
-    (rollout,) = _row(build_group(1, [completion]), [sample], figures={"1-0": figures}).rollouts
+    (rollout,) = _row(build_group(1, [completion]), [sample], stats={"1-0": stats}).rollouts
     assert (rollout.weights, rollout.entropies, rollout.logprobs) == ([None, 1.0], [None, 2.0], [None, -0.5])
     assert rollout.reward is None
 

@@ -19,21 +19,21 @@ from grpo_async.store.time_limit import time_limit
 from tests.store.builders import (
     append,
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 
 
 def _fill(store: RolloutStore) -> None:
-    """Seven groups: trained with figures, filtered, stale, failed, cancelled, trained in a later step, failed without a rollout."""
+    """Seven groups: trained with stats, filtered, stale, failed, cancelled, trained in a later step, failed without a rollout."""
     first = [build_rollout("a0", text="Paris is it", ids=range(3)), build_rollout("a1", truncated=True, version=1)]
     samples = [build_sample(1, first[0], 1.0, 0.7), build_sample(1, first[1], 0.0, -0.7)]
-    on_policy = replace(build_figures(3), weights=[1.0] * 3, entropies=[0.0] * 3, marks=[0] * 3)
-    figures = {"a0": build_figures(3), "a1": on_policy}
-    append(store, build_group(1, first, answer=9, level="007"), samples, GroupStatus.TRAINED, 3, figures=figures)
+    on_policy = replace(build_stats(3), weights=[1.0] * 3, entropies=[0.0] * 3, flags=[0] * 3)
+    stats = {"a0": build_stats(3), "a1": on_policy}
+    append(store, build_group(1, first, answer=9, level="007"), samples, GroupStatus.TRAINED, 3, stats=stats)
     tools = [build_tool_rollout("b0"), build_failed_rollout("b1", "a timeout of 5 s")]
     scored = ScoredGroup(
         group=build_group(2, tools), samples=[], rewards=[0.5], reward_parts=[{"exact": 0.5, "odd name": 2.0}],

@@ -23,9 +23,9 @@ from tests.store.builders import (
     OpenStore,
     append,
     append_simple,
-    build_figures,
     build_group,
     build_rollout,
+    build_stats,
     small_blocks,
     write_groups,
 )
@@ -72,7 +72,7 @@ def test_the_statistics_of_the_trainer_are_stored_unless_they_are_switched_off(
     group = build_group(1, [build_rollout("1-0")])
     for is_on in (True, False):
         store = open_store(tmp_path / str(is_on), settings=small_blocks(token_figures=is_on))
-        append(store, group, [], GroupStatus.TRAINED, 1, figures={"1-0": build_figures(3)})
+        append(store, group, [], GroupStatus.TRAINED, 1, stats={"1-0": build_stats(3)})
         store.flush()
     (on,), (off,) = (read_groups(tmp_path / str(is_on))[0].rollouts for is_on in (True, False))
     assert on.weights == [1.0, 2.0, 3.0]
@@ -235,15 +235,15 @@ def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the
     with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
         _append(store, 0)
     caplog.clear()
-    with pytest.raises(ValueError, match="figures"), RolloutStore(tmp_path / "b") as store:
+    with pytest.raises(ValueError, match="stats"), RolloutStore(tmp_path / "b") as store:
         _append_and_fail(store)
     assert "Group 1 is lost" in caplog.text
 
 
 def _append_and_fail(store: RolloutStore) -> None:
     _append(store, 1)
-    figures = {"2-0": build_figures(1)}  # for three tokens
-    append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, figures=figures)
+    stats = {"2-0": build_stats(1)}  # for three tokens
+    append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, stats=stats)
 
 
 def test_what_was_not_sealed_at_the_end_is_sealed_later(tmp_path: Path) -> None:

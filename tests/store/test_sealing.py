@@ -29,10 +29,10 @@ from tests.store.builders import (
     append,
     append_simple,
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
     seal_all,
     small_blocks,
@@ -49,8 +49,8 @@ def _fill(store: RolloutStore, rows: range) -> None:
         group = build_group(group_id, [tool, plain, build_failed_rollout(f"{group_id}-2", "'; DROP TABLE x; --")])
         match group_id % 4:
             case 0:
-                figures = {tool.rollout_id: build_figures(3), plain.rollout_id: build_figures(3, first=0.1)}
-                append(store, group, [tool_sample, sample], GroupStatus.TRAINED, group_id, figures=figures)
+                stats = {tool.rollout_id: build_stats(3), plain.rollout_id: build_stats(3, first=0.1)}
+                append(store, group, [tool_sample, sample], GroupStatus.TRAINED, group_id, stats=stats)
             case 1:
                 scored = ScoredGroup(
                     group=group,
@@ -107,9 +107,7 @@ def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenS
     other = build_rollout("7-2")
     samples = [build_sample(7, tool, 0.5, advantage=1.25), build_sample(7, other, 1.5)]
     store = open_store(tmp_path)
-    append(
-        store, build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, figures={"7-0": build_figures(3)}
-    )
+    append(store, build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, stats={"7-0": build_stats(3)})
     store.close()
     (block,) = find_blocks(tmp_path)
     rows = connection.execute(select_from_lines(1), [str(block.path)]).fetchall()

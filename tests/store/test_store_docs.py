@@ -19,10 +19,10 @@ from grpo_async.store.schema import COLUMNS
 from tests.store.builders import (
     append,
     append_simple,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 
@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
                      GroupStatus.TRAINED, 4)  # fmt: skip
         rollout = build_rollout("10-0")
         append(store, build_group(10, [rollout]), [build_sample(10, rollout, 1.0)], GroupStatus.TRAINED, 4,
-                     figures={"10-0": build_figures(3)})  # fmt: skip
+                     stats={"10-0": build_stats(3)})  # fmt: skip
     for name in ("rollouts.parquet", "rollouts.jsonl"):
         export_rollouts(folder, found / name, "parquet" if name.endswith("parquet") else "jsonl", parse_query(""))
     return found

@@ -18,10 +18,10 @@ from tests.store.builders import (
     OpenStore,
     append,
     append_simple,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 from tests.support.stored import read_groups
@@ -70,15 +70,15 @@ def test_a_sort_that_cannot_be_is_an_error(table: RolloutTable, sort: str) -> No
         table.group_page(sort=sort)
 
 
-def test_a_rollout_in_a_table_has_its_figures_and_the_beginning_of_its_texts(
+def test_a_rollout_in_a_table_has_its_stats_and_the_beginning_of_its_texts(
     open_store: OpenStore, tmp_path: Path
 ) -> None:
     long = "x" * 1000
     rollout = build_rollout("r", text=long, version=3)
     with open_store(tmp_path) as store:
-        figures = {"r": build_figures(3)}
+        stats = {"r": build_stats(3)}
         group = build_group(9, [rollout], text=long)
-        append(store, group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, figures=figures)
+        append(store, group, [build_sample(9, rollout, 0.5, -1.0)], GroupStatus.TRAINED, 5, stats=stats)
     with RolloutTable.open(tmp_path) as table:
         (found,) = table.page()
     assert (found.rollout_id, found.group_id, found.prompt_id, found.step) == ("r", 9, 109, 5)
@@ -171,7 +171,7 @@ def test_facets_are_the_most_frequent_values(table: RolloutTable) -> None:
     assert table.facets("columns['answer']") == [("1", 1)]
 
 
-def test_the_figures_of_each_step(table: RolloutTable) -> None:
+def test_the_stats_of_each_step(table: RolloutTable) -> None:
     first, second, unseen = table.by_step()
     assert [each.step for each in (first, second, unseen)] == [1, 2, None]
     assert (first.num_rollouts, first.num_groups, first.num_unscored) == (4, 2, 0)

@@ -17,7 +17,7 @@ from grpo_async.store.query import parse_query
 from grpo_async.store.schema import SCHEMA
 from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
-from tests.store.builders import append, build_figures, build_group, build_rollout, build_sample, build_tool_rollout
+from tests.store.builders import append, build_group, build_rollout, build_sample, build_stats, build_tool_rollout
 
 pytestmark = pytest.mark.slow
 
@@ -54,9 +54,9 @@ def _write_one_block(folder: Path) -> Path:
             rewards = [0.0 if group_id % 10 == 0 else index % 5 / 4 for index in range(GROUP_SIZE)]
             samples = [build_sample(group_id, each, reward) for each, reward in zip(rollouts, rewards, strict=True)]
             group = build_group(group_id, rollouts, text=f"question {group_id % 30}", answer=group_id % 20)
-            figures = {each.rollout_id: build_figures(each.num_sampled_tokens) for each in rollouts[:2]}
+            stats = {each.rollout_id: build_stats(each.num_sampled_tokens) for each in rollouts[:2]}
             step = group_id // 5 + 1 + group_id % 4
-            append(store, group, samples, GroupStatus.TRAINED, step, figures=figures)
+            append(store, group, samples, GroupStatus.TRAINED, step, stats=stats)
     (block,) = find_blocks(folder)
     return seal_block(block.path, compression_level=3)
 

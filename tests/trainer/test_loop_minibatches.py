@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.records import GroupStatus, ScoredGroup, TokenFigures, TokenMark
+from grpo_async.records import GroupStatus, ScoredGroup, TokenFlag, TokenStats
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
@@ -29,7 +29,7 @@ class _Source(FakeSource):
         self._cut = cut
         self._kept = kept
         self.closed: list[tuple[list[int], GroupStatus]] = []
-        self.statistics: list[Mapping[str, TokenFigures]] = []
+        self.statistics: list[Mapping[str, TokenStats]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
         groups = [_with_own_ids(make_scored(index, has_samples=index != 1)) for index in range(num_groups)]
@@ -38,13 +38,11 @@ class _Source(FakeSource):
     def stores(self, group_id: int) -> bool:
         return group_id in self._kept
 
-    def close_groups(
-        self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, figures: Any = None
-    ) -> None:
+    def close_groups(self, groups: Sequence[ScoredGroup], status: GroupStatus, *, step: int, stats: Any = None) -> None:
         assert step == 1
         self.closed.append(([group.group.group_id for group in groups], status))
-        if figures is not None:
-            self.statistics.append(figures)
+        if stats is not None:
+            self.statistics.append(stats)
 
 
 def _one_step(
@@ -125,8 +123,8 @@ def test_the_statistics_of_both_ranks_come_back_to_their_rollouts_and_those_of_a
             "g2-r0": [3.0, 4.0], "g2-r1": [103.0, 104.0],
             "g3-r0": [5.0, 6.0], "g3-r1": [105.0, 106.0],
         }  # fmt: skip
-        assert [int(mark) for mark in statistics["g0-r0"].marks] == [1, 2]
-        assert [int(mark) for mark in statistics["g2-r0"].marks] == [3 | TokenMark.SKIPPED, 4 | TokenMark.SKIPPED]
+        assert [int(flag) for flag in statistics["g0-r0"].flags] == [1, 2]
+        assert [int(flag) for flag in statistics["g2-r0"].flags] == [3 | TokenFlag.SKIPPED, 4 | TokenFlag.SKIPPED]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from grpo_async.batching.minibatch import split_groups
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.records import RolloutSample, ScoredGroup, TokenFigures
+from grpo_async.records import RolloutSample, ScoredGroup, TokenStats
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.loss import Objective
@@ -92,8 +92,8 @@ def make_context(model: str, config: ExperimentConfig, *, reference: str | None,
     )
 
 
-def as_lists(statistics: Mapping[str, TokenFigures]) -> dict[str, dict[str, list[float]]]:
-    names = ("logprobs", "proximal_logprobs", "weights", "entropies", "marks")
+def as_lists(statistics: Mapping[str, TokenStats]) -> dict[str, dict[str, list[float]]]:
+    names = ("logprobs", "proximal_logprobs", "weights", "entropies", "flags")
     return {key: {name: [float(v) for v in getattr(row, name)] for name in names} for key, row in statistics.items()}
 
 

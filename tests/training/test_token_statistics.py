@@ -16,7 +16,7 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss
 from grpo_async.config.model_sections import OptimizerSection
-from grpo_async.records import RolloutSample, TokenFigures, TokenMark
+from grpo_async.records import RolloutSample, TokenFlag, TokenStats
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
@@ -71,7 +71,7 @@ def _plan_and_pack(
 
 def _step(
     model: Path, section: BaseLoss, minibatches: Sequence[Sequence[RolloutSample]], **settings: Any
-) -> tuple[dict[str, TokenFigures], StepResult, Policy]:
+) -> tuple[dict[str, TokenStats], StepResult, Policy]:
     """One step on one rank without a process group; the statistics of the samples that are stored."""
     policy, optimizer = _build(model)
     plan, packed = _plan_and_pack(minibatches, **settings)
@@ -94,7 +94,7 @@ def _train(
 
 
 def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) -> dict[str, list[list[float]]]:
-    """What the objective says of each sample, one alone in a forward. Rows of logprob, proximal logprob, weight, entropy, marks."""
+    """What the objective says of each sample, one alone in a forward. Rows of logprob, proximal logprob, weight, entropy, flags."""
     objective = Objective(section)
     batches = [_plan_and_pack([[sample]])[1][0][0] for sample in samples]
     with torch.no_grad():
@@ -108,27 +108,27 @@ def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) 
         # a user's loss has to have a gradient
         known = replace(output, logprobs=output.logprobs.clone().requires_grad_())
         terms = objective(known, batch, old=old)
-        marks = torch.zeros_like(output.logprobs)
-        for mark, holds in (
-            (TokenMark.CLIPPED_LOW, terms.token_loss.clipped_low),
-            (TokenMark.CLIPPED_HIGH, terms.token_loss.clipped_high),
-            (TokenMark.CLIPPED_HIGH, terms.token_loss.is_capped),
-            (TokenMark.CORRECTED_AWAY, terms.is_importance_masked),
-            (TokenMark.OFF_POLICY, terms.is_off_policy),
-            (TokenMark.LOW_ENTROPY, ~has_high),
+        flags = torch.zeros_like(output.logprobs)
+        for flag, holds in (
+            (TokenFlag.CLIPPED_LOW, terms.token_loss.clipped_low),
+            (TokenFlag.CLIPPED_HIGH, terms.token_loss.clipped_high),
+            (TokenFlag.CLIPPED_HIGH, terms.token_loss.is_capped),
+            (TokenFlag.IS_MASKED, terms.is_importance_masked),
+            (TokenFlag.OFF_POLICY, terms.is_off_policy),
+            (TokenFlag.LOW_ENTROPY, ~has_high),
         ):
-            marks += 0.0 if holds is None else float(mark) * holds
-        columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, marks)
+            flags += 0.0 if holds is None else float(flag) * holds
+        columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, flags)
         rows[sample.rollout_id] = [column.tolist() for column in columns]
     return rows
 
 
-def _rows(figures: TokenFigures) -> list[list[float]]:
-    columns = (figures.logprobs, figures.proximal_logprobs, figures.weights, figures.entropies, figures.marks)
+def _rows(stats: TokenStats) -> list[list[float]]:
+    columns = (stats.logprobs, stats.proximal_logprobs, stats.weights, stats.entropies, stats.flags)
     return [[float(value) for value in column] for column in columns]
 
 
-def _assert_rows(found: Mapping[str, TokenFigures], expected: Mapping[str, list[list[float]]]) -> None:
+def _assert_rows(found: Mapping[str, TokenStats], expected: Mapping[str, list[list[float]]]) -> None:
     assert found.keys() == expected.keys()
     for rollout_id, rows in expected.items():
         mine = _rows(found[rollout_id])
@@ -145,26 +145,26 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
     samples[1] = replace(samples[1], loss_mask=[0] * len(samples[1].loss_mask))  # has no statistics
     trained = [samples[0], *samples[2:]]
     for values in LOSSES.values():
-        figures, _, _ = _step(tiny_model, loss_section(**values), [samples])
-        _assert_rows(figures, _alone(_build(tiny_model)[0], loss_section(**values), trained))
-        bits |= int(np.bitwise_or.reduce(np.concatenate([row.marks for row in figures.values()])))
+        stats, _, _ = _step(tiny_model, loss_section(**values), [samples])
+        _assert_rows(stats, _alone(_build(tiny_model)[0], loss_section(**values), trained))
+        bits |= int(np.bitwise_or.reduce(np.concatenate([row.flags for row in stats.values()])))
     for sample in trained:
-        mine = figures[sample.rollout_id]
-        assert len(mine.logprobs) == len(mine.marks) == sample.num_trained_tokens < sum(map(bool, sample.token_ids))
-    assert {mark for mark in TokenMark if mark & bits} == set(TokenMark) - {TokenMark.SKIPPED}, "the cases say little"
+        mine = stats[sample.rollout_id]
+        assert len(mine.logprobs) == len(mine.flags) == sample.num_trained_tokens < sum(map(bool, sample.token_ids))
+    assert {flag for flag in TokenFlag if flag & bits} == set(TokenFlag) - {TokenFlag.SKIPPED}, "the cases say little"
 
 
 def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
-    """To the last bit: a synchronous run is the same whether it stores figures or not."""
+    """To the last bit: a synchronous run is the same whether it stores stats or not."""
     section = loss_section(**_RECOMPUTED, correction=_TOKENS, top_entropy_quantile=0.7)
     samples = _samples()
     halves = [samples[:6], samples[6:]]
-    with_figures, without = (
+    with_stats, without = (
         _step(tiny_model, section, halves, stored=lambda sample, stored=stored: stored) for stored in (True, False)
     )
     assert without[0] == {}
-    assert with_figures[1].metrics == without[1].metrics
-    for one, other in zip(with_figures[2].parameters(), without[2].parameters(), strict=True):
+    assert with_stats[1].metrics == without[1].metrics
+    for one, other in zip(with_stats[2].parameters(), without[2].parameters(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -207,7 +207,7 @@ def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
         mine = other["statistics"][rollout_id]
         for name in ("logprobs", "proximal_logprobs", "weights", "entropies"):
             assert mine[name] == pytest.approx(rows[name], rel=2e-4, abs=1e-4), (rollout_id, name)
-        assert mine["marks"] == rows["marks"], rollout_id
+        assert mine["flags"] == rows["flags"], rollout_id
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_every_rollout_has_the_same_statistics_however_a_step_is_cut(
     )
     for name in ON_RANKS:
         assert len(plain[name]["statistics"]) == 12
-        assert {mark for row in plain[name]["statistics"].values() for mark in row["marks"]} - {0.0}, (
+        assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, (
             "no token is marked"
         )
         _assert_same_statistics(plain[name], found[name])
@@ -247,8 +247,8 @@ def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
     assert sorted(every["statistics"]) == ["g0-r0", "g0-r1", "g1-r0", "g1-r1"]
     assert sorted(alone["statistics"]) == ["g0-r0", "g0-r1"]
     for rollout_id, rows in every["statistics"].items():
-        assert {int(mark) & TokenMark.SKIPPED for mark in rows["marks"]} == {
-            TokenMark.SKIPPED if rollout_id.startswith("g1") else 0
+        assert {int(flag) & TokenFlag.SKIPPED for flag in rows["flags"]} == {
+            TokenFlag.SKIPPED if rollout_id.startswith("g1") else 0
         }
     kept = {"statistics": {key: rows for key, rows in every["statistics"].items() if key.startswith("g0")}}
     _assert_same_statistics(alone, kept)

@@ -23,10 +23,10 @@ from tests.store.builders import (
     append,
     append_simple,
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 from tests.support.stored import read_groups
@@ -142,8 +142,8 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
     ]
     # with what the trainer found, and with texts
     ids = [5, 6, 90, 91, 7]
-    figures = {"7-0": build_figures(3)}
-    row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, figures=figures)
+    stats = {"7-0": build_stats(3)}
+    row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, stats=stats)
     tokenizer = byte_tokenizer()
     lines = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer))).splitlines()[-7:-1]
     assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "marks"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.records import RolloutStatus, TokenMark
+from grpo_async.records import RolloutStatus, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
@@ -41,7 +41,7 @@ def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
     }  # fmt: skip
     for advantage, name in expected.items():
         assert token_classes(ColourMode.ADVANTAGE, _rollout([1], advantage=advantage)) == [name]
-    clipped = _rollout([1, 1, 0], advantage=2.0, marks=[0, TokenMark.CLIPPED_HIGH, None])
+    clipped = _rollout([1, 1, 0], advantage=2.0, marks=[0, TokenFlag.CLIPPED_HIGH, None])
     assert token_classes(ColourMode.ADVANTAGE, clipped) == ["up-3", "no-gradient", "untrained"]
     entries = _entries(ColourMode.ADVANTAGE, clipped)
     assert [text for _, text in entries] == [
@@ -79,7 +79,7 @@ def test_neighbouring_versions_differ_and_the_legend_names_those_that_are_there(
 
 
 def test_the_strongest_mark_gives_the_colour_and_all_are_named() -> None:
-    marks = TokenMark.CLIPPED_LOW | TokenMark.CORRECTED_AWAY
+    marks = TokenFlag.CLIPPED_LOW | TokenFlag.IS_MASKED
     rollout = _rollout([1, 1], marks=[0, marks])
     assert token_classes(ColourMode.MARKS, rollout) == ["trained", "corrected-away"]
     assert mark_words(marks) == ["masked by correction", "clipped low"]
@@ -89,7 +89,7 @@ def test_the_strongest_mark_gives_the_colour_and_all_are_named() -> None:
 
 @pytest.mark.parametrize("mode", list(ColourMode))
 def test_every_class_has_its_colours_and_its_entry_in_the_legend(mode: ColourMode) -> None:
-    for mark in (0, *TokenMark):
+    for mark in (0, *TokenFlag):
         rollout = _rollout([1], marks=[mark], entropies=[1.0], trainer_logprobs=[-1.3])
         named = dict(_entries(mode, rollout))
         (name,) = token_classes(mode, rollout)

@@ -20,10 +20,10 @@ from tests.store.builders import (
     append,
     append_simple,
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 
@@ -35,12 +35,12 @@ DEADLINE_S = 120.0
 
 
 def fill(store: RolloutStore) -> None:
-    """Groups 0..5 in steps 1..4: plain, with tools and figures, stale, failed, hostile, and the prompt of group 0 again."""
+    """Groups 0..5 in steps 1..4: plain, with tools and stats, stale, failed, hostile, and the prompt of group 0 again."""
     append_simple(store, 0, step=1, rewards=(0.0, 0.5), text="what is 1 + 1?", answer="three or four")
     calling, plain = build_tool_rollout("1-0"), build_rollout("1-1", ids=(5, 6, 7, 8))
-    figures = {"1-0": build_figures(3), "1-1": build_figures(4)}
+    stats = {"1-0": build_stats(3), "1-1": build_stats(4)}
     samples = [build_sample(1, calling, 1.0, 0.75), build_sample(1, plain, 0.0, -0.75)]
-    append(store, build_group(1, [calling, plain], answer="3"), samples, GroupStatus.TRAINED, 2, figures=figures)
+    append(store, build_group(1, [calling, plain], answer="3"), samples, GroupStatus.TRAINED, 2, stats=stats)
     append_simple(store, 2, step=3, status=GroupStatus.STALE, truncated=True, num_tokens=9, text="count sheep")
     append(store, build_group(3, [build_failed_rollout("3-0", HOSTILE)]), [], GroupStatus.FAILED, None)
     append_simple(store, 4, step=3, text=HOSTILE, answer=HOSTILE)

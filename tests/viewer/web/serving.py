@@ -21,10 +21,10 @@ from grpo_async.viewer.web.sources import Library
 from tests.store.builders import (
     append,
     build_failed_rollout,
-    build_figures,
     build_group,
     build_rollout,
     build_sample,
+    build_stats,
     build_tool_rollout,
 )
 
@@ -109,18 +109,18 @@ def append_group(
     name: str = "exact",
     **columns: object,
 ) -> None:
-    """With what the trainer found for each token (`build_figures`); the advantage is the reward less the mean of the group."""
+    """With what the trainer found for each token (`build_stats`); the advantage is the reward less the mean of the group."""
     mean = sum(rewards) / len(rewards)
     pairs = zip(completions, rewards, strict=True)
     samples = [replace(build_sample(group_id, each, r, r - mean), rewards={name: r}) for each, r in pairs]
-    figures = {each.rollout_id: build_figures(sum(each.completion_mask)) for each in completions}
+    stats = {each.rollout_id: build_stats(sum(each.completion_mask)) for each in completions}
     append(
         store,
         build_group(group_id, completions, text=prompt, **columns),
         samples,
         GroupStatus.TRAINED,
         step,
-        figures=figures,
+        stats=stats,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_async.records import GroupStatus, TokenMark
+from grpo_async.records import GroupStatus, TokenFlag
 from grpo_async.store.rows import RolloutRow
 from tests.e2e.conftest import GoldenRun
 from tests.support.stored import read_groups
 
 
-def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_means(golden_run: GoldenRun) -> None:
+def test_every_trained_token_of_a_run_has_its_stats_and_the_metrics_are_their_means(golden_run: GoldenRun) -> None:
     """Two updates in a step, weights that are pushed while groups are generated."""
     run = golden_run.run
     trained: dict[int, list[RolloutRow]] = {}
@@ -23,23 +23,23 @@ def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_
             else:
                 assert rollout.weights is None
     assert sorted(trained) == [1, 2, 3, 4, 5, 6]
-    marks_seen = 0
+    flags_seen = 0
     for line in run.metrics():
         rollouts = trained[int(line["step"])]
-        figures = {name: _of(rollouts, name) for name in ("trainer_logprobs", "weights", "entropies", "marks")}
+        stats = {name: _of(rollouts, name) for name in ("trainer_logprobs", "weights", "entropies", "marks")}
         sampler = np.concatenate([np.array(r.logprobs, dtype=np.float64)[np.array(r.mask) == 1] for r in rollouts])
-        weights, difference = figures["weights"], np.abs(figures["trainer_logprobs"] - sampler)
+        weights, difference = stats["weights"], np.abs(stats["trainer_logprobs"] - sampler)
         assert len(weights) == line["num_tokens"]
         assert weights.mean() == pytest.approx(line["sampling/importance_sampling_ratio/mean"], rel=1e-6)
         assert weights.max() == pytest.approx(line["sampling/importance_sampling_ratio/max"], rel=1e-6)
         assert weights == pytest.approx(
-            np.exp(figures["trainer_logprobs"] - _of(rollouts, "proximal_logprobs")), rel=1e-4
+            np.exp(stats["trainer_logprobs"] - _of(rollouts, "proximal_logprobs")), rel=1e-4
         )
-        assert figures["entropies"].mean() == pytest.approx(line["entropy"], rel=1e-5)
+        assert stats["entropies"].mean() == pytest.approx(line["entropy"], rel=1e-5)
         assert difference.mean() == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4, abs=1e-6)
-        clipped = (figures["marks"].astype(int) & (TokenMark.CLIPPED_LOW | TokenMark.CLIPPED_HIGH)) > 0
+        clipped = (stats["marks"].astype(int) & (TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH)) > 0
         assert clipped.mean() == pytest.approx(line["clip_ratio/region_mean"])
-        marks_seen += int(clipped.sum())
+        flags_seen += int(clipped.sum())
         ages = [line["step"] - 1 - version for r in rollouts for version in r.versions if version >= 0]
         for age in (0, 1):
             assert ages.count(age) / len(ages) == pytest.approx(line.get(f"async/staleness/{age}", 0.0))
@@ -49,11 +49,11 @@ def test_every_trained_token_of_a_run_has_its_figures_and_the_metrics_are_their_
         assert sum(shares) == pytest.approx(1.0)
         assert line["pipeline/training_fraction"] > 0.0
         assert line["reward_min"] <= line["reward_p10"] <= line["reward_p50"] <= line["reward_max"]
-    assert marks_seen, "no token was clipped: the comparison of marks says little"
+    assert flags_seen, "no token was clipped: the comparison of flags says little"
 
 
 def _of(rollouts: list[RolloutRow], name: str) -> np.ndarray:
-    """The figures of the sampled tokens of all these rollouts; fails where one is missing, or one too many is there."""
+    """The stats of the sampled tokens of all these rollouts; fails where one is missing, or one too many is there."""
     found = []
     for rollout in rollouts:
         values = getattr(rollout, name)
