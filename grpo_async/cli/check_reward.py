@@ -13,6 +13,7 @@ import typer
 from grpo_async.cli.errors import FAILURE
 from grpo_async.cli.options import ConfigArgument, SetOption
 from grpo_async.utils.console import stdout_console
+from grpo_async.utils.text import shortlist
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,17 +188,11 @@ def _sentence(finding: Finding) -> Any:
 
     text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
     text.append(f"{one_line(finding.what, 400)} {one_line(finding.do, 400)}", style="default not bold not dim")
-    where = [f"inputs: {_named(finding.inputs)}"] if finding.inputs else []
-    where += [f"rows: {_named([str(row) for row in finding.rows])}"] if finding.rows else []
+    where = [f"inputs: {shortlist(finding.inputs, ', ', most=_MOST_NAMED)}"] if finding.inputs else []
+    where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', most=_MOST_NAMED)}"] if finding.rows else []
     if where:
         text.append(f"\n    {'; '.join(where)}", style="dim")
     return text
-
-
-def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMED]) + (
-        f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    )
 
 
 def _numbers(scores: Scores | None) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 from grpo_async.config.data_sections import EnvironmentSource, Source
 from grpo_async.data.rows import Row, Rows
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import shortlist
 
 _ALWAYS = frozenset({"environment"})  # chooses the environment: another one is another task
 
@@ -104,9 +105,8 @@ def find_leaks(train: Rows, evaluation: Rows, columns: Collection[str]) -> str |
     ]
     if not leaks:
         return None
-    shown = "; ".join(f"{place} is also {other}" for place, other in leaks[:_NUM_SHOWN])
-    more = f"; and {len(leaks) - _NUM_SHOWN} more" if len(leaks) > _NUM_SHOWN else ""
-    return f"{len(leaks)} of {len(evaluation)} prompts to evaluate on are trained on as well: {shown}{more}"
+    shown = shortlist([f"{place} is also {other}" for place, other in leaks], most=_NUM_SHOWN)
+    return f"{len(leaks)} of {len(evaluation)} prompts to evaluate on are trained on as well: {shown}"
 
 
 def _hash(key: str, seed: int) -> float:

@@ -24,6 +24,7 @@ from grpo_async.inference.connect import is_answer
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
+from grpo_async.utils.text import shortlist
 from grpo_async.weights.calls import PushFailedError
 from grpo_async.weights.push import TRACK, push_weights
 from grpo_async.weights.transport import WeightTransport
@@ -222,10 +223,8 @@ class FleetSync:
             return False
         problems = self._parameters.problems(served)
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ConfigError(
-                f"{server.name} serves another model than model.path: {self._config.model.path}: "
-                f"{'; '.join(problems[:5])}{more}"
+                f"{server.name} serves another model than model.path: {self._config.model.path}: {shortlist(problems)}"
             )
         return True
 

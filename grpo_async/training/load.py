@@ -26,11 +26,11 @@ from grpo_async.training.lora import add_adapters, initialise_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.nf4 import quantize_layers
 from grpo_async.training.parameters import Read, Source, list_sources, plan_reads
+from grpo_async.utils.text import shortlist
 from grpo_async.weights.checkpoint_files import CheckpointFiles
 
 # old checkpoints hold these buffers, which are computed now
 _COMPUTED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-_MAX_NAMED = 5
 _COMPARED_ROWS = 4096
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def load_weights(policy: Policy, path: str, *, device: torch.device, seed: int =
             filled |= _load(model, read, sources, tied, files, filled, path)
     missing = sorted(set(sources) - filled)
     if missing:
-        raise ConfigError(f"model.path: {path!r} lacks {_listed(missing)}; copy the model again")
+        raise ConfigError(f"model.path: {path!r} lacks {shortlist(missing, ', ')}; copy the model again")
     initialise_adapters(model, seed=seed)
 
 
@@ -180,7 +180,7 @@ def _compute_buffers(model: Any, path: str) -> None:
     unknown = [name for name, module, key in computed if bool(module._buffers[key].isnan().any())]
     if unknown:
         raise ConfigError(
-            f"model.path: {path!r} has buffers that neither its files hold nor its `_init_weights` computes: {_listed(unknown)}; "
+            f"model.path: {path!r} has buffers that neither its files hold nor its `_init_weights` computes: {shortlist(unknown, ', ')}; "
             "models of this family cannot be trained yet"
         )
 
@@ -282,11 +282,6 @@ def _check_expected(model: Any, unexpected: Iterable[str], path: str) -> None:
     left = [name for name in unexpected if not any(re.search(pattern, name) for pattern in ignored)]
     if left:
         raise ConfigError(
-            f"model.path: {path!r} holds tensors that {type(model).__name__} does not have: {_listed(left)}; "
+            f"model.path: {path!r} holds tensors that {type(model).__name__} does not have: {shortlist(left, ', ')}; "
             "is its config.json that of another model?"
         )
-
-
-def _listed(names: Collection[str]) -> str:
-    some = ", ".join(list(names)[:_MAX_NAMED])
-    return some if len(names) <= _MAX_NAMED else f"{some} and {len(names) - _MAX_NAMED} more"

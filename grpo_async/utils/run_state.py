@@ -11,10 +11,11 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import psutil
+
+from grpo_async.utils.text import duration, finite
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 """What stands in status.json; stopped: by a signal, after a checkpoint."""
@@ -47,9 +48,9 @@ def judge(status: Mapping[str, Any], *, now: float | None = None) -> RunState:
     state = status.get("state")
     if state != RUNNING:
         return RunState(state=state if isinstance(state, str) else "?")
-    written_at = _number(status.get("updated_at"))
+    written_at = finite(status.get("updated_at"))
     age_s = None if written_at is None else max(0.0, (time.time() if now is None else now) - written_at)
-    age = None if age_s is None else timedelta(seconds=round(age_s))
+    age = None if age_s is None else duration(round(age_s))
     host = status.get("host")
     if host != platform.node():
         if age_s is not None and age_s <= SILENT_S:
@@ -57,7 +58,7 @@ def judge(status: Mapping[str, Any], *, now: float | None = None) -> RunState:
         silence = "does not say when it wrote" if age is None else f"has written nothing for {age}"
         return RunState(state=SILENT, why=f"its launcher, on {host}, {silence}")
     pid = status.get("pid")
-    if _lives(pid, _number(status.get("pid_started_at"))):
+    if _lives(pid, finite(status.get("pid_started_at"))):
         return RunState(state=RUNNING)
     when = "" if age is None else f", {age} ago or less"
     return RunState(state=KILLED, why=f"its launcher (pid {pid}) is gone without a word: it was killed{when}")
@@ -74,10 +75,3 @@ def _lives(pid: object, started_at: float | None) -> bool:
         return False
     except psutil.AccessDenied:
         return os.path.exists(f"/proc/{pid}")
-
-
-def _number(value: object) -> float | None:
-    """A finite number that a time can be, or None."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e12:
-        return None
-    return float(value)

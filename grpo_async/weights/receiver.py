@@ -199,9 +199,3 @@ def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
         ParameterSpec(name=name, dtype_name=dtype, shape=tuple(shape))
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
-
-
-def listed(problems: Sequence[str], *, most: int = 8) -> str:
-    """The first problems, and how many more there are."""
-    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
-    return "; ".join(problems[:most]) + more

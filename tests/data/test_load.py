@@ -87,7 +87,7 @@ def test_leaks_are_found_through_case_white_space_and_form_and_three_are_shown()
     assert find_leaks(train, _named([{"prompt": "2+2"}]), ()) is None
     leaks = find_leaks(_rows(5), _rows(5), ())
     assert leaks is not None
-    assert (leaks.count(" is also "), leaks[-12:]) == (3, "; and 2 more")
+    assert (leaks.count(" is also "), leaks[-10:]) == (3, "and 2 more")
 
 
 def test_task_columns_and_those_of_an_empty_prompt_tell_rows_apart() -> None:

@@ -33,11 +33,12 @@ from grpo_async.inference.api import (
 from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.request_tracker import EngineDeadError
+from grpo_async.utils.text import shortlist
 from grpo_async.utils.threads import in_thread
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import ParameterSpec, check_names
 from grpo_async.weights.calls import NOT_ARRIVED
-from grpo_async.weights.receiver import Named, UpdateFailedError, UpdateRefusedError, WeightReceiver, listed
+from grpo_async.weights.receiver import Named, UpdateFailedError, UpdateRefusedError, WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -392,7 +393,7 @@ class EmbeddedReceiver(WeightReceiver):
 
 def _refuse_if_any(problems: Sequence[str]) -> None:
     if problems:
-        raise UpdateRefusedError(f"the update does not fit the served model, the old weights stay: {listed(problems)}")
+        raise UpdateRefusedError(f"the update does not fit the served model, the old weights stay: {shortlist(problems)}")
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -27,13 +27,13 @@ from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.vllm import compat, patches
 from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
+from grpo_async.utils.text import shortlist
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import check_names
 from grpo_async.weights.receiver import (
     UpdateRefusedError,
     UpdateReplacedError,
     check_membership,
-    listed,
     parameter_specs,
 )
 
@@ -249,7 +249,7 @@ class VllmEngine(Engine):
         problems = find_problems(specs, served.shapes, served.optional)
         if problems:
             await self._client.collective_rpc("drop_staged_weights")
-            raise UpdateRefusedError(f"the update does not fit the model, the old weights stay: {listed(problems)}")
+            raise UpdateRefusedError(f"the update does not fit the model, the old weights stay: {shortlist(problems)}")
 
     async def apply(self, version: int) -> None:
         """A worker that fails half-way ends, and the server with it."""

@@ -1,0 +1,42 @@
+"""Numbers, durations and lists as every command writes them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from itertools import islice
+
+
+def finite(value: object) -> float | None:
+    """`value` where it is a finite number, else None: metrics.jsonl has null for what was not finite, files may hold anything."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+        return float(value)
+    return None
+
+
+def format_number(value: float) -> str:
+    """Three significant digits: 0.123456 -> "0.123", 1234.5 -> "1,234", 1.5e6 -> "1.5M", 1e-05 -> "1e-05"."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if limit <= abs(value) < 1e15:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def percent(fraction: float) -> str:
+    """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
+    return f"{fraction:.1%}" if 0.0 < fraction < 0.01 or 0.99 < fraction < 1.0 else f"{fraction:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """3725 -> "1:02:05", 75 -> "1:15", 2.5 -> "2.5 s", 0.0042 -> "4.2 ms"."""
+    if seconds >= 59.95:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{seconds:.3g} s" if seconds >= 0.1 or seconds <= 0.0 else f"{1000.0 * seconds:.3g} ms"
+
+
+def shortlist(texts: Collection[str], separator: str = "; ", *, most: int = 8) -> str:
+    """The first of them, and how many more there are: a, b, c with `most` 2 -> "a; b and 1 more"."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(islice(texts, most)) + more
