@@ -81,10 +81,11 @@ class RunDir:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a whole checkpoint, ascending. Half-written ones carry another name."""
-        if not self.checkpoints.is_dir():
-            return []
-        names = (path.name.removeprefix("step_") for path in self.checkpoints.glob("step_*") if path.is_dir())
-        return sorted(int(name) for name in names if name.isdigit())
+        return _steps_of(self.checkpoints)
+
+    def evaluation_steps(self) -> list[int]:
+        """Steps of which there are evaluated rollouts, ascending."""
+        return _steps_of(self.evaluations)
 
     def create(self, config: str | None = None) -> None:
         """Make the directory (private to the user: rollouts and configs may be confidential).
@@ -128,6 +129,11 @@ class RunDir:
         pointer.symlink_to(attempt.name)
         os.replace(pointer, self.latest_logs)
         return attempt
+
+
+def _steps_of(folder: Path) -> list[int]:
+    names = (path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def attempt_config(attempt: Path) -> Path:

@@ -310,7 +310,6 @@ class RunEvaluations:
 
 def _drop_later(run_dir: RunDir, start: int) -> None:
     """Rollouts of evaluations of steps after `start`, which will run again."""
-    for folder in run_dir.evaluations.glob("step_*"):
-        number = folder.name.removeprefix("step_")
-        if number.isdecimal() and int(number) > start:
-            shutil.rmtree(folder, ignore_errors=True)
+    for step in run_dir.evaluation_steps():
+        if step > start:
+            shutil.rmtree(run_dir.evaluation(step), ignore_errors=True)

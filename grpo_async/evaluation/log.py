@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any, Literal
 
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import write_atomically
+from grpo_async.utils.json_files import read_objects
+
+logger = logging.getLogger(__name__)
 
 When = Literal["start", "step", "end"]
 
@@ -41,8 +45,11 @@ class EvaluationLog:
 
     def __init__(self, path: Path, *, start: int) -> None:
         self._path = path
-        kept = [record for record in _read(path) if record.step <= start]
-        self.records: list[EvaluationRecord] = kept
+        problems: list[str] = []
+        records = map(_from_dict, read_objects(path, problems))
+        self.records = [record for record in records if record.step <= start]
+        for problem in problems:
+            logger.warning(problem)
         if path.exists():
             self._write()
 
@@ -104,9 +111,3 @@ def _from_dict(content: Mapping[str, Any]) -> EvaluationRecord:
         skipped=content.get("skipped"),
         error=content.get("error"),
     )
-
-
-def _read(path: Path) -> list[EvaluationRecord]:
-    if not path.exists():
-        return []
-    return [_from_dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

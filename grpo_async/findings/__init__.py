@@ -9,7 +9,7 @@ Everything here is pure but `Evidence.read`; who shows it only renders. The audi
 """
 
 from grpo_async.findings.evidence import Evaluation, Evidence, Row
-from grpo_async.findings.finding import Finding, Severity, figure, percent
+from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.verdict import Verdict, find, judge
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "Row",
     "Severity",
     "Verdict",
-    "figure",
     "find",
     "judge",
-    "percent",
 ]

@@ -13,8 +13,9 @@ from math import hypot, inf
 from statistics import median
 
 from grpo_async.findings.evidence import Evaluation, Evidence
-from grpo_async.findings.finding import Finding, Severity, figure, percent
+from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.statistics import Change
+from grpo_async.utils.text import format_number, percent
 
 ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
 
@@ -135,7 +136,7 @@ def hardly_moves(evidence: Evidence) -> Finding | None:
     else:
         text = (
             f"Of all tokens of all steps the importance ratio stayed between {least:.6g} and {most:.6g}, although the samples "
-            f"were {figure(staleness)} steps old on average: an update changes next to nothing."
+            f"were {format_number(staleness)} steps old on average: an update changes next to nothing."
         )
     rate = rates[-1] if rates else None
     return Finding(
@@ -156,7 +157,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
             else "this policy cannot earn it (take easier prompts, or a reward with partial credit), or the function is wrong"
         )
         return Finding(
-            key="zero-variance", severity=ERROR, what=f"All rewards are {figure(value)}", numbers={"reward": value},
+            key="zero-variance", severity=ERROR, what=f"All rewards are {format_number(value)}", numbers={"reward": value},
             text="No group has better and worse answers, so their advantages are 0 and there is nothing to learn from.",
             do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
             sort="-step", plot="zero-variance" if evidence.metrics else None,
@@ -169,7 +170,8 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     if reward is not None and top is not None and top > 0.0 and reward >= 0.8 * top:
         return Finding(
             key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, what="Most groups are solved by now",
-            text=f"{text}, mostly at the top (mean reward {figure(reward)} of at most {figure(top)}): they teach nothing more.",
+            text=f"{text}, mostly at the top (mean reward {format_number(reward)} of at most {format_number(top)}): "
+            "they teach nothing more.",
             do="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
         )  # fmt: skip
     severity = ERROR if fraction >= _MOSTLY else WARNING
@@ -177,7 +179,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     return Finding(
         key="zero-variance", severity=severity, numbers={"fraction": fraction},
         what="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
-        text=f"{text} (mean reward {figure(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
+        text=f"{text} (mean reward {format_number(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
         f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
         do="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
         "check that the reward can be earned at all: grpo-async check-reward.",
@@ -211,7 +213,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
     return Finding(
         key="collapsed", severity=ERROR, what="The reward collapsed",
         numbers={"best": means[best], "best_step": step, "last": means[-1]},
-        text=f"It was {figure(means[best])} at steps {step} to {step + size - 1}, and is {figure(means[-1])} now.",
+        text=f"It was {format_number(means[best])} at steps {step} to {step + size - 1}, and is {format_number(means[-1])} now.",
         do="Go on from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the gradient "
         "norm before the fall.",
         setting="optimizer.lr", current=evidence.last("lr"), query="", sort="-step", plot="reward",
@@ -225,7 +227,8 @@ def reward_trend(evidence: Evidence) -> Finding | None:
     if change is None:
         return Finding(
             key="reward-trend", severity=NOTE, what=f"There are only {len(values)} steps with a reward",
-            text=f"A trend needs at least 6. The reward went from {figure(values[0])} to {figure(values[-1])}.", plot="reward",
+            text=f"A trend needs at least 6. The reward went from {format_number(values[0])} to {format_number(values[-1])}.",
+            plot="reward",
         )  # fmt: skip
     severity, what, do, is_shown = WARNING, "The reward is flat", (
         "The other findings may say why; else give it more steps, a higher optimizer.lr or a larger rollout.group_size."
@@ -239,7 +242,7 @@ def reward_trend(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     elif top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
         what, is_shown = "The reward was at its top from the first step on", False
-        do = f"No rollout got more than {figure(top)}. Harder prompts or a stricter reward would leave something to learn."
+        do = f"No rollout got more than {format_number(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
         key="reward-trend", severity=severity, what=what, text=f"The line through the steps goes {change}.", do=do,
         numbers=change.numbers, query="" if is_shown else None, sort="reward" if is_shown else None, plot="reward",
@@ -260,7 +263,7 @@ def reward_parts(evidence: Evidence) -> Finding | None:
     name, value = still[0]
     return Finding(
         key="reward-parts", severity=WARNING, what="A part of the reward never changes",
-        text=f"Every rollout of every step got the same from {', '.join(f'{name} ({figure(v)})' for name, v in still)}. It adds "
+        text=f"Every rollout of every step got the same from {', '.join(f'{n} ({format_number(v)})' for n, v in still)}. It adds "
         "nothing to the advantage: either it cannot be earned (look at completions that ought to), or everything earns it.",
         query=f"rewards['{name}']<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
     )  # fmt: skip
@@ -273,7 +276,7 @@ def held_out(evidence: Evidence) -> Finding | None:
         return _few_evaluations(evidence, results)
     first, last, change = results[0], results[-1], evidence.between(results[0], results[-1])
     baseline = last.metrics.get("majority_baseline")
-    against = "" if baseline is None else f" Always the most frequent answer would get {figure(baseline)}."
+    against = "" if baseline is None else f" Always the most frequent answer would get {format_number(baseline)}."
     text = f"Between steps {first.step} and {last.step} it goes {change}.{against}"
     numbers = change.numbers | ({} if baseline is None else {"baseline": baseline})
 
@@ -297,14 +300,14 @@ def held_out(evidence: Evidence) -> Finding | None:
         noise = hypot(change.high - change.value, training.high - training.value)
         if change.value > _NOTHING and behind <= noise:
             why = (
-                f"That is within chance, and not far from the change of the training reward ({figure(training.value)})."
+                f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
             )
             do = "More prompts would tell: raise evaluation.num_prompts."
             return found(NOTE, "Whether the held-out reward rose cannot be told", why, do)
         did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
-            f"The training reward rose by {figure(training.value)}. Either the policy games the reward (read the rollouts with the "
-            "highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or evaluation "
+            f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts with "
+            "the highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or evaluation "
             "and training differ (prompts, reward, temperature, lengths)."
         )
         severity = ERROR if change.has_fallen else WARNING
@@ -326,8 +329,8 @@ def _few_evaluations(evidence: Evidence, results: list[Evaluation]) -> Finding:
     if results:
         return Finding(
             key="one-evaluation", severity=NOTE, what="There is one evaluation only",
-            text=f"Held-out reward {figure(results[0].metrics['reward'])} at step {results[0].step}; a second one would show "
-            "whether it changes.",
+            text=f"Held-out reward {format_number(results[0].metrics['reward'])} at step {results[0].step}; a second one would "
+            "show whether it changes.",
             plot="held-out",
         )  # fmt: skip
     if evidence.setting("evaluation") is not None:
@@ -353,7 +356,7 @@ def held_out_peak(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         key="held-out-peaked", severity=WARNING, what="The held-out reward was better before",
-        text=f"It is {figure(fell.last)} at step {last.step}; the best was {figure(fell.first)} at step {best.step}.",
+        text=f"It is {format_number(fell.last)} at step {last.step}; the best was {format_number(fell.first)} at step {best.step}.",
         do="The checkpoint of that step may be the one to keep (checkpoint.keep_best).",
         numbers={"best": fell.first, "best_step": best.step, "last": fell.last}, plot="held-out",
     )  # fmt: skip
@@ -381,7 +384,7 @@ def no_tool_calls(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         key="tools", severity=WARNING, what="The tools are hardly ever called", query="tool_calls=0", plot="tools",
-        text=f"There are {figure(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it.",
+        text=f"There are {format_number(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it.",
         do="Say in the system prompt (data.train.system_prompt) how, or begin with a model that does.",
     )  # fmt: skip
 
@@ -391,7 +394,7 @@ def lengths(evidence: Evidence) -> Finding | None:
     if ends is None or change is None or ends[0] <= 0.0:
         return None
     ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("rollout/truncated") or 0.0
-    text = f"The mean length went from {figure(ends[0])} to {figure(ends[1])} tokens ({ratio:.2g} times)"
+    text = f"The mean length went from {format_number(ends[0])} to {format_number(ends[1])} tokens ({ratio:.2g} times)"
     if ratio >= _GROWN and change.has_risen:
         what, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
         text += f"; {percent(cut)} of them are truncated by now"
@@ -414,9 +417,9 @@ def off_policy(evidence: Evidence) -> Finding | None:
     off = max(ratio, 1.0 / ratio) if ratio else 1.0
     views = []
     if ratio and off > _OFF_POLICY:
-        views.append(f"the mean importance ratio is {figure(ratio)} (1 is on policy)")
+        views.append(f"the mean importance ratio is {format_number(ratio)} (1 is on policy)")
     if difference is not None and difference > _MISMATCH:
-        views.append(f"log-probabilities of trainer and sampler differ by {figure(difference)} nats on average")
+        views.append(f"log-probabilities of trainer and sampler differ by {format_number(difference)} nats on average")
     if ess is not None and ess < _LOW_ESS:
         views.append(f"the effective sample size is {percent(ess)}")
     if not views:
@@ -440,7 +443,7 @@ def entropy(evidence: Evidence) -> Finding | None:
     if ends is None or ends[0] <= 0.0:
         return None
     (first, last), learns = ends, evidence.has_risen
-    moved = f"It went from {figure(first)} to {figure(last)} nats"
+    moved = f"It went from {format_number(first)} to {format_number(last)} nats"
     if last < _SMALL_ENTROPY and last < _COLLAPSED * first:
         return Finding(
             key="entropy", severity=NOTE if learns else WARNING,
@@ -465,7 +468,7 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     if skipped:
         return Finding(
             key="bad-updates", severity=WARNING, what="Updates were skipped",
-            text=f"{figure(skipped)} updates were not finite and were not made.",
+            text=f"{format_number(skipped)} updates were not finite and were not made.",
             do="Where it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
         )  # fmt: skip
     middle = median(norms) if len(norms) >= 10 else 0.0
@@ -474,7 +477,7 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     step = next(int(row["step"]) for row in evidence.metrics if row.get("grad_norm") == max(norms))
     return Finding(
         key="bad-updates", severity=WARNING, what="The gradient has spikes",
-        text=f"Its norm reached {figure(max(norms))} at step {step}; its median is {figure(middle)}.",
+        text=f"Its norm reached {format_number(max(norms))} at step {step}; its median is {format_number(middle)}.",
         do="optimizer.max_grad_norm cuts what it does; look at the rollouts of that step.",
         query=f"step={step}", sort="-ratio_max", plot="grad-norm",
     )  # fmt: skip
@@ -522,7 +525,7 @@ _LIMITS = (
            text=f"loss.correction {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_share", plot="masked"),
     _Limit(key="masked", metric="masked/off_policy", warns=0.5, fails=0.9, what="Most tokens are left out of the loss",
            text=f"loss.off_policy_mask {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_share", plot="masked"),
-    _Limit(key="kl", metric="kl", warns=5.0, what="The policy is far from the reference", form=figure,
+    _Limit(key="kl", metric="kl", warns=5.0, what="The policy is far from the reference", form=format_number,
            text="the KL divergence is {} nats a token", do="A higher loss.beta or a lower optimizer.lr holds it.",
            query="", sort="-step", plot="kl"),
 )  # fmt: skip

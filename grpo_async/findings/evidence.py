@@ -6,8 +6,6 @@ contains: what cannot be read is a sentence in `problems`, and the rest is used.
 
 from __future__ import annotations
 
-import json
-import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,10 @@ from typing import Any, Self
 
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.growing_file import GrowingFile
+from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import judge
+from grpo_async.utils.text import finite
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
 
@@ -87,7 +88,7 @@ class Evidence:
     def read(cls, run_dir: RunDir, metrics: Sequence[Row] | None = None) -> Self:
         """Without the rollout store. `metrics`: where they are known already; reading them takes as long as the run is."""
         problems: list[str] = []
-        status = json_object(run_dir.status, problems)
+        status = read_object(run_dir.status, problems)
         error = status.get("error")
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
@@ -172,28 +173,44 @@ class Evidence:
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
     known: dict[tuple[str, ...], dict[str, int]] = {}
-    lines = _objects(run_dir.metrics, problems)
-    rows: list[Row] = [PackedRow(numbers(line), known) for line in lines if _is_number(line.get("step"))]
-    return sorted(rows, key=lambda row: row["step"])
+    rows = map(_row, read_objects(run_dir.metrics, problems))
+    return sorted((PackedRow(row, known) for row in rows if "step" in row), key=lambda row: row["step"])
+
+
+def new_metrics(file: GrowingFile) -> Iterator[Row]:
+    """Of the lines that metrics.jsonl has got since the last time."""
+    for _, line in file.new_lines():
+        row = _row(parse_object(line))
+        if "step" in row:
+            yield row
+
+
+def _row(line: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics of runs of the version before have their names of this one."""
+    return {_name_now(name): value for name, value in numbers(line).items()}
+
+
+def _name_now(name: str) -> str:
+    """ "pipeline/waiting_share" -> "pipeline/waiting_fraction"."""
+    is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
+    return f"{name.removesuffix('_share')}_fraction" if is_old else name
 
 
 def read_evaluations(run_dir: RunDir, problems: list[str]) -> list[Evaluation]:
-    return [each for line in json_lines(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
+    return [each for line in read_objects(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
 
 
 def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
-    step = line.get("step")
-    if not _is_number(step):
+    step, by_group, rewards = (line.get(name) for name in ("step", "by_group", "prompt_rewards"))
+    if finite(step) is None:
         return None
-    by_group = line.get("by_group")
     groups = by_group if isinstance(by_group, dict) else {}
-    rewards = line.get("prompt_rewards")
     return Evaluation(
         step=int(step or 0),
         when=str(line.get("when", "step")),
         metrics=numbers(line.get("metrics")),
         by_group={str(group): numbers(values) for group, values in groups.items()},
-        prompt_rewards=[float(r) if _is_number(r) else None for r in rewards] if isinstance(rewards, list) else (),
+        prompt_rewards=[finite(reward) for reward in rewards] if isinstance(rewards, list) else (),
         why_not=next((str(line[key]) for key in ("error", "skipped") if line.get(key)), None),
         failed=bool(line.get("error")),
     )
@@ -207,56 +224,3 @@ def _config(path: Path) -> Mapping[str, object]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):  # then nothing is said of settings
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def numbers(values: Any) -> dict[str, float]:
-    """Those of a mapping that are finite; metrics of runs of the version before under their names of this one."""
-    if not isinstance(values, Mapping):
-        return {}
-    return {_name_now(str(name)): float(value) for name, value in values.items() if _is_number(value)}
-
-
-def _name_now(name: str) -> str:
-    """ "pipeline/waiting_share" -> "pipeline/waiting_fraction"."""
-    is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
-    return f"{name.removesuffix('_share')}_fraction" if is_old else name
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def json_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def json_lines(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The objects of a JSON Lines file; lines that are none are counted, a torn last line is left out."""
-    return list(_objects(path, problems))
-
-
-def _objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    num_bad = 0
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    content = json.loads(line)
-                except ValueError:
-                    num_bad += line.endswith("\n")
-                    continue
-                if isinstance(content, dict):
-                    yield content
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error}")
-    if num_bad:
-        problems.append(f"{path.name}: {num_bad} line(s) are not JSON and were left out.")

@@ -66,20 +66,3 @@ class Finding:
 def worst_first(found: Sequence[Finding]) -> list[Finding]:
     """Within a severity in the order they have."""
     return sorted(found, key=lambda finding: finding.severity.rank)
-
-
-def percent(fraction: float) -> str:
-    """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
-    if 0.0 < fraction < 0.01 or 0.99 < fraction < 1.0:
-        return f"{fraction:.1%}"
-    return f"{fraction:.0%}"
-
-
-def figure(value: float) -> str:
-    """Three significant digits, without an exponent where that is short: 0.123456 -> "0.123", 1234.5 -> "1,234"."""
-    if value == 0.0:
-        return "0"
-    size = abs(value)
-    if size >= 1000.0:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"

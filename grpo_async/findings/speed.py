@@ -19,8 +19,10 @@ from statistics import fmean
 from typing import Any
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.findings.evidence import numbers
+from grpo_async.config.sections import RolloutSection
 from grpo_async.findings.finding import Finding, Severity
+from grpo_async.utils.json_files import numbers
+from grpo_async.utils.text import duration
 
 _IDLE = 0.15
 """From this fraction of a step on, idleness is worth mentioning."""
@@ -71,61 +73,46 @@ class PipelineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSetup:
-    """The settings that advice is about, under their names in the configuration."""
+    """The configuration of a run, and what is known of its machine.
 
-    group_size: int
-    groups_per_step: int
-    max_staleness: int
-    max_in_flight: int
-    zero_variance: str = "skip"
-    weight_sync_steps: int = 1
-    checkpoint_every_steps: int = 50
-    num_trainer_ranks: int = 1  # of each machine that trains
-    nodes: int = 1  # machines that train
-    num_gpus: int | None = None  # of the machine with the servers and the first trainer ranks; None: not known
-    replicas: int = 1
-    tensor_parallel_size: int = 1
-    embedded_slots: int | None = None  # `inference.embedded.max_slots`; None with another engine
-    spawns_servers: bool = True  # False: others run them (`inference.urls`)
-    on_gpu: bool = True  # whether processes have a GPU each; False: all share the cores of the machine
-    pack: bool = True
+    Args:
+        engine: the one that was chosen where the configuration says auto; None: not known.
+        on_gpu: whether processes have a GPU each, else all share the cores of the machine; None: as launch.device says.
+        num_gpus: of the machine with the servers and the first trainer ranks; None: not known.
+    """
+
+    config: ExperimentConfig
+    engine: str | None = None
+    on_gpu: bool | None = None
+    num_gpus: int | None = None
 
     @property
-    def world_size(self) -> int:
-        """Trainer processes of all machines."""
-        return self.nodes * self.num_trainer_ranks
+    def rollout(self) -> RolloutSection:
+        return self.config.rollout
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.config.launch.device == "cuda" if self.on_gpu is None else self.on_gpu
+
+    @property
+    def spawns_servers(self) -> bool:
+        """False: others run them."""
+        return not self.config.inference.urls
+
+    @property
+    def servers(self) -> int:
+        return len(self.config.inference.urls) or self.config.inference.replicas
+
+    @property
+    def embedded_slots(self) -> int | None:
+        """Of each server; None with another engine."""
+        is_embedded = (self.engine or self.config.inference.engine) == "embedded" and self.spawns_servers
+        return self.config.inference.embedded.max_slots if is_embedded else None
 
     @property
     def most_in_flight(self) -> int:
         """Rollouts beyond which none is ever started: (max_staleness + 1) x groups_per_step x group_size."""
-        return (self.max_staleness + 1) * self.groups_per_step * self.group_size
-
-
-def setup_of(
-    config: ExperimentConfig, *, engine: str | None = None, on_gpu: bool | None = None, num_gpus: int | None = None
-) -> PipelineSetup:
-    """`engine`: the one that was chosen, where the configuration says auto. `on_gpu`: whether the machine has GPUs, where that is
-    known; else what the configuration says of the trainer's device. `num_gpus`: how many the machine has, where that is known."""
-    inference = config.inference
-    is_embedded = (engine or inference.engine) == "embedded"
-    return PipelineSetup(
-        group_size=config.rollout.group_size,
-        groups_per_step=config.rollout.groups_per_step,
-        max_staleness=config.rollout.max_staleness,
-        max_in_flight=config.rollout.max_in_flight,
-        zero_variance=config.rollout.zero_variance,
-        weight_sync_steps=config.training.weight_sync_steps,
-        checkpoint_every_steps=config.checkpoint.every_steps,
-        num_trainer_ranks=config.launch.num_trainer_ranks,
-        nodes=config.launch.nodes,
-        num_gpus=num_gpus,
-        replicas=len(inference.urls) or inference.replicas,
-        tensor_parallel_size=inference.vllm.tensor_parallel_size,
-        embedded_slots=inference.embedded.max_slots if is_embedded and not inference.urls else None,
-        spawns_servers=not inference.urls,
-        on_gpu=config.launch.device == "cuda" if on_gpu is None else on_gpu,
-        pack=config.training.pack,
-    )
+        return self.config.max_groups_ahead * self.rollout.group_size
 
 
 def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMetrics:
@@ -182,42 +169,41 @@ def full_cache(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
     if usage is None or usage < _KV_FULL or waiting < max(1.0, 0.1 * running):
         return None
     suggested = _whole_groups(running, setup)
-    if suggested >= setup.max_in_flight:
+    if suggested >= setup.rollout.max_in_flight:
         return None
     why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room beside {running:.0f} that run"
-    return _change("the KV cache", why, "rollout.max_in_flight", setup.max_in_flight, suggested)
+    return _change("the KV cache", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
 
 
 def stale_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """What is dropped for its age was generated for nothing."""
     fraction = metrics.stale_fraction
-    if fraction is None or fraction < _MANY_STALE or setup.max_staleness >= _HIGHEST_STALENESS:
+    if fraction is None or fraction < _MANY_STALE or setup.rollout.max_staleness >= _HIGHEST_STALENESS:
         return None
-    why = f"{fraction:.0%} of the groups are dropped because they are older than {setup.max_staleness} steps"
-    suggested = setup.max_staleness + 1
-    return _change("dropped groups", why, "rollout.max_staleness", setup.max_staleness, suggested)
+    why = f"{fraction:.0%} of the groups are dropped because they are older than {setup.rollout.max_staleness} steps"
+    suggested = setup.rollout.max_staleness + 1
+    return _change("dropped groups", why, "rollout.max_staleness", setup.rollout.max_staleness, suggested)
 
 
 def weight_pushes(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """Fewer of them, as far as samples may be behind: a fraction p with k steps between them falls to 10 % with k x p / 0.1."""
-    fraction = metrics.push_fraction
-    if setup.weight_sync_steps > metrics.num_steps:  # too few steps to see how often one comes
-        fraction = _fraction_of_steps(metrics.push_s, setup.weight_sync_steps, metrics)
+    fraction, current = metrics.push_fraction, setup.config.training.weight_sync_steps
+    if current > metrics.num_steps:  # too few steps to see how often one comes
+        fraction = _fraction_of_steps(metrics.push_s, current, metrics)
     if fraction is None or fraction < _MANY_PUSHES:
         return None
     why = f"weight pushes take {fraction:.0%} of a step"
-    wanted = math.ceil(setup.weight_sync_steps * fraction / _PUSH_TARGET - 1e-9)
-    suggested = min(wanted, setup.max_staleness + 1)
-    if suggested > setup.weight_sync_steps:
-        return _change("weight pushes", why, "training.weight_sync_steps", setup.weight_sync_steps, suggested)
-    why += f", and rollout.max_staleness {setup.max_staleness} allows no fewer of them"
+    suggested = min(math.ceil(current * fraction / _PUSH_TARGET - 1e-9), setup.rollout.max_staleness + 1)
+    if suggested > current:
+        return _change("weight pushes", why, "training.weight_sync_steps", current, suggested)
+    why += f", and rollout.max_staleness {setup.rollout.max_staleness} allows no fewer of them"
     help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
     return _bound("weight pushes", f"{why}; {help_}")
 
 
 def checkpoints(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """They may be further apart than the steps that the metrics are of."""
-    current = setup.checkpoint_every_steps
+    current = setup.config.checkpoint.every_steps
     fraction = _fraction_of_steps(metrics.checkpoint_s, current, metrics)
     if fraction is None or fraction < _MANY_SAVES:
         return None
@@ -231,13 +217,13 @@ def synchronous(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | Non
     trainer, generator = metrics.trainer_idle, metrics.generator_idle
     assert trainer is not None
     assert generator is not None
-    if setup.max_staleness > 0 or min(trainer, generator) < _IDLE:
+    if setup.rollout.max_staleness > 0 or min(trainer, generator) < _IDLE:
         return None
     step_s, overlapped_s = metrics.step_s or 0.0, max(metrics.train_s, metrics.generation_s)
     if step_s - overlapped_s < _NO_GAIN * step_s:
         return None
     why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: they wait for each other"
-    gain = f"a step of {_seconds(step_s)} could take {_seconds(overlapped_s)}"
+    gain = f"a step of {duration(step_s)} could take {duration(overlapped_s)}"
     return _change("waiting for each other", why, "rollout.max_staleness", 0, 1, tail=gain)
 
 
@@ -247,10 +233,10 @@ def slow_tools(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
     if trainer < _IDLE or fraction is None or fraction < _MANY_TOOLS:
         return None
     why = f"trainer idle {trainer:.0%}, tools take {fraction:.0%} of a rollout"
-    wanted = math.ceil(setup.max_in_flight / max(0.05, 1.0 - fraction))
+    wanted = math.ceil(setup.rollout.max_in_flight / max(0.05, 1.0 - fraction))
     suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
-    if suggested > setup.max_in_flight and (metrics.kv_usage or 0.0) < _KV_TARGET:
-        return _change("tools", why, "rollout.max_in_flight", setup.max_in_flight, suggested)
+    if suggested > setup.rollout.max_in_flight and (metrics.kv_usage or 0.0) < _KV_TARGET:
+        return _change("tools", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
     return _bound("tools", f"{why}, and no more rollouts can be in flight: faster tools would help, no setting")
 
 
@@ -266,10 +252,10 @@ def full_slots(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
     """Requests wait for a slot of the embedded engine."""
     trainer, slots = metrics.trainer_idle or 0.0, setup.embedded_slots
     running, waiting = metrics.running or 0.0, metrics.waiting or 0.0
-    if trainer < _IDLE or slots is None or waiting < 1.0 or running < 0.9 * slots * setup.replicas:
+    if trainer < _IDLE or slots is None or waiting < 1.0 or running < 0.9 * slots * setup.servers:
         return None
-    wanted = slots + math.ceil(waiting / setup.replicas)
-    suggested = min(wanted, math.ceil(min(setup.max_in_flight, setup.most_in_flight) / setup.replicas))
+    wanted = slots + math.ceil(waiting / setup.servers)
+    suggested = min(wanted, math.ceil(min(setup.rollout.max_in_flight, setup.most_in_flight) / setup.servers))
     if suggested <= slots:
         return None
     why = f"trainer idle {trainer:.0%}, {waiting:.0f} requests wait for a slot"
@@ -282,28 +268,28 @@ def few_in_flight(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | N
     trainer, usage = metrics.trainer_idle or 0.0, metrics.kv_usage
     if trainer < _IDLE or usage is None or metrics.running is None or (metrics.waiting or 0.0) >= 1.0:
         return None
-    is_at_the_limit = metrics.running >= 0.7 * setup.max_in_flight
+    is_at_the_limit = metrics.running >= 0.7 * setup.rollout.max_in_flight
     if usage >= _KV_TARGET or not (is_at_the_limit or (metrics.generator_idle or 0.0) >= _IDLE):
         return None
     factor = min(2.0, _KV_TARGET / max(usage, 0.01))
     limit = setup.most_in_flight
     if setup.embedded_slots is not None:  # beyond its slots they would only wait
-        limit = min(limit, setup.embedded_slots * setup.replicas)
-    suggested = _whole_groups(min(setup.max_in_flight * factor, limit), setup)
-    if suggested <= setup.max_in_flight:
+        limit = min(limit, setup.embedded_slots * setup.servers)
+    suggested = _whole_groups(min(setup.rollout.max_in_flight * factor, limit), setup)
+    if suggested <= setup.rollout.max_in_flight:
         return None
     why = f"trainer idle {trainer:.0%}, server KV {usage:.0%}"
-    return _change("too few rollouts in flight", why, "rollout.max_in_flight", setup.max_in_flight, suggested)
+    return _change("too few rollouts in flight", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
 
 
 def held_back(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """Both are idle although generation may run ahead: it may not run far enough (a few long rollouts hold up a step)."""
     trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
-    if not 0 < setup.max_staleness < _HIGHEST_STALENESS or min(trainer, generator) < _IDLE:
+    if not 0 < setup.rollout.max_staleness < _HIGHEST_STALENESS or min(trainer, generator) < _IDLE:
         return None
     why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation may not run further ahead"
-    suggested = setup.max_staleness + 1
-    return _change("the staleness limit", why, "rollout.max_staleness", setup.max_staleness, suggested)
+    suggested = setup.rollout.max_staleness + 1
+    return _change("the staleness limit", why, "rollout.max_staleness", setup.rollout.max_staleness, suggested)
 
 
 def generation(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
@@ -313,26 +299,26 @@ def generation(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
         return None
     train_s, generation_s, step_s = metrics.train_s, metrics.generation_s, metrics.step_s or 0.0
     dominates = train_s < _NO_GAIN * step_s
-    why = f"generation takes {_seconds(generation_s)} of a step of {_seconds(step_s)}, training {_seconds(train_s)}"
+    why = f"generation takes {duration(generation_s)} of a step of {duration(step_s)}, training {duration(train_s)}"
     why = f"asynchrony cannot help here: {why}" if dominates else f"trainer idle {trainer:.0%}: {why}"
     bound = "generation"
     if not setup.spawns_servers:
         needed = _servers_needed(metrics, setup)
-        return _bound(bound, f"{why}; {setup.replicas} -> {needed} servers in inference.urls would keep up")
-    if not setup.on_gpu:
+        return _bound(bound, f"{why}; {setup.servers} -> {needed} servers in inference.urls would keep up")
+    if not setup.has_gpus:
         return _bound(bound, f"{why}; faster or more cores would help, or shorter completions")
-    suggested, ranks = _servers_needed(metrics, setup), setup.num_trainer_ranks
-    can_move = setup.tensor_parallel_size == 1 and ranks > 1
+    suggested, ranks = _servers_needed(metrics, setup), setup.config.launch.num_trainer_ranks
+    can_move = setup.config.inference.vllm.tensor_parallel_size == 1 and ranks > 1
     if setup.num_gpus is not None:
-        suggested = min(suggested, (setup.num_gpus - ranks) // setup.tensor_parallel_size)
-    if suggested > setup.replicas:
+        suggested = min(suggested, (setup.num_gpus - ranks) // setup.config.inference.vllm.tensor_parallel_size)
+    if suggested > setup.servers:
         tail = "or move one GPU from the trainer to a server" if can_move else ""
-        return _change(bound, why, "inference.replicas", setup.replicas, suggested, tail=tail)
+        return _change(bound, why, "inference.replicas", setup.servers, suggested, tail=tail)
     why += f"; {_gpus(setup)} no room for another server"
-    is_shared = setup.num_gpus is not None and ranks + setup.replicas > setup.num_gpus
+    is_shared = setup.num_gpus is not None and ranks + setup.servers > setup.num_gpus
     # with one rank less the trainer must not bound the run instead
     if can_move and not is_shared and train_s * ranks / (ranks - 1) < generation_s:
-        tail = f"and inference.replicas {setup.replicas} -> {setup.replicas + 1}"
+        tail = f"and inference.replicas {setup.servers} -> {setup.servers + 1}"
         return _change(bound, why, "launch.num_trainer_ranks", ranks, ranks - 1, tail=tail)
     text = f"{why}, so servers on another machine (inference.urls) would help, or shorter completions"
     return _bound(bound, text)
@@ -341,7 +327,7 @@ def generation(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
 def padding(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """Packed samples are not padded."""
     fraction = metrics.padding_fraction
-    if setup.pack or fraction is None or fraction < 0.25:
+    if setup.config.training.pack or fraction is None or fraction < 0.25:
         return None
     why = f"{fraction:.0%} of the tokens that the trainer computes are padding"
     return _change("padding", why, "training.pack", "false", "true")
@@ -354,25 +340,29 @@ def training(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     generator = metrics.generator_idle or 0.0
     if generator < max(_IDLE, 0.3) or (metrics.trainer_idle or 0.0) >= _IDLE:
         return None
-    train_s, step_s = _seconds(metrics.train_s), _seconds(metrics.step_s or 0.0)
+    train_s, step_s = duration(metrics.train_s), duration(metrics.step_s or 0.0)
     why = f"servers idle {generator:.0%}: training takes {train_s} of a step of {step_s}"
-    ranks, servers = setup.num_trainer_ranks, setup.replicas
-    if not setup.on_gpu:
+    ranks, servers = setup.config.launch.num_trainer_ranks, setup.servers
+    if not setup.has_gpus:
         return _bound("training", f"{why}; a faster trainer would help, generation is no limit")
-    used = ranks + (servers * setup.tensor_parallel_size if setup.spawns_servers else 0)
+    used = ranks + (servers * setup.config.inference.vllm.tensor_parallel_size if setup.spawns_servers else 0)
     free = math.inf if setup.num_gpus is None else setup.num_gpus - used
-    is_alone = setup.nodes == 1 and setup.spawns_servers and setup.tensor_parallel_size == 1
+    is_alone = (
+        setup.config.launch.nodes == 1
+        and setup.spawns_servers
+        and setup.config.inference.vllm.tensor_parallel_size == 1
+    )
     if is_alone and servers > 1 and free >= 0:
         work_t, work_g = metrics.train_s * ranks, metrics.generation_s * servers
         suggested = min(servers - 1, max(1, (ranks + servers) - round((ranks + servers) * work_t / (work_t + work_g))))
         freed = servers - suggested
         tail = f"and launch.num_trainer_ranks {ranks} -> {ranks + freed}"
         return _change("training", why, "inference.replicas", servers, suggested, tail=tail)
-    world = setup.world_size * metrics.train_s / max(metrics.generation_s, 0.25 * metrics.train_s)
-    wanted = max(ranks + 1, min(math.ceil(world / setup.nodes - 1e-9), 2 * ranks))
+    world = setup.config.launch.nodes * ranks * metrics.train_s / max(metrics.generation_s, 0.25 * metrics.train_s)
+    wanted = max(ranks + 1, min(math.ceil(world / setup.config.launch.nodes - 1e-9), 2 * ranks))
     suggested = int(min(wanted, ranks + free))
     if suggested > ranks:
-        where = "of each machine" if setup.nodes > 1 else ""
+        where = "of each machine" if setup.config.launch.nodes > 1 else ""
         return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=where)
     text = f"{why}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes) would help"
     return _bound("training", text)
@@ -381,9 +371,9 @@ def training(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
 def filtered_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """With a fraction f of the groups filtered, n / (1 - f) of them leave n to train on; at most twice as many at once."""
     fraction = metrics.filtered_fraction
-    if fraction is None or fraction < _MANY_FILTERED or setup.zero_variance != "skip":
+    if fraction is None or fraction < _MANY_FILTERED or setup.rollout.zero_variance != "skip":
         return None
-    current = setup.groups_per_step
+    current = setup.rollout.groups_per_step
     suggested = min(2 * current, math.ceil(current / max(1.0 - fraction, 0.01) - 1e-9))
     left = current * (1.0 - fraction)
     why = f"{fraction:.0%} of the groups teach nothing (all rewards equal), so steps train on {left:.1f} groups"
@@ -440,19 +430,14 @@ def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: Pipelin
 def _servers_needed(metrics: PipelineMetrics, setup: PipelineSetup) -> int:
     """r x g / t, at least one more, at most twice as many."""
     ratio = metrics.generation_s / max(metrics.train_s, 1e-9)
-    return max(setup.replicas + 1, min(2 * setup.replicas, math.ceil(setup.replicas * ratio - 1e-9)))
+    return max(setup.servers + 1, min(2 * setup.servers, math.ceil(setup.servers * ratio - 1e-9)))
 
 
 def _whole_groups(rollouts: float, setup: PipelineSetup) -> int:
     """Rounded down to whole groups, at least one: 100 rollouts in groups of 8 -> 96."""
-    return max(1, int(rollouts + 1e-9) // setup.group_size) * setup.group_size
+    return max(1, int(rollouts + 1e-9) // setup.rollout.group_size) * setup.rollout.group_size
 
 
 def _gpus(setup: PipelineSetup) -> str:
     """Before what they have: "one GPU has", "4 GPUs have"."""
     return "one GPU has" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs have"
-
-
-def _seconds(value: float) -> str:
-    """0.1234 -> "0.12 s", 12.34 -> "12.3 s", 1234.0 -> "1234 s"."""
-    return f"{value:.2f} s" if value < 1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"

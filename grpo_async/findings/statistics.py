@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 
-from grpo_async.findings.finding import figure
+from grpo_async.utils.text import format_number
 
 _LEAST_VALUES = 6
 _MOST_CORRELATED = 0.9
@@ -42,7 +42,7 @@ class Change:
         """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, each with itself)"."""
         count = f"{self.count} " if self.count else ""
         interval = f"95 %: {self.low:+.3f} to {self.high:+.3f}"
-        return f"from {figure(self.first)} to {figure(self.last)}: {self.value:+.3f} ({interval}; {count}{self.of})"
+        return f"from {format_number(self.first)} to {format_number(self.last)}: {self.value:+.3f} ({interval}; {count}{self.of})"
 
     @property
     def has_risen(self) -> bool:

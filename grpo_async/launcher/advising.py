@@ -10,10 +10,11 @@ from typing import Any
 
 from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.findings.evidence import PackedRow, numbers, read_metrics
+from grpo_async.findings.evidence import PackedRow, read_metrics
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
+from grpo_async.utils.json_files import numbers
 
 _LEAST_STEPS = 5
 

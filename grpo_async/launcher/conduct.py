@@ -16,7 +16,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
-from grpo_async.findings.speed import setup_of
+from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advising import Advisor
 from grpo_async.launcher.child import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
@@ -62,7 +62,7 @@ def conduct(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> Outc
     output.on_lost = on_lost
     advisor = Advisor(
         display,
-        setup=setup_of(config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
+        setup=PipelineSetup(config=config, engine=plan.engine.engine, on_gpu=on_gpu, num_gpus=plan.num_gpus),
         every_steps=config.record.advise_every_steps,
         run_dir=run_dir,
         resume_step=given.resume_step,

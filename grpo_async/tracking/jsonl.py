@@ -8,12 +8,12 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
+from grpo_async.utils.json_files import parse_object
 from grpo_async.utils.whole_lines import Writer
 
 logger = logging.getLogger(__name__)
@@ -87,28 +87,17 @@ def keep_steps(path: Path, last_step: int) -> None:
     line. Where other lines cannot be read they are left out, too, and the whole file is kept beside it."""
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1].splitlines()
-    steps = [read_line(line) for line in whole]
+    steps = [_step_of(line) for line in whole]
     if None in steps:
         copy = path.with_name(f"{path.name}.damaged")
         shutil.copyfile(path, copy)
         num_bad = steps.count(None)
         logger.warning("%s: %d lines cannot be read and are left out; the whole file: %s", path, num_bad, copy)
-    kept = [line.decode() for line, read in zip(whole, steps, strict=True) if read and read["step"] <= last_step]
+    kept = [line.decode() for line, step in zip(whole, steps, strict=True) if step is not None and step <= last_step]
     write_atomically(path, "".join(f"{line}\n" for line in kept))
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; a torn last line (crash while writing) is left out, and so is what cannot be read."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and (metrics := read_line(line)) is not None:
-                yield metrics
-
-
-def read_line(line: bytes) -> dict[str, Any] | None:
-    """The metrics of a step; None for what is no such line (a disk or an editor has damaged it)."""
-    try:
-        metrics = json.loads(line)
-    except ValueError:
-        return None
-    return metrics if isinstance(metrics, dict) and isinstance(metrics.get("step"), int) else None
+def _step_of(line: bytes) -> int | None:
+    """None: it is no such line (a disk or an editor has damaged it)."""
+    step = (parse_object(line) or {}).get("step")
+    return step if isinstance(step, int) else None

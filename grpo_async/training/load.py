@@ -180,8 +180,8 @@ def _compute_buffers(model: Any, path: str) -> None:
     unknown = [name for name, module, key in computed if bool(module._buffers[key].isnan().any())]
     if unknown:
         raise ConfigError(
-            f"model.path: {path!r} has buffers that neither its files hold nor its `_init_weights` computes: {shortlist(unknown, ', ')}; "
-            "models of this family cannot be trained yet"
+            f"model.path: {path!r} has buffers that neither its files hold nor its `_init_weights` computes: "
+            f"{shortlist(unknown, ', ')}; models of this family cannot be trained yet"
         )
 
 

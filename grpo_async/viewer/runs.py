@@ -22,6 +22,10 @@ class EvaluationDir(RunDir):
     def rollouts(self) -> Path:
         return self.evaluation(self.step)
 
+    def evaluation_steps(self) -> list[int]:
+        """An evaluation has none of its own."""
+        return []
+
 
 def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
     """The evaluation of a step of `run`; "last": the newest.
@@ -29,20 +33,12 @@ def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
     Raises:
         ConfigError: there is none; the message lists those that there are.
     """
-    steps = evaluation_steps(run)
+    steps = run.evaluation_steps()
     wanted = steps[-1] if step == "last" and steps else int(step) if step.isdecimal() else None
     if wanted not in steps or wanted is None:
         known = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"--evaluation {step}: {run.root} has no evaluation of that step; it has: {known}")
     return EvaluationDir(run.root, wanted)
-
-
-def evaluation_steps(run: RunDir) -> list[int]:
-    """Steps of which the run has evaluated rollouts, ascending; an evaluation has none of its own."""
-    if isinstance(run, EvaluationDir):
-        return []
-    names = (folder.name.removeprefix("step_") for folder in run.evaluations.glob("step_*"))
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 _MOST_LISTED = 5

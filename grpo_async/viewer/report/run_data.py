@@ -14,8 +14,9 @@ from typing import Any
 from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence
-from grpo_async.findings.evidence import json_lines, json_object, read_evaluations, read_metrics
+from grpo_async.findings.evidence import read_evaluations, read_metrics
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.json_files import read_object, read_objects
 from grpo_async.utils.run_state import judge
 from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
 
@@ -53,7 +54,7 @@ class RunData(Evidence):
 def read_run(run_dir: RunDir, label: str) -> RunData:
     """Everything of one run that the report shows."""
     problems: list[str] = []
-    summary, status = json_object(run_dir.summary, problems), json_object(run_dir.status, problems)
+    summary, status = read_object(run_dir.summary, problems), read_object(run_dir.status, problems)
     metrics = read_metrics(run_dir, problems)
     if not metrics:
         problems.append("There are no metrics: no optimizer step was finished.")
@@ -79,7 +80,7 @@ def read_run(run_dir: RunDir, label: str) -> RunData:
         num_sampled=rollouts.num_sampled,
         num_unscored=rollouts.num_unscored,
         errors=rollouts.errors,
-        advice=json_lines(run_dir.advice, problems),
+        advice=list(read_objects(run_dir.advice, problems)),
         rollouts=rollouts,
         problems=[*problems, *rollouts.notes],
     )

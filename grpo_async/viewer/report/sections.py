@@ -10,7 +10,7 @@ from typing import Any
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, figure, find, judge, percent
-from grpo_async.findings.speed import advise, pipeline_metrics, setup_of
+from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.timeline import drawing, load_events, usage
 
@@ -83,7 +83,7 @@ def advice(run: RunData) -> Advice:
         why_not = "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
         return Advice(run=run, said=said, why_not=why_not)
     rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
-    setup = setup_of(config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
+    setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
     found = advise(pipeline_metrics(rows), setup)
     return Advice(run=run, said=said, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
 

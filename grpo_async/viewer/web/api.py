@@ -24,15 +24,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
-from grpo_async.findings.evidence import json_object
 from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
+from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import judge
-from grpo_async.viewer.runs import evaluation_steps
 from grpo_async.viewer.safe_text import visible
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
 from grpo_async.viewer.token_text import TokenTexts
@@ -99,7 +98,7 @@ def _summary(source: Source, question: Question) -> dict[str, Any]:
 def _pulse(source: Source, question: Question) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
-    status = json_object(source.run.status, [])
+    status = read_object(source.run.status, [])
     judged = judge(status) if status else None
     return {
         "until": _newest(table),
@@ -353,7 +352,7 @@ def build_app(library: Library, *, token: str, host: str, opening: Opening | Non
         """All runs and their evaluations, and what queries may say."""
 
         def evaluations(name: str) -> list[dict[str, Any]]:
-            steps = evaluation_steps(library.source(name).run)
+            steps = library.source(name).run.evaluation_steps()
             return [{"name": f"{name}@{step}", "step": step} for step in steps]
 
         found = await library.ask(lambda: [{"name": n, "evaluations": evaluations(n)} for n in library.names])

@@ -8,9 +8,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-import orjson
-
-from grpo_async.findings.evidence import numbers
+from grpo_async.findings.evidence import Row, new_metrics
 from grpo_async.tracking.timeline_file import Event, parse_event
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.viewer.timeline import drawing, usage
@@ -26,22 +24,17 @@ class MetricLog:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[int, dict[str, float]] = {}
+        self._rows: dict[int, Row] = {}
         self._file = GrowingFile(path, self._rows.clear)
 
-    def rows(self) -> dict[int, dict[str, float]]:
+    def rows(self) -> dict[int, Row]:
         """The finite numbers of each step, ascending by step."""
         with self._lock:
-            for _, line in self._file.new_lines():
-                try:
-                    row = numbers(orjson.loads(line))
-                except orjson.JSONDecodeError:
-                    continue
-                if "step" in row:
-                    step = int(row["step"])
-                    while self._rows and next(reversed(self._rows)) > step:
-                        self._rows.popitem()  # a step of a branch that was left
-                    self._rows[step] = row
+            for row in new_metrics(self._file):
+                step = int(row["step"])
+                while self._rows and next(reversed(self._rows)) > step:
+                    self._rows.popitem()  # a step of a branch that was left
+                self._rows[step] = row
             return dict(self._rows)
 
 

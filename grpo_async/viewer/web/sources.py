@@ -17,7 +17,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.viewer.runs import EvaluationDir, evaluation_steps
+from grpo_async.viewer.runs import EvaluationDir
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from grpo_async.viewer.web.files import EventIndex, MetricLog
 
@@ -96,7 +96,7 @@ class Library:
             if name not in self._sources:
                 run_name, _, step = name.rpartition("@")
                 parent = self._sources.get(run_name)
-                if parent is None or not step.isdecimal() or int(step) not in evaluation_steps(parent.run):
+                if parent is None or not step.isdecimal() or int(step) not in parent.run.evaluation_steps():
                     raise ConfigError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
                 self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)))
             return self._sources[name]

@@ -1,0 +1,59 @@
+"""JSON that another process writes, and may have been killed over: whatever a file holds, reading it raises nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from grpo_async.utils.text import finite
+
+
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object that a file holds; empty where it is not there, or holds something else. What cannot be read is a sentence in
+    `problems`."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file. A torn last line is left out; other lines that are no object are counted in `problems`."""
+    if not path.is_file():
+        return
+    num_bad = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if (content := parse_object(line)) is not None:
+                    yield content
+                else:
+                    num_bad += line.endswith(b"\n")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+    if num_bad:
+        problems.append(f"{path.name}: {num_bad} line(s) are not JSON objects and were left out.")
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None: it is none, or torn, or damaged."""
+    try:
+        content = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def numbers(values: object) -> dict[str, float]:
+    """Those of a mapping that are finite."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): number for name, value in values.items() if (number := finite(value)) is not None}
