@@ -28,11 +28,11 @@ from grpo_async.display.progress import (
     Progress,
     ServerStatus,
     ago,
-    duration,
     evaluations_text,
     join,
 )
 from grpo_async.processes.wording import one_line
+from grpo_async.utils.text import duration, format_number
 
 _BORDER = "bright_black"
 _LEAST_BOX = (20, 5)
@@ -138,9 +138,12 @@ def _line(text: str, style: str = "") -> Text:
 def _head(progress: Progress, steps: str, width: int) -> RenderableType:
     """Step, bar, fraction, elapsed, left, speed."""
     fraction = progress.step / progress.max_steps if progress.max_steps else 0.0
-    clock = [f"{fraction:4.0%}", None if progress.seconds_left is None else f"{duration(progress.seconds_left)} left"]
+    clock = [
+        f"{fraction:4.0%}",
+        None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left",
+    ]
     if width >= 60:
-        clock[1:1] = [f"{duration(progress.seconds_elapsed)} elapsed"]
+        clock[1:1] = [f"{duration(round(progress.seconds_elapsed))} elapsed"]
         clock.append(progress.text("step_time", "{:.1f} s/step"))
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True, style="bold")
@@ -185,7 +188,7 @@ class Chart:
     def _label(self, value: float | None) -> str:
         if value is None:
             return " " * (_LABEL_CELLS - 1) + "│"
-        return (f"{value:.0%}" if self.percent else short(value)).rjust(_LABEL_CELLS - 1) + "┤"
+        return (f"{value:.0%}" if self.percent else format_number(value)).rjust(_LABEL_CELLS - 1) + "┤"
 
 
 def columns(points: Sequence[float], num: int) -> list[float]:
@@ -200,14 +203,6 @@ def columns(points: Sequence[float], num: int) -> list[float]:
         a, b = points[int(left)], points[min(int(left) + 1, count - 1)]
         found.append(a + (b - a) * part)
     return found
-
-
-def short(value: float) -> str:
-    """At most 7 characters: 0.5312 -> "0.531", 1234.5 -> "1.23k", 123456 -> "123k", 1e-05 -> "1e-05"."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if limit <= abs(value) < 1e15:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
 def _cells(values: Sequence[float], low: float, high: float, height: int) -> list[list[int]]:
@@ -249,9 +244,9 @@ def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
         cells: list[RenderableType] = []
         for (name, metric), style in islice(curves, num_columns):
             percent, newest = name.endswith("idle"), progress.value(metric)
-            value = "" if newest is None else f"{newest:.0%}" if percent else short(newest)
+            value = "" if newest is None else f"{newest:.0%}" if percent else format_number(newest)
             title = None if name == "reward" else Text.assemble((name, "bold"), f"  {value}")
-            chart = Chart(points=progress.curves[name], style=style, height=height, title=title, percent=percent)
+            chart = Chart(points=progress.curves[name].points, style=style, height=height, title=title, percent=percent)
             cells.append(Padding(chart, (0, 0, 0, 3 if cells else 0)))
         charts.add_row(*cells)
     return charts
@@ -263,8 +258,8 @@ def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
 def _pipeline(progress: Progress) -> Iterator[Row]:
     """Who works and who waits."""
     fractions, idle = progress.trainer_fractions(), progress.value("pipeline/generator_idle_ratio")
-    tokens = [("perf/generated_tokens_per_s", "generated {:.0f}"), ("perf/trained_tokens_per_s", "trained {:.0f}")]
-    yield "tokens/s", "", _texts(progress, tokens)
+    generated = progress.text("perf/generated_tokens_per_s", "generated {:.0f}")
+    yield "tokens/s", "", join([generated, progress.text("perf/trained_tokens_per_s", "trained {:.0f}")])
     yield "trainer", _warm(fractions.get("idle")), join((f"{name} {part:.0%}" for name, part in fractions.items()), " ")
     ages = [f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()]
     queue = [
@@ -274,27 +269,16 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
         progress.text("async/staleness_max", "max {:.0f}"),
         *ages,
     ]
+    length = progress.text("completions/mean_length", "mean {:.0f} tokens")
+    truncated = progress.text("rollout/truncated", "{:.0%} truncated")
     others = [
         ("servers", _warm(idle), "" if idle is None else f"idle {idle:.0%}  generate {1 - idle:.0%}"),
         ("queue", "", join(queue)),
-        ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0f}% efficiency", scale=100)),
-        (
-            "lengths",
-            "",
-            join(
-                [
-                    progress.text("completions/mean_length", "mean {:.0f} tokens"),
-                    progress.text("rollout/truncated", "{:.0f}% truncated", scale=100),
-                ]
-            ),
-        ),
-        ("all equal", "", progress.text("frac_reward_zero_std", "{:.0f}% of the groups", scale=100)),
+        ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency")),
+        ("lengths", "", join([length, truncated])),
+        ("all equal", "", progress.text("frac_reward_zero_std", "{:.0%} of the groups")),
     ]
     yield from ((name, style, text) for name, style, text in others if text)
-
-
-def _texts(progress: Progress, metrics: Iterable[tuple[str, str]]) -> str:
-    return join(progress.text(name, pattern) for name, pattern in metrics)
 
 
 def _warm(idle: float | None) -> str:

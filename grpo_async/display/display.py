@@ -191,19 +191,19 @@ class JsonLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Numbers that JSON does not have become null."""
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **finite(fields)}, default=str)
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **json_safe(fields)}, default=str)
         self._file.write(line + "\n")
         self._file.flush()
 
 
-def finite(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """`value` with null in place of NaN and the infinities, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(name): finite(each) for name, each in value.items()}
+        return {str(name): json_safe(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [json_safe(each) for each in value]
     return value
 
 

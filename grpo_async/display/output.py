@@ -15,10 +15,10 @@ from rich.text import Text
 from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView, View, print_line
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.findings.evidence import read_metrics
 from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.jsonl import read_metrics
 from grpo_async.utils.console import stdout_console
 
 
@@ -89,10 +89,10 @@ class Output:
         """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere. Steps up to
         `resume_step` are read from metrics.jsonl, for curves and averages."""
         progress = Progress(max_steps=max_steps, step=resume_step or 0)
-        if resume_step is not None and run_dir.metrics.exists():
-            for line in read_metrics(run_dir.metrics):
-                if line["step"] <= resume_step:
-                    progress.add_past_step(line)
+        if resume_step is not None:
+            for row in read_metrics(run_dir, []):
+                if row["step"] <= resume_step:
+                    progress.add_past_step(row)
         console, logs = self.console, run_dir.latest_logs
         view: View
         if self.mode is OutputMode.JSON:

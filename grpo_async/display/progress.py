@@ -6,24 +6,25 @@ Unknown metrics are ignored and missing ones left out, so a trainer may report m
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
+from statistics import fmean
 from typing import Any
 
 from grpo_async.findings import Finding, Verdict
 from grpo_async.processes.wording import one_line, plain
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.text import duration, finite
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
 _OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
 _MOST_MESSAGES = 500
+_MOST_POINTS = 1024  # of a curve; a multiple of 2
 LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
 
 CURVES: Mapping[str, str] = {
@@ -37,6 +38,31 @@ CURVES: Mapping[str, str] = {
     "trained tokens/s": "perf/trained_tokens_per_s",
 }
 """What is kept over the whole run, in the order of the charts, and the metric that it is."""
+
+
+class Curve:
+    """A series of any length in bounded memory: each of its points is the mean of so many values in a row, and twice as many when
+    there would be too many points."""
+
+    def __init__(self) -> None:
+        self._means: list[float] = []
+        self._values_each = 1
+        self._rest: list[float] = []
+
+    def add(self, value: float) -> None:
+        self._rest.append(value)
+        if len(self._rest) == self._values_each:
+            self._means.append(fmean(self._rest))
+            self._rest.clear()
+        if len(self._means) == _MOST_POINTS:
+            self._means = [
+                (first + second) / 2 for first, second in zip(self._means[::2], self._means[1::2], strict=True)
+            ]
+            self._values_each *= 2
+
+    @property
+    def points(self) -> list[float]:
+        return [*self._means, fmean(self._rest)] if self._rest else list(self._means)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +141,7 @@ class Progress:
     """Whether it learns, as it was judged last."""
     push: LastPush | None = None
     checkpoints: Checkpoints = Checkpoints()
-    curves: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in CURVES})
+    curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
     started: float = field(default_factory=time.monotonic)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -134,9 +160,9 @@ class Progress:
     def add_past_step(self, metrics: Mapping[str, float | None]) -> None:
         """The curves and the last rewards, of a step that lies behind."""
         for name, metric in CURVES.items():
-            value = finite_number(metrics.get(metric))
+            value = finite(metrics.get(metric))
             if value is not None:
-                self.curves[name].append(value)
+                self.curves[name].add(value)
                 if name == "reward":
                     self.rewards.append(value)
 
@@ -199,12 +225,12 @@ class Progress:
 
     def value(self, name: str) -> float | None:
         """The metric `name` of the newest step, or None where it is missing or not finite."""
-        return finite_number(self.metrics.get(name))
+        return finite(self.metrics.get(name))
 
-    def text(self, name: str, pattern: str, *, scale: float = 1.0) -> str | None:
+    def text(self, name: str, pattern: str) -> str | None:
         """The metric `name` in `pattern` ("push {:.2f} s"), or None where there is none."""
         value = self.value(name)
-        return None if value is None else pattern.format(value * scale)
+        return None if value is None else pattern.format(value)
 
     def staleness_fractions(self) -> dict[int, float]:
         """Fraction of the newest step's trained tokens by staleness in steps: {0: 0.75, 1: 0.25}; empty where it is unknown."""
@@ -224,16 +250,6 @@ class Progress:
         saving = min(1.0, (self.value("checkpoint/staged_s") or 0.0) / step_s) if step_s else 0.0
         fractions = {"idle": idle, "train": max(0.0, 1.0 - idle - push - saving), "push": push}
         return {**fractions, "save": saving} if saving >= 0.005 else fractions
-
-
-def finite_number(value: object) -> float | None:
-    """The number; None where there is none (metrics.jsonl has null for what was not finite)."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def duration(seconds: float) -> str:
-    """75 -> "0:01:15"."""
-    return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def join(parts: Iterable[str | None], separator: str = "  ") -> str:
@@ -256,11 +272,11 @@ def step_line(progress: Progress) -> str:
             progress.text("buffer/queued_groups", "queued {:.0f}")
             or progress.text("ledger/groups/queued", "queued {:.0f}"),
             progress.text("ledger/groups/in_flight", "in flight {:.0f}"),
-            progress.text("pipeline/trainer_idle_ratio", "trainer idle {:.0f}%", scale=100),
+            progress.text("pipeline/trainer_idle_ratio", "trainer idle {:.0%}"),
             progress.text("sync/push_s", "push {:.2f} s"),
             restarts_text(progress),
             progress.text("step_time", "{:.1f} s/step"),
-            None if progress.seconds_left is None else f"{duration(progress.seconds_left)} left",
+            None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left",
         ]
     )
 
@@ -299,4 +315,4 @@ def evaluations_text(progress: Progress) -> str:
 
 
 def ago(at: float, now: float) -> str:
-    return f"{duration(now - at)} ago"
+    return f"{duration(max(0, round(now - at)))} ago"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from grpo_async.display.progress import (
     RunMessage,
     ServerStatus,
     ago,
-    duration,
     evaluations_text,
     join,
     step_line,
@@ -35,27 +33,28 @@ from grpo_async.display.status_file import VERSION
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Evidence, Finding, Severity, Verdict
 from grpo_async.findings import judge as is_it_learning
+from grpo_async.findings.evidence import new_metrics
 from grpo_async.processes.wording import one_line
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.jsonl import read_line
 from grpo_async.utils.growing_file import GrowingFile
+from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge
+from grpo_async.utils.text import duration, finite
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Of `grpo-async status`; 2 is a run that does not exist."""
 
-
 WATCH_INTERVAL_S = 1.0
 
-_TOKENS = (
-    ("perf/generated_tokens_per_s", "generated_tokens_per_s", "{:.0f} generated", 1.0),
-    ("perf/trained_tokens_per_s", "trained_tokens_per_s", "{:.0f} trained", 1.0),
-)
-"""Name in status.json, name in summary.json, how it is written, times what."""
-_IDLE = (
-    ("pipeline/trainer_idle_ratio", "trainer_idle_ratio", "trainer {:.0f}%", 100.0),
-    ("pipeline/generator_idle_ratio", "generator_idle_ratio", "servers {:.0f}%", 100.0),
-)
+_TOKENS = {
+    "perf/generated_tokens_per_s": "{:.0f} generated",
+    "perf/trained_tokens_per_s": "{:.0f} trained",
+}
+"""The metric, whose last part is its name in summary.json, and how it is written."""
+_IDLE = {
+    "pipeline/trainer_idle_ratio": "trainer {:.0%}",
+    "pipeline/generator_idle_ratio": "servers {:.0%}",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,30 +109,17 @@ def newest_run(runs: Path) -> RunDir:
 
 def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     """Raises ConfigError where there is no status.json, RunError where it is something else."""
-    try:
-        content = json.loads(run_dir.status.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{run_dir.root} has no status.json: nothing was trained there, or by an earlier version"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise RunError(f"{run_dir.status} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
-        raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION})")
+    if not run_dir.status.exists():
+        raise ConfigError(f"{run_dir.root} has no status.json: nothing was trained there, or by an earlier version")
+    problems: list[str] = []
+    content = read_object(run_dir.status, problems)
+    if content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
+        why = f": {problems[0]}" if problems else ""
+        raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION}){why}")
     found = judge(content, now=now)
-    means = (
-        _summary(run_dir) if found.state in (FINISHED, STOPPED) else {}
-    )  # after a failure it is of an earlier attempt
+    # after a failure it is of an earlier attempt
+    means = read_object(run_dir.summary, []) if found.state in (FINISHED, STOPPED) else {}
     return RunStatus(state=found.state, content=content, why=found.why, means=means, run_dir=run_dir)
-
-
-def _summary(run_dir: RunDir) -> Mapping[str, Any]:
-    """summary.json; empty where it is not there, or torn: the table then shows the last step, and says so."""
-    try:
-        summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary if isinstance(summary, dict) else {}
 
 
 def describe(status: RunStatus, *, now: float | None = None) -> Table:
@@ -153,14 +139,14 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     content = status.content
     progress, is_running = progress_of(content), status.state == RUNNING
     eta, updated = content.get("eta_s"), float(content.get("updated_at", 0.0))
-    took = duration((now if is_running else updated) - float(content.get("started_at", now)))
+    took = duration(max(0, round((now if is_running else updated) - float(content.get("started_at", now)))))
     yield "run", f"{content.get('run')}  ({content.get('directory')})"
     yield "state", join([status.state, status.why, progress.phase if is_running else None])
     yield "error", str(content.get("error") or "")
     fraction = f"  {progress.step / progress.max_steps:.0%}" if progress.max_steps else ""
     yield "step", f"{progress.step}/{progress.max_steps}{fraction}"
     if is_running:
-        left = f"{duration(eta)} left" if isinstance(eta, int | float) else None
+        left = f"{duration(round(eta))} left" if isinstance(eta, int | float) else None
         yield "time", join([f"{took} since the start", left, progress.text("step_time", "{:.1f} s/step")])
     else:
         yield "time", join([f"took {took}", progress.text("step_time", "the last step {:.1f} s")])
@@ -209,16 +195,13 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     return progress
 
 
-def _means(status: RunStatus, progress: Progress, metrics: Sequence[tuple[str, str, str, float]]) -> str:
+def _means(status: RunStatus, progress: Progress, metrics: Mapping[str, str]) -> str:
     """Of the newest step while the run goes on; after it the means of the whole run, or else those of the last step, named so."""
-    newest = join(progress.text(metric, form, scale=scale) for metric, _, form, scale in metrics)
+    newest = join(progress.text(metric, form) for metric, form in metrics.items())
     if status.state == RUNNING:
         return newest
-    means = [
-        form.format(value * scale)
-        for _, mean, form, scale in metrics
-        if isinstance(value := status.means.get(mean), int | float)
-    ]
+    known = ((form, finite(status.means.get(metric.rpartition("/")[2]))) for metric, form in metrics.items())
+    means = [form.format(value) for form, value in known if value is not None]
     if means:
         return join([*means, "(mean of the run)"])
     return join([newest, "(in the last step)"]) if newest else ""
@@ -245,13 +228,12 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, self._forget)
-        self.progress = Progress(max_steps=0)
+        self._forget()
 
     def read(self) -> None:
-        """Take the new lines; a line that is not whole yet is taken the next time."""
-        for _, line in self._file.new_lines():
-            if (metrics := read_line(line)) is not None:
-                self.progress.add_past_step(metrics)
+        """Read the new lines; a line that is not whole yet is read the next time."""
+        for metrics in new_metrics(self._file):
+            self.progress.add_past_step(metrics)
 
     def _forget(self) -> None:
         self.progress = Progress(max_steps=0)

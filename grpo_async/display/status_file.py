@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from grpo_async.display.display import View, finite
+from grpo_async.display.display import View, json_safe
 from grpo_async.display.progress import Progress
 from grpo_async.processes.failures import message_of
 from grpo_async.run_directory import RunDir, write_atomically
@@ -129,7 +129,7 @@ class StatusFile(View):
 
     def _write(self) -> None:
         try:
-            write_atomically(self._run_dir.status, json.dumps(finite(self.content()), indent=1))
+            write_atomically(self._run_dir.status, json.dumps(json_safe(self.content()), indent=1))
             self.trouble = None
         except OSError as error:  # a full disk ends the run elsewhere, with better words
             self.trouble = str(error)

@@ -12,8 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import LEDGER_STATES, duration, finite_number, join
+from grpo_async.display.progress import LEDGER_STATES, join
 from grpo_async.processes.wording import plain
+from grpo_async.utils.text import duration, finite
 
 _FIRST = ("num_prompts", "reward", "reward_stderr")
 _LAST = ("mean_length", "truncated", "num_failed", "num_unscored")
@@ -47,13 +48,13 @@ def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *
 def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]]:
     def text(form: str, *names: str) -> str | None:
         """The numbers of these names in `form`, or None where one is missing or not finite."""
-        values = [value for name in names if (value := finite_number(summary.get(name))) is not None]
+        values = [value for name in names if (value := finite(summary.get(name))) is not None]
         return form.format(*values) if len(values) == len(names) else None
 
-    took = duration(finite_number(summary.get("wall_s")) or 0.0)
+    took = duration(round(finite(summary.get("wall_s")) or 0.0))
     yield "run", f"{summary.get('status', '?')} after {summary.get('steps', '?')} steps in {took}"
     yield "learning", str((summary.get("learning") or {}).get("text") or "")
-    first, last = finite_number(summary.get("reward_first")), finite_number(summary.get("reward_last"))
+    first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     if first is not None and last is not None:
         yield "reward", f"{first:.3f} -> {last:.3f} (all groups of the first and last 3 steps, {last - first:+.3f})"
     yield "held out", _held_out(summary.get("evaluation") or {})
@@ -77,9 +78,9 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:
-    results = [(when, finite_number((evaluation.get(when) or {}).get("reward"))) for when in ("before", "after")]
+    results = [(when, finite((evaluation.get(when) or {}).get("reward"))) for when in ("before", "after")]
     text = ", ".join(f"{value:.3f} {when}" for when, value in results if value is not None)
-    baseline = finite_number(evaluation.get("majority_baseline"))
+    baseline = finite(evaluation.get("majority_baseline"))
     return text if baseline is None else f"{text} (always the most frequent answer: {baseline:.3f})"
 
 
@@ -87,9 +88,7 @@ def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
     """`2 failures, recovered after 12.3, 8.0 s; not recovered: server 1 (hung)`; empty where there were none."""
     if not failures:
         return ""
-    recovered = [
-        f"{seconds:.1f}" for failure in failures if (seconds := finite_number(failure.get("recovery_s"))) is not None
-    ]
+    recovered = [f"{seconds:.1f}" for failure in failures if (seconds := finite(failure.get("recovery_s"))) is not None]
     lost = [f"{each.get('server')} ({each.get('reason')})" for each in failures if each.get("recovery_s") is None]
     text = f"{len(failures)} failure{'' if len(failures) == 1 else 's'}"
     text += f", recovered after {', '.join(recovered)} s" if recovered else ""
@@ -157,6 +156,6 @@ def _short(name: str) -> str:
 
 
 def _shown(name: str, value: Any) -> str:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if finite(value) is None:
         return ""
     return f"{value:.0f}" if name in _WHOLE else f"{value:.1f}" if name == "mean_length" else f"{value:.3f}"

@@ -299,16 +299,14 @@ def held_out(evidence: Evidence) -> Finding | None:
         behind = training.value - change.value
         noise = hypot(change.high - change.value, training.high - training.value)
         if change.value > _NOTHING and behind <= noise:
-            why = (
-                f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
-            )
+            why = f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
             do = "More prompts would tell: raise evaluation.num_prompts."
             return found(NOTE, "Whether the held-out reward rose cannot be told", why, do)
         did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
-            f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts with "
-            "the highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or evaluation "
-            "and training differ (prompts, reward, temperature, lengths)."
+            f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "
+            "with the highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or "
+            "evaluation and training differ (prompts, reward, temperature, lengths)."
         )
         severity = ERROR if change.has_fallen else WARNING
         return found(severity, f"The training reward rose, the held-out reward {did}", why, query="")

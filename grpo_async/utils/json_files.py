@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from grpo_async.utils.text import finite
 
 
@@ -19,7 +17,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name} cannot be read: {error}")
         return {}
     return content if isinstance(content, dict) else {}
@@ -46,8 +44,8 @@ def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 def parse_object(line: bytes) -> dict[str, Any] | None:
     """The object of a line; None: it is none, or torn, or damaged."""
     try:
-        content = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

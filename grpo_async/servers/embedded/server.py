@@ -393,7 +393,9 @@ class EmbeddedReceiver(WeightReceiver):
 
 def _refuse_if_any(problems: Sequence[str]) -> None:
     if problems:
-        raise UpdateRefusedError(f"the update does not fit the served model, the old weights stay: {shortlist(problems)}")
+        raise UpdateRefusedError(
+            f"the update does not fit the served model, the old weights stay: {shortlist(problems)}"
+        )
 
 
 def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
