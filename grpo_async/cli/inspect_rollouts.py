@@ -14,10 +14,7 @@ from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOpti
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
-
     from grpo_async.run_directory import RunDir
-    from grpo_async.viewer.plain import Selection
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
@@ -53,18 +50,6 @@ def inspect_rollouts(
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens, printed.")
     ] = None,
-    step: Annotated[str | None, typer.Option("--step", metavar="N|A..B|last", help="Short for step=A..B.")] = None,
-    status: Annotated[
-        str | None, typer.Option("--status", metavar="A,B", help="Short for group_status IN ('trained', 'stale').")
-    ] = None,
-    min_reward: Annotated[float | None, typer.Option("--min-reward", help="Short for group_reward >= X.")] = None,
-    max_reward: Annotated[float | None, typer.Option("--max-reward", help="Short for group_reward <= X.")] = None,
-    truncated: Annotated[
-        bool | None, typer.Option("--truncated/--finished", help="Groups with a truncated rollout / without one.")
-    ] = None,
-    search: Annotated[
-        str | None, typer.Option("--search", metavar="TEXT", help="Prompt or completion contains TEXT, in any case.")
-    ] = None,
     where: WhereOption = None,
     superseded: SupersededOption = False,
     sort: Annotated[
@@ -99,39 +84,23 @@ def inspect_rollouts(
     Examples:
       grpo-async inspect-rollouts quickstart
       grpo-async inspect-rollouts quickstart "reward<0.2 and truncated"
-      grpo-async inspect-rollouts quickstart --step 10..20 --status trained --sort reward --limit 5
-      grpo-async inspect-rollouts quickstart --max-reward 0 --truncated --search "what is"
+      grpo-async inspect-rollouts quickstart "trained and step between 10 and 20" --sort reward --limit 5
+      grpo-async inspect-rollouts quickstart "reward<=0 and text ilike '%what is%'"
       grpo-async inspect-rollouts quickstart --group 17
       grpo-async inspect-rollouts quickstart --rollout g17-r3
-      grpo-async inspect-rollouts quickstart --evaluation last --max-reward 0.5
+      grpo-async inspect-rollouts quickstart "reward<=0.5" --evaluation last
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart another-run --web
     """
     is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
     _refuse_what_has_no_effect(_given(context), is_printed=is_printed)
 
-    from grpo_async.errors import ConfigError
-    from grpo_async.store.query import QueryError
-    from grpo_async.store.table import group_order
-    from grpo_async.viewer.plain import Selection
-    from grpo_async.viewer.short_forms import query_text, sort_order
+    from grpo_async.store.table import RolloutTable
+    from grpo_async.utils.console import stdout_console
+    from grpo_async.viewer import plain as printed
 
-    runs, query = _runs_and_query(arguments, where, evaluation, several=web)
-    text = query_text(
-        query,
-        step=step,
-        status=status,
-        min_reward=min_reward,
-        max_reward=max_reward,
-        truncated=truncated,
-        search=search,
-    )
-    order = sort_order(sort)
-    if order:
-        try:
-            group_order(order)
-        except QueryError as error:
-            raise ConfigError(f"--sort {sort}: {error.problem}") from error
+    runs, text = _runs_and_query(arguments, where, evaluation, several=web)
+    order = _sort_order(sort)
     if web:
         from grpo_async.viewer.web.serve import serve
 
@@ -145,18 +114,28 @@ def inspect_rollouts(
             superseded=superseded,
         )
         return
-    if not is_printed:
-        _open_screen(runs[0], arguments[0], text, order, superseded)
-        return
-    selection = Selection(
-        text=text,
-        sort=order,
-        limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
-        group_id=group,
-        rollout_id=rollout,
-        with_superseded=superseded,
-    )
-    _print(runs[0], selection, as_json=as_json)
+    with RolloutTable.open(runs[0].rollouts) as table:
+        if not is_printed:
+            from grpo_async.viewer.terminal.app import run_inspector
+            from grpo_async.viewer.terminal.base import Session
+            from grpo_async.viewer.token_text import load_token_texts
+
+            texts = load_token_texts(runs[0])
+            session = Session(run=runs[0], name=arguments[0], table=table, texts=texts, with_superseded=superseded)
+            run_inspector(session, text=text, sort=order)
+            return
+        selection = printed.Selection(
+            text=text,
+            sort=order,
+            limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
+            group_id=group,
+            rollout_id=rollout,
+            with_superseded=superseded,
+        )
+        if as_json:
+            printed.write_json(runs[0], table, selection, typer.echo)
+        else:
+            printed.show(runs[0], table, selection, stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE))
 
 
 _EXCLUDE_EACH_OTHER = (
@@ -243,29 +222,28 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
-def _open_screen(run: RunDir, name: str, text: str, order: str, superseded: bool) -> None:
-    from grpo_async.store.table import RolloutTable
-    from grpo_async.viewer.terminal.app import run_inspector
-    from grpo_async.viewer.terminal.base import Session
-    from grpo_async.viewer.token_text import load_token_texts
+def _sort_order(text: str | None) -> str:
+    """As the store has it: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
 
-    with RolloutTable.open(run.rollouts) as table:
-        session = Session(run=run, name=name, table=table, texts=load_token_texts(run), with_superseded=superseded)
-        run_inspector(session, text=text, sort=order)
+    Raises:
+        ConfigError: groups have no such order.
+    """
+    from grpo_async.errors import ConfigError
+    from grpo_async.store.query import QueryError
+    from grpo_async.store.table import group_order
 
-
-def _print(run: RunDir, selection: Selection, *, as_json: bool) -> None:
-    from grpo_async.store.table import RolloutTable
-    from grpo_async.viewer.plain import show, write_json
-
-    with RolloutTable.open(run.rollouts) as table:
-        if as_json:
-            write_json(run, table, selection, typer.echo)
-        else:
-            show(run, table, selection, _console())
-
-
-def _console() -> Console:
-    from grpo_async.utils.console import stdout_console
-
-    return stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)
+    if not text:
+        return ""
+    fields = []
+    for part in text.split(","):
+        name, _, order = part.strip().partition(":")
+        if order not in ("", "asc", "desc") or not name:
+            raise ConfigError(
+                f"--sort {text}: write a field, highest first (reward), or FIELD:asc, with commas between several"
+            )
+        fields.append(name if order == "asc" or name.startswith("-") else f"-{name}")
+    try:
+        group_order(",".join(fields))
+    except QueryError as error:
+        raise ConfigError(f"--sort {text}: {error.problem}") from error
+    return ",".join(fields)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from grpo_async.records import GroupStatus, RolloutStatus, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.utils.text import percent
 
 STATUS_STYLES: dict[str, str] = {
     GroupStatus.TRAINED: "green",
@@ -22,18 +23,22 @@ STATUS_STYLES: dict[str, str] = {
 """Style of a group's or a rollout's status, as rich and textual spell it."""
 
 
+T = TypeVar("T")
+
+
+def or_dash(value: T | None, form: Callable[[T], str] = str) -> str:
+    """`value` in a form; None -> '-'."""
+    return "-" if value is None else form(value)
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """0.25 -> '0.250'; None -> '-'."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    return or_dash(value, f"{{:.{digits}f}}".format)
 
 
 def signed(value: float | None, digits: int = 3) -> str:
     """0.25 -> '+0.250'; None -> '-'."""
-    return "-" if value is None else f"{value:+.{digits}f}"
-
-
-def whole(value: int | None) -> str:
-    return "-" if value is None else str(value)
+    return or_dash(value, f"{{:+.{digits}f}}".format)
 
 
 def count(number_of: int, noun: str) -> str:
@@ -43,23 +48,12 @@ def count(number_of: int, noun: str) -> str:
 
 def span(first: int | None, last: int | None) -> str:
     """2, 2 -> '2'; 2, 3 -> '2-3'; None -> '-'."""
-    if first is None or last is None:
-        return "-"
-    return str(first) if first == last else f"{first}-{last}"
+    return or_dash(first) if first == last else f"{first}-{last}"
 
 
-def percent(fraction: float | None) -> str:
-    """0.25 -> '25%'; None -> '-'."""
-    return "-" if fraction is None else f"{fraction:.0%}"
-
-
-def duration(seconds: float) -> str:
-    """3725 -> '1:02:05', 75 -> '1:15', 2.5 -> '2.50 s', 0.0042 -> '4.2 ms'."""
-    if seconds >= 60.0:
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000.0 * seconds:.1f} ms"
+def fraction(part: int, whole: int) -> str:
+    """1, 4 -> '25%'; of nothing '-'."""
+    return percent(part / whole) if whole else "-"
 
 
 def versions(rollout: RolloutRow) -> str:

@@ -23,19 +23,20 @@ from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query, quote
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.text import duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,
     call_text,
+    fraction,
     message_text,
     number,
-    percent,
+    or_dash,
     prompt_of,
     span,
     versions,
-    whole,
 )
 from grpo_async.viewer.safe_text import one_line, quoted, visible
-from grpo_async.viewer.token_colours import mark_words
+from grpo_async.viewer.token_colours import flag_names
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
 _PROMPT_WIDTH = 60
@@ -176,7 +177,7 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
     _add_numbers(table, "reward", "min", "max", "length", "versions", "trunc")
     for summary in summaries:
         table.add_row(
-            whole(summary.step),
+            or_dash(summary.step),
             str(summary.group_id),
             _status(summary.status, summary.superseded),
             Text(one_line(summary.prompt_preview, _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
@@ -185,7 +186,7 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
             number(summary.reward_max),
             number(summary.num_tokens_mean, 1),
             span(summary.version_min, summary.version_max),
-            percent(summary.num_truncated / summary.size if summary.size else None),
+            fraction(summary.num_truncated, summary.size),
         )
     return table
 
@@ -195,7 +196,7 @@ def group_page(group: GroupRow) -> RenderableType:
     parts = [
         Text.assemble(
             (f"group {group.group_id}", "bold"),
-            f"  step {whole(group.step)}  prompt {group.prompt_id}  ",
+            f"  step {or_dash(group.step)}  prompt {group.prompt_id}  ",
             _status(group.status),
         )
     ]
@@ -242,9 +243,9 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
         (f"rollout {visible(rollout.rollout_id)}", "bold"),
         f"  group {group.group_id} (",
         _status(group.status),
-        f")  step {whole(group.step)}  ",
+        f")  step {or_dash(group.step)}  ",
         _status(rollout.status),
-        f"{'  environment done' if rollout.done else ''}  {rollout.total_duration_s:.2f} s",
+        f"{'  environment done' if rollout.done else ''}  {duration(rollout.total_duration_s)}",
     )
     if rollout.error is not None:
         yield Text(visible(rollout.error), style="red")
@@ -261,9 +262,9 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
     for name, noted in rollout.extra.items():
         yield Text(f"  {visible(name)}: {one_line(str(noted), _DETAIL_WIDTH)}", style="dim")
     yield Text()
-    table = _table("turn", "tokens", "ended by", "generation s", "tools s", "tool calls")
+    table = _table("turn", "tokens", "ended by", "generation", "tools", "tool calls")
     for place, turn in enumerate(rollout.turns, start=1):
-        durations = (f"{turn.generation_duration_s:.2f}", f"{turn.tool_execution_duration_s:.2f}")
+        durations = (duration(turn.generation_duration_s), duration(turn.tool_execution_duration_s))
         table.add_row(str(place), str(turn.num_tokens), turn.finish_reason.value, *durations, str(len(turn.tool_calls)))
     yield table
     for turn in rollout.turns:
@@ -273,7 +274,7 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
             arguments = one_line(json.dumps(record.arguments, ensure_ascii=False), _DETAIL_WIDTH)
             failed = " failed" if record.failed else ""
             outcome = one_line(record.result, _DETAIL_WIDTH)
-            yield Text(f"  {visible(record.name)}({arguments}){failed} {record.duration_s:.2f} s -> {outcome}")
+            yield Text(f"  {visible(record.name)}({arguments}){failed} {duration(record.duration_s)} -> {outcome}")
     yield Text()
 
 
@@ -292,15 +293,15 @@ def _token_parts(rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[Rende
     known = {name: values for name, values in trainer.items() if values is not None}  # empty: no trainer has seen it
     _add_numbers(table, "mask", "logprob", "version", *known)
     if rollout.marks is not None:
-        table.add_column("marks", no_wrap=True, overflow="ellipsis")
+        table.add_column("flags", no_wrap=True, overflow="ellipsis")
     columns = (rollout.completion_ids, rollout.mask, rollout.logprobs, rollout.versions)
     for index, (token_id, mask, logprob, version) in enumerate(zip(*columns, strict=True)):
         text = [Text(quoted(texts.of(token_id)))] if isinstance(texts, TokenTexts) else []
         sampled = (number(logprob, 4), str(version)) if mask else ("-", "-")
         found = [number(values[index], 4) for values in known.values()]
-        marks = [] if rollout.marks is None else [", ".join(mark_words(rollout.marks[index]))]
+        flags = [] if rollout.marks is None else [", ".join(flag_names(rollout.marks[index]))]
         style = token_style(logprob, mask)
-        table.add_row(str(index), str(token_id), *text, str(mask), *sampled, *found, *marks, style=style)
+        table.add_row(str(index), str(token_id), *text, str(mask), *sampled, *found, *flags, style=style)
     yield table
 
 

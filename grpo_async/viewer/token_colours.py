@@ -27,7 +27,7 @@ class ColourMode(StrEnum):
     PROBABILITY = "probability"  # how likely the sampler found it
     ENTROPY = "entropy"  # of the trainer's distribution at the token, nats
     VERSION = "version"  # the policy version that sampled it
-    MARKS = "marks"  # trained on or not, and what took its gradient
+    FLAGS = "flags"  # trained on or not, and what took its gradient
 
     @property
     def label(self) -> str:
@@ -68,7 +68,7 @@ SWATCHES: dict[str, tuple[str, str]] = {
     "trained": ("#1d3a2a", "#dcf5e3"),
     "clipped-low": ("#1f3f6b", "#b9d4ff"),
     "clipped-high": ("#7d4a10", "#ffc876"),
-    "corrected-away": ("#5a3a6e", "#dcbcf2"),
+    "is-masked": ("#5a3a6e", "#dcbcf2"),
     "off-policy": ("#8a1f2b", "#ff9ea6"),
     "low-entropy": ("#1d5147", "#b4e5d6"),
     "skipped": ("#4a4a4a", "#d4d4d4"),
@@ -81,18 +81,18 @@ _LABELS = {
     ColourMode.PROBABILITY: "sampler's probability",
     ColourMode.ENTROPY: "entropy",
     ColourMode.VERSION: "policy version",
-    ColourMode.MARKS: "mask and marks",
+    ColourMode.FLAGS: "mask and flags",
 }
 ADVANTAGE_BOUNDS = (0.05, 0.5, 1.5)  # of the absolute value: even, 1, 2, 3
 LOG_RATIO_BOUNDS = (0.02, 0.2, 0.7)  # 0.18 is ln 1.2, the usual clip range; 0.7 is twice as likely
 PROBABILITY_BOUNDS = (0.9, 0.5, 0.1, 0.01)  # level 0 from 0.9 up
 ENTROPY_BOUNDS = (0.1, 0.5, 1.0, 2.0)  # nats; 0.69 is a fair choice between two tokens
 
-# The strongest first: a token has one colour, and its words have all marks.
-_MARKS: tuple[tuple[TokenFlag, str, str], ...] = (
+# The strongest first: a token has one colour, and its tooltip names all its flags.
+_FLAGS: tuple[tuple[TokenFlag, str, str], ...] = (
     (TokenFlag.SKIPPED, "skipped", "update skipped"),
     (TokenFlag.OFF_POLICY, "off-policy", "off policy"),
-    (TokenFlag.IS_MASKED, "corrected-away", "masked by correction"),
+    (TokenFlag.IS_MASKED, "is-masked", "masked by correction"),
     (TokenFlag.LOW_ENTROPY, "low-entropy", "low entropy"),
     (TokenFlag.CLIPPED_LOW, "clipped-low", "clipped low"),
     (TokenFlag.CLIPPED_HIGH, "clipped-high", "clipped high"),
@@ -106,10 +106,10 @@ def token_classes(mode: ColourMode, rollout: RolloutRow) -> list[str]:
 
 
 def legend(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
-    """What the classes of a mode mean, weakest to strongest; of the versions and marks only those that the rollout has."""
+    """What the classes of a mode mean, weakest to strongest; of the versions and flags only those that the rollout has."""
     present = set(token_classes(mode, rollout))
     entries = _all_entries(mode, rollout)
-    if mode is ColourMode.MARKS:
+    if mode is ColourMode.FLAGS:
         entries = [entry for entry in entries if entry.name in present]
     for name, text in ((NO_GRADIENT, "no gradient"), (UNKNOWN, "not recorded"), (UNTRAINED, "not trained on")):
         if name in present:
@@ -117,9 +117,9 @@ def legend(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
     return entries
 
 
-def mark_words(marks: int | None) -> list[str]:
+def flag_names(flags: int | None) -> list[str]:
     """4 | 1 -> ['masked by correction', 'clipped low']; none for 0 and None."""
-    return [words for mark, _, words in _MARKS if (marks or 0) & mark]
+    return [name for flag, _, name in _FLAGS if (flags or 0) & flag]
 
 
 def at(values: Sequence[T | None] | None, index: int) -> T | None:
@@ -160,11 +160,11 @@ def _version_class(rollout: RolloutRow, index: int) -> str:
     return f"version-{rollout.versions[index] % NUM_VERSION_COLOURS}"
 
 
-def _mark_class(rollout: RolloutRow, index: int) -> str:
-    marks = at(rollout.marks, index)
-    if rollout.advantage is None or marks is None:  # never scored, or the trainer's values are not recorded
+def _flag_class(rollout: RolloutRow, index: int) -> str:
+    flags = at(rollout.marks, index)
+    if rollout.advantage is None or flags is None:  # never scored, or the trainer's values are not recorded
         return UNKNOWN
-    return next((name for mark, name, _ in _MARKS if marks & mark), "trained")
+    return next((name for flag, name, _ in _FLAGS if flags & flag), "trained")
 
 
 _CLASS_OF = {
@@ -173,7 +173,7 @@ _CLASS_OF = {
     ColourMode.PROBABILITY: _probability_class,
     ColourMode.ENTROPY: _entropy_class,
     ColourMode.VERSION: _version_class,
-    ColourMode.MARKS: _mark_class,
+    ColourMode.FLAGS: _flag_class,
 }
 
 
@@ -198,7 +198,6 @@ def _all_entries(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
             for version in sorted(rollout.sampled_versions):
                 by_colour.setdefault(version % NUM_VERSION_COLOURS, []).append(str(version))
             return [LegendEntry(f"version-{colour}", ", ".join(shown)) for colour, shown in by_colour.items()]
-        case ColourMode.MARKS:
-            marks = [LegendEntry(name, words) for _, name, words in reversed(_MARKS)]
-            return [LegendEntry("trained", "trained on"), *marks]
+        case ColourMode.FLAGS:
+            return [LegendEntry("trained", "trained on"), *(LegendEntry(*entry) for _, *entry in reversed(_FLAGS))]
     return [LegendEntry(f"level-{level}", text) for level, text in enumerate(texts)]

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
-from grpo_async.viewer.format import duration
+from grpo_async.utils.text import duration
 from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.timeline import ORDER, TITLES, EventFile, lane_group, lay_out, usage
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpo_async.viewer.short_forms import query_text, sort_order
 
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.viewer.runs import find_evaluation, find_run
-from grpo_async.viewer.short_forms import query_text, sort_order
 
 
 def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.findings import figure, percent
-from grpo_async.viewer.format import duration
+from grpo_async.utils.text import duration, finite, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
 _STATUS = {
@@ -36,7 +35,7 @@ class Headline:
 def headline(run: RunData) -> Headline:
     # one that failed or goes on leaves the summary of the attempt before
     summary = run.summary if run.status in ("finished", "stopped") else {}
-    wall_s = _number(summary, "wall_s") or sum(run.values("step_time"))
+    wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
     numbers = {
         "held-out reward": _held_out(run),
         "training reward": _reward(run, summary),
@@ -55,7 +54,7 @@ def headline(run: RunData) -> Headline:
 def _story(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
-    steps = f"{run.last_step}{planned} steps{f' in {_whole(wall_s)}' if wall_s else ''}"
+    steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
     how = {
         "finished": f"The run finished after {steps}.",
         "stopped": f"The run was stopped after {steps}; it can go on with --resume.",
@@ -73,30 +72,30 @@ def _held_out(run: RunData) -> Number | None:
     if not results:
         return None
     evaluation = run.summary.get("evaluation")
-    baseline = _number(evaluation, "majority_baseline") if isinstance(evaluation, Mapping) else None
-    note = "" if baseline is None else f"always the most frequent answer: {figure(baseline)}"
+    baseline = finite(evaluation.get("majority_baseline")) if isinstance(evaluation, Mapping) else None
+    note = "" if baseline is None else f"always the most frequent answer: {format_number(baseline)}"
     first, last = results[0], results[-1]
     if len(results) == 1:
-        return figure(first.metrics["reward"]), note or f"at step {first.step}"
-    change = f"{figure(first.metrics['reward'])} → {figure(last.metrics['reward'])}"
+        return format_number(first.metrics["reward"]), note or f"at step {first.step}"
+    change = f"{format_number(first.metrics['reward'])} → {format_number(last.metrics['reward'])}"
     return change, note or f"steps {first.step} and {last.step}"
 
 
 def _reward(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    first, last = _number(summary, "reward_first"), _number(summary, "reward_last")
+    first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
     rewards = run.values("reward")
     if first is None or last is None:
         if not rewards:
             return None
         size = min(3, len(rewards))
         first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
-    return f"{figure(first)} → {figure(last)}", "all groups of the first and last 3 steps"
+    return f"{format_number(first)} → {format_number(last)}", "all groups of the first and last 3 steps"
 
 
 def _steps(run: RunData, wall_s: float) -> Number:
     planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
-    per_step = f", {figure(wall_s / run.last_step)} s a step" if run.last_step else ""
-    return f"{run.last_step}{planned}", f"{_whole(wall_s)}{per_step}" if wall_s else ""
+    per_step = f", {format_number(wall_s / run.last_step)} s a step" if run.last_step else ""
+    return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
 
 
 def _throughput(run: RunData, summary: Mapping[str, Any]) -> Number | None:
@@ -105,7 +104,7 @@ def _throughput(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     if generated is None or trained is None:
         return None
     engine = summary.get("engine")
-    return figure(generated), f"generated{f' by {engine}' if engine else ''}; {figure(trained)} trained"
+    return format_number(generated), f"generated{f' by {engine}' if engine else ''}; {format_number(trained)} trained"
 
 
 def _idle(run: RunData, summary: Mapping[str, Any]) -> Number | None:
@@ -138,19 +137,9 @@ def _stored(run: RunData) -> Number | None:
 
 def _mean(run: RunData, summary: Mapping[str, Any], name: str, metric: str) -> float | None:
     """Of the summary; where it is not there, over the steps' wall time."""
-    whole = _number(summary, name)
+    whole = finite(summary.get(name))
     if whole is not None:
         return whole
     pairs = [(row[metric], row.get("step_time", 1.0)) for row in run.metrics if metric in row]
     total = sum(seconds for _, seconds in pairs)
     return sum(value * seconds for value, seconds in pairs) / total if total else None
-
-
-def _number(values: Mapping[str, Any], key: str) -> float | None:
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _whole(seconds: float) -> str:
-    """4.2 -> "4 s"; from a minute on as `duration`."""
-    return f"{seconds:.0f} s" if round(seconds) < 60 else duration(max(60.0, seconds))

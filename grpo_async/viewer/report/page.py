@@ -17,8 +17,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from grpo_async.config.differences import flat
-from grpo_async.findings import figure
 from grpo_async.tracking.catalog import describe
+from grpo_async.utils.text import format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.chapters import CHAPTERS
 from grpo_async.viewer.report.headline import headline
@@ -101,7 +101,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters.update(figure=figure, number=_number, hash=_hash)
+    environment.filters.update(number=lambda value: "none" if value is None else format_number(value), hash=_hash)
     environment.globals.update(
         describe=describe,
         histogram_id=_histogram_id,
@@ -119,10 +119,6 @@ def _finalize(value: Any) -> Any:
     if value is None:
         return ""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else figure(value)
 
 
 def _histogram_id(kind: str, run: RunData) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.findings import Finding, Severity, Verdict, figure, find, judge, percent
+from grpo_async.findings import Finding, Severity, Verdict, find, judge
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
+from grpo_async.utils.text import format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.timeline import drawing, load_events, usage
 
@@ -144,7 +145,7 @@ def tools(run: RunData) -> Iterator[list[str]]:
     last = next((row for row in reversed(run.metrics) if any(name.startswith("tools/") for name in row)), {})
     for name, count in run.rollouts.tools:
         keys = [f"tools/{name}/{what}" for what in ("call_frequency", "failure_frequency", "duration_s")]
-        yield [name, f"{count:,}", *(figure(last[key]) if key in last else "" for key in keys)]
+        yield [name, f"{count:,}", *(format_number(last[key]) if key in last else "" for key in keys)]
 
 
 # -- timeline

@@ -19,6 +19,7 @@ from textual.widgets import Static
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.run_directory import RunDir
+from grpo_async.store import GroupRow
 from grpo_async.store.query_names import HELP
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.runs import EvaluationDir
@@ -121,14 +122,24 @@ class RowScreen(InspectorScreen):
     def __init__(self, session: Session, seq: int, rollout_id: str, walk: Walk) -> None:
         super().__init__(session)
         self.seq, self.rollout_id = seq, rollout_id
+        self.group: GroupRow | None = None
         self._walk = walk
 
     def on_mount(self) -> None:
         self.run_worker(self.load(), exclusive=True, group="load")
 
     async def load(self) -> None:
-        """Read the row and show it."""
-        raise NotImplementedError
+        """Read the group of the row and show it."""
+        found = await self.ask(lambda table: table.group_at(self.seq))
+        if found is not None:
+            self.group = found
+            self.show_row(found)
+
+    def show_row(self, group: GroupRow) -> None:
+        """Another row is there to be shown."""
+
+    def prompt(self) -> tuple[str, int] | None:
+        return None if self.group is None else (self.group.prompt_hash, self.seq)
 
     def action_go(self, by: int) -> None:
         self.run_worker(self._go(by), exclusive=True, group="load")

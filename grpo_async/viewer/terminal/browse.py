@@ -17,14 +17,14 @@ from textual.message import Message
 from textual.widgets import Footer, Input, Label, Static
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
+from grpo_async.store.query import Query, QueryError, both, parse_query
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.format import count
+from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import InspectorScreen, Session, key
 from grpo_async.viewer.terminal.group import GroupScreen
-from grpo_async.viewer.terminal.histogram import HistogramScreen
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from grpo_async.viewer.terminal.table import GROUP_COLUMNS, ROLLOUT_COLUMNS, Column, PagedTable, step_columns
 
@@ -102,7 +102,6 @@ class BrowseScreen(InspectorScreen):
         key("S", "reverse", "turn the order"),
         *[key(str(digit), f"sort_column({digit})", "sort by the n-th column; again: turn") for digit in range(1, 10)],
         key("v,tab", "view", "groups, rollouts, steps", "view"),
-        key("b", "histogram", "histograms of reward, staleness, length, ... of what the filter lets through", "bars"),
         key("r", "renew", "show what the run has written since"),
         key("f", "follow", "follow: show it as it comes", "follow"),
     ]
@@ -160,8 +159,8 @@ class BrowseScreen(InspectorScreen):
         superseded = session.with_superseded
         try:
             parse_query(text)
-            newest = await session.ask(_newest)
-            query = _until(newest, text)
+            newest = await session.ask(newest_seq)
+            query = query_until(text, newest)
             counts = await session.ask(lambda table: table.count(query, with_superseded=superseded))
             if view is View.STEPS:
                 steps = await session.ask(lambda table: table.by_step(query, with_superseded=superseded))
@@ -353,10 +352,9 @@ class BrowseScreen(InspectorScreen):
             case RolloutSummary():
                 self.app.push_screen(RolloutScreen(self.session, row.seq, row.rollout_id, self.walk))
             case StepSummary():
-                where = "step IS NULL" if row.step is None else f"step={row.step}"
                 text = self.input.applied
                 self.view = View.GROUPS
-                await self.show(f"({text}) and {where}" if text else where)
+                await self.show(f"({text}) and {_of_step(row)}" if text else _of_step(row))
 
     async def walk(self, by: int) -> tuple[int, str] | None:
         row = await self.table.walk(by)
@@ -366,10 +364,6 @@ class BrowseScreen(InspectorScreen):
             case RolloutSummary():
                 return row.seq, row.rollout_id
         return None
-
-    def action_histogram(self) -> None:
-        text = self.input.applied
-        self.app.push_screen(HistogramScreen(self.session, text, _until(self.newest, text)))
 
     def prompt(self) -> tuple[str, int] | None:
         row = self.table.current
@@ -383,16 +377,10 @@ class BrowseScreen(InspectorScreen):
             case RolloutSummary():
                 return row.rollout_id, ["--rollout", row.rollout_id]
             case StepSummary():
-                return str(row.step), ["--step", str(row.step)]
+                return str(row.step), [_of_step(row)]
         return None
 
 
-def _newest(table: RolloutTable) -> int:
-    """The seq of the newest group, superseded or not; -1: there is none."""
-    rows = table.group_page(EVERYTHING, sort="-seq", limit=1, with_superseded=True)
-    return rows[0].seq if rows else -1
-
-
-def _until(newest: int, text: str) -> Query:
-    """What `text` holds for up to the seq `newest`."""
-    return both(parse_query(text), parse_query(f"seq<={newest}"))
+def _of_step(row: StepSummary) -> str:
+    """The query of its groups."""
+    return "step IS NULL" if row.step is None else f"step={row.step}"

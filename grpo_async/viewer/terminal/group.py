@@ -18,7 +18,7 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, prompt_of, signed, span, versions, whole
+from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, span, versions
 from grpo_async.viewer.safe_text import one_line, visible
 from grpo_async.viewer.terminal.base import Pager, RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.rollout import RolloutScreen
@@ -140,7 +140,6 @@ class GroupScreen(RowScreen):
         self._shows_differences = True
         self._first = 0
         self._wanted: int | None = None  # columns, as the user asked for
-        self._group: GroupRow | None = None
 
     def compose(self) -> ComposeResult:
         for name in ("head", "prompt", "rollouts"):
@@ -149,14 +148,10 @@ class GroupScreen(RowScreen):
             yield Static("", id="texts", markup=False)
         yield Footer(compact=True)
 
-    async def load(self) -> None:
-        found = await self.ask(lambda table: table.group_at(self.seq))
-        if found is None:
-            return
-        self._group = found
+    def show_row(self, group: GroupRow) -> None:
         self.chosen = self._first = 0
-        self.reference = best_rollout(found.rollouts)
-        self.query_one("#prompt", Static).update(_prompt(found))
+        self.reference = best_rollout(group.rollouts)
+        self.query_one("#prompt", Static).update(_prompt(group))
         self.query_one(Pager).scroll_home(animate=False)
         self._lay_out()
 
@@ -164,7 +159,7 @@ class GroupScreen(RowScreen):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        group = self._group
+        group = self.group
         if group is None:
             return
         fit = columns_that_fit(self.size.width - 1, len(group.rollouts), self._wanted)
@@ -184,8 +179,8 @@ class GroupScreen(RowScreen):
         self.query_one("#texts", Static).update(_side_by_side(texts, no_wrap=False) if texts else nothing)
 
     def action_choose(self, by: int) -> None:
-        if self._group is not None and self._group.rollouts:
-            self.chosen = max(0, min(self.chosen + by, len(self._group.rollouts) - 1))
+        if self.group is not None and self.group.rollouts:
+            self.chosen = max(0, min(self.chosen + by, len(self.group.rollouts) - 1))
             self._lay_out()
 
     def action_differences(self) -> None:
@@ -197,38 +192,35 @@ class GroupScreen(RowScreen):
         self._lay_out()
 
     def action_more(self, by: int) -> None:
-        if self._group is not None:
-            now = columns_that_fit(self.size.width - 1, len(self._group.rollouts), self._wanted)
+        if self.group is not None:
+            now = columns_that_fit(self.size.width - 1, len(self.group.rollouts), self._wanted)
             self._wanted = max(1, now + by)
             self._lay_out()
 
     def action_open(self) -> None:
-        if self._group is not None and self._group.rollouts:
-            rollout_id = self._group.rollouts[self.chosen].rollout_id
+        if self.group is not None and self.group.rollouts:
+            rollout_id = self.group.rollouts[self.chosen].rollout_id
             self.app.push_screen(RolloutScreen(self.session, self.seq, rollout_id, self.walk))
 
     async def walk(self, by: int) -> tuple[int, str] | None:
         """Choose another rollout of the group; None where there is none."""
-        if self._group is None or not 0 <= self.chosen + by < len(self._group.rollouts):
+        if self.group is None or not 0 <= self.chosen + by < len(self.group.rollouts):
             return None
         self.action_choose(by)
-        return self.seq, self._group.rollouts[self.chosen].rollout_id
-
-    def prompt(self) -> tuple[str, int] | None:
-        return None if self._group is None else (self._group.prompt_hash, self.seq)
+        return self.seq, self.group.rollouts[self.chosen].rollout_id
 
     def subject(self) -> tuple[str, list[str]] | None:
-        if self._group is None:
+        if self.group is None:
             return None
-        group_id = str(self._group.group_id)
-        chosen = self._group.rollouts[self.chosen].rollout_id if self._group.rollouts else group_id
+        group_id = str(self.group.group_id)
+        chosen = self.group.rollouts[self.chosen].rollout_id if self.group.rollouts else group_id
         return chosen, ["--group", group_id]
 
 
 def _head(group: GroupRow, shown: range, reference: int | None) -> Text:
     return Text.assemble(
         (f"group {group.group_id}", "bold"),
-        f"  step {whole(group.step)}  prompt {group.prompt_id}  ",
+        f"  step {or_dash(group.step)}  prompt {group.prompt_id}  ",
         (group.status.value, STATUS_STYLES.get(group.status, "")),
         f"  {span(shown.start, shown.stop - 1) if shown else 0} of {count(len(group.rollouts), 'rollout')}",
         ("" if reference is None else f"  marked: not in {reference}", "dim"),

@@ -19,7 +19,8 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin
 from grpo_async.store import GroupRow, RolloutRow, TurnRow
-from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, prompt_of, signed, versions, whole
+from grpo_async.utils.text import duration
+from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, versions
 from grpo_async.viewer.safe_text import one_line, quoted
 from grpo_async.viewer.terminal.base import RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.lines import Line, PageView, Span, flow_text, flow_tokens
@@ -29,9 +30,9 @@ from grpo_async.viewer.token_colours import (
     UNTRAINED,
     ColourMode,
     at,
+    flag_names,
     legend,
     log_ratio,
-    mark_words,
     token_classes,
 )
 from grpo_async.viewer.token_text import TokenTexts
@@ -86,9 +87,9 @@ def token_details(rollout: RolloutRow, index: int, texts: TokenTexts | str) -> l
     if not is_sampled:
         return [first, [("mask", "0: not trained on (a tool's answer, an environment's text, or the chat template)")]]
     ratio = log_ratio(rollout, index)
-    marks = ", ".join(mark_words(at(rollout.marks, index))) or "none: trained on"
+    flags = ", ".join(flag_names(at(rollout.marks, index))) or "none: trained on"
     if rollout.marks is None:
-        marks = "not recorded: no update used it, or record.rollouts.token_figures"
+        flags = "not recorded: no update used it, or record.rollouts.token_figures"
     return [
         first,
         [
@@ -102,7 +103,7 @@ def token_details(rollout: RolloutRow, index: int, texts: TokenTexts | str) -> l
             ("weight", number(at(rollout.weights, index), 4)),
             ("entropy", number(at(rollout.entropies, index), 4)),
         ],
-        [("advantage", signed(rollout.advantage)), ("marks", marks)],
+        [("advantage", signed(rollout.advantage)), ("flags", flags)],
     ]
 
 
@@ -171,7 +172,7 @@ class RolloutPage:
         arrow = "▾" if is_open else "▸"
         for call in turn.tool_calls:
             style = "red" if call.failed else "cyan"
-            name, outcome = one_line(call.name, 60), f"{'failed ' if call.failed else ''}{call.duration_s:.2f} s"
+            name, outcome = one_line(call.name, 60), f"{'failed ' if call.failed else ''}{duration(call.duration_s)}"
             if not is_open:
                 arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
                 said = f"{arrow} {name}({one_line(arguments, 200)})  {outcome} → {one_line(call.result, 200)}"
@@ -192,9 +193,9 @@ class RolloutPage:
 
 def _turn_title(index: int, turn: TurnRow, rollout: RolloutRow, place: TurnTokens) -> str:
     sampled_by = sorted(set(rollout.versions[place.first : place.answer]))
-    durations = f"{turn.generation_duration_s:.2f} s"
+    durations = duration(turn.generation_duration_s)
     if turn.tool_execution_duration_s:
-        durations += f" + {turn.tool_execution_duration_s:.2f} s tools"
+        durations += f" + {duration(turn.tool_execution_duration_s)} tools"
     parts = [f"turn {index + 1}", count(turn.num_tokens, "token"), turn.finish_reason.value, durations]
     if sampled_by:
         parts.append(f"v{sampled_by[0]}" + (f"-{sampled_by[-1]}" if len(sampled_by) > 1 else ""))
@@ -224,7 +225,6 @@ class RolloutScreen(RowScreen):
     def __init__(self, session: Session, seq: int, rollout_id: str, walk: Walk) -> None:
         super().__init__(session, seq, rollout_id, walk)
         self._unfolded: frozenset[str] = frozenset()
-        self._group: GroupRow | None = None
         self._rollout: RolloutRow | None = None
 
     def compose(self) -> ComposeResult:
@@ -241,27 +241,24 @@ class RolloutScreen(RowScreen):
     def on_mount(self) -> None:
         self.watch(self.page, "cursor", self._show_details)
 
-    async def load(self) -> None:
-        group = await self.ask(lambda table: table.group_at(self.seq))
-        if group is None:
-            return
-        self._group, self._unfolded = group, frozenset()
+    def show_row(self, group: GroupRow) -> None:
+        self._unfolded = frozenset()
         self._rollout = next(each for each in group.rollouts if each.rollout_id == self.rollout_id)
         self._lay_out()
         self.page.action_end(-1)
         self._show_details(self.page.cursor)  # of another rollout, perhaps at the same place
         self._recolour()
-        self.query_one("#head", Static).update(_head(self._group, self._rollout))
+        self.query_one("#head", Static).update(_head(group, self._rollout))
 
     def on_resize(self) -> None:
         self._lay_out()
         self._recolour()
 
     def _lay_out(self) -> None:
-        if self._group is not None and self._rollout is not None:
+        if self.group is not None and self._rollout is not None:
             width = max(20, self.size.width - 3)  # the padding and the scroll bar
             page = RolloutPage(
-                group=self._group,
+                group=self.group,
                 rollout=self._rollout,
                 texts=self.session.texts,
                 width=width,
@@ -324,9 +321,6 @@ class RolloutScreen(RowScreen):
 
     # -- onwards
 
-    def prompt(self) -> tuple[str, int] | None:
-        return None if self._group is None else (self._group.prompt_hash, self.seq)
-
     def subject(self) -> tuple[str, list[str]] | None:
         return self.rollout_id, ["--rollout", self.rollout_id]
 
@@ -347,7 +341,7 @@ def _head(group: GroupRow, rollout: RolloutRow) -> Text:
         (f"rollout {one_line(rollout.rollout_id, 40)}", "bold"),
         f" ({index + 1} of {len(group.rollouts)})  group {group.group_id} ",
         (group.status.value, STATUS_STYLES.get(group.status, "")),
-        f"  step {whole(group.step)}  ",
+        f"  step {or_dash(group.step)}  ",
         (rollout.status.value, STATUS_STYLES.get(rollout.status, "")),
         "  done" if rollout.done else "",
         ("\nreward ", "dim"),
@@ -362,7 +356,7 @@ def _head(group: GroupRow, rollout: RolloutRow) -> Text:
     if group.step is not None and rollout.sampled_versions:
         staleness = f"  staleness {group.step - 1 - min(rollout.sampled_versions)}"
     counts = f"{count(rollout.num_tokens, 'token')}  {count(len(rollout.turns), 'turn')}"
-    line = f"\n{counts}  version {versions(rollout)}{staleness}  {rollout.total_duration_s:.2f} s"
+    line = f"\n{counts}  version {versions(rollout)}{staleness}  {duration(rollout.total_duration_s)}"
     text.append(line, style="dim")
     for name, noted in rollout.extra.items():
         text.append(f"  {one_line(name, 24)}: {one_line(str(noted), 60)}", style="dim")

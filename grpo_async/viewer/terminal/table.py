@@ -22,7 +22,8 @@ from textual.strip import Strip
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
-from grpo_async.viewer.format import STATUS_STYLES, number, percent, signed, span, whole
+from grpo_async.utils.text import percent
+from grpo_async.viewer.format import STATUS_STYLES, fraction, number, or_dash, signed, span
 from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import key
 
@@ -285,7 +286,7 @@ def _size(row: GroupSummary) -> str:
 
 
 def _truncated(row: GroupSummary) -> str:
-    return percent(row.num_truncated / row.size if row.size else None)
+    return fraction(row.num_truncated, row.size)
 
 
 def _quantiles(row: StepSummary) -> str:
@@ -297,7 +298,7 @@ def _statuses(row: StepSummary) -> str:
 
 
 GROUP_COLUMNS: tuple[Column[GroupSummary], ...] = (
-    Column(title="step", width=5, sort="step", cell=lambda row: whole(row.step)),
+    Column(title="step", width=5, sort="step", cell=lambda row: or_dash(row.step)),
     Column(title="group", width=7, sort="id", cell=lambda row: str(row.group_id)),
     Column(title="status", width=9, sort="status", left=True, cell=_status),
     Column(title="size", width=5, cell=_size),
@@ -308,12 +309,12 @@ GROUP_COLUMNS: tuple[Column[GroupSummary], ...] = (
     Column(title="length", width=7, sort="length", cell=lambda row: number(row.num_tokens_mean, 1)),
     Column(title="trunc", width=6, sort="truncated", cell=_truncated),
     Column(title="tools", width=6, cell=_tools, from_width=120),
-    Column(title="stale", width=6, sort="staleness", cell=lambda row: whole(row.staleness), from_width=110),
+    Column(title="stale", width=6, sort="staleness", cell=lambda row: or_dash(row.staleness), from_width=110),
     Column(title="versions", width=8, cell=lambda row: span(row.version_min, row.version_max), from_width=140),
     Column(title="prompt", width=8, left=True, grows=True, cell=lambda row: one_line(row.prompt_preview, _TEXT)),
 )
 ROLLOUT_COLUMNS: tuple[Column[RolloutSummary], ...] = (
-    Column(title="step", width=5, sort="step", cell=lambda row: whole(row.step)),
+    Column(title="step", width=5, sort="step", cell=lambda row: or_dash(row.step)),
     Column(title="rollout", width=9, left=True, cell=lambda row: one_line(row.rollout_id, 24)),
     Column(title="status", width=9, sort="status", left=True, cell=_status),
     Column(title="reward", width=7, sort="reward", cell=lambda row: number(row.reward)),
@@ -321,9 +322,15 @@ ROLLOUT_COLUMNS: tuple[Column[RolloutSummary], ...] = (
     Column(title="length", width=7, sort="length", cell=lambda row: str(row.num_tokens)),
     Column(title="turns", width=5, sort="turns", cell=lambda row: str(row.num_turns), from_width=100),
     Column(title="tools", width=6, cell=_tools, from_width=100),
-    Column(title="stale", width=6, sort="staleness", cell=lambda row: whole(row.staleness), from_width=110),
+    Column(title="stale", width=6, sort="staleness", cell=lambda row: or_dash(row.staleness), from_width=110),
     Column(title="entropy", width=7, sort="entropy", cell=lambda row: number(row.entropy_mean), from_width=130),
-    Column(title="clipped", width=7, sort="clipped_share", cell=lambda row: percent(row.clipped_share), from_width=130),
+    Column(
+        title="clipped",
+        width=7,
+        sort="clipped_share",
+        cell=lambda row: or_dash(row.clipped_share, percent),
+        from_width=130,
+    ),
     Column(title="completion", width=10, left=True, grows=True, cell=_completion),
 )
 
@@ -333,7 +340,7 @@ def step_columns(steps: Sequence[StepSummary]) -> tuple[Column[StepSummary], ...
     means = [step.reward_mean for step in steps if step.reward_mean is not None]
     low, high = min([0.0, *means]), max(means, default=0.0)
     return (
-        Column(title="step", width=5, cell=lambda row: whole(row.step)),
+        Column(title="step", width=5, cell=lambda row: or_dash(row.step)),
         Column(title="groups", width=6, cell=lambda row: str(row.num_groups)),
         Column(title="rollouts", width=8, cell=lambda row: str(row.num_rollouts)),
         Column(title="reward", width=7, cell=lambda row: number(row.reward_mean)),
@@ -341,10 +348,10 @@ def step_columns(steps: Sequence[StepSummary]) -> tuple[Column[StepSummary], ...
         Column(title="std", width=6, cell=lambda row: number(row.reward_std)),
         Column(title="q10..q90", width=13, cell=_quantiles, from_width=100),
         Column(title="length", width=7, cell=lambda row: number(row.num_tokens_mean, 1)),
-        Column(title="trunc", width=6, cell=lambda row: percent(row.truncated_share)),
-        Column(title="failed", width=6, cell=lambda row: percent(row.failed_share), from_width=100),
+        Column(title="trunc", width=6, cell=lambda row: or_dash(row.truncated_share, percent)),
+        Column(title="failed", width=6, cell=lambda row: or_dash(row.failed_share, percent), from_width=100),
         Column(title="stale", width=6, cell=lambda row: number(row.staleness_mean, 1), from_width=90),
         Column(title="entropy", width=7, cell=lambda row: number(row.entropy_mean), from_width=110),
-        Column(title="clipped", width=7, cell=lambda row: percent(row.clipped_share), from_width=120),
+        Column(title="clipped", width=7, cell=lambda row: or_dash(row.clipped_share, percent), from_width=120),
         Column(title="groups by status", width=8, left=True, grows=True, cell=_statuses),
     )

@@ -24,16 +24,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
-from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
+from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
-from grpo_async.store.table import RolloutTable
 from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import judge
+from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.safe_text import visible
-from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
+from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web.guard import Guard
 from grpo_async.viewer.web.sources import DEADLINE_S, Library, Source
@@ -101,7 +101,7 @@ def _pulse(source: Source, question: Question) -> dict[str, Any]:
     status = read_object(source.run.status, [])
     judged = judge(status) if status else None
     return {
-        "until": _newest(table),
+        "until": newest_seq(table),
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
         "metrics": len(source.metrics.rows()),
@@ -113,25 +113,17 @@ def _pulse(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _newest(table: RolloutTable) -> int:
-    """The seq of the newest group; -1: there is none."""
-    newest = table.group_page(EVERYTHING, sort="-seq", offset=0, limit=1, with_superseded=True)
-    return newest[0].seq if newest else -1
-
-
 def _query(question: Question) -> Query:
     """The query of a request, bounded by its `until`."""
-    query = parse_query(question.q)
-    return query if question.until < 0 else both(query, parse_query(f"seq<={question.until}"))
+    return parse_query(question.q) if question.until < 0 else query_until(question.q, question.until)
 
 
 def _page(source: Source, question: Question, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
     table, superseded = source.table(), question.superseded
-    parse_query(question.q)
-    until = question.until if question.until >= 0 else max(_newest(table), 0)
-    query = _query(question.model_copy(update={"until": until}))
+    until = question.until if question.until >= 0 else max(newest_seq(table), 0)
+    query = query_until(question.q, until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=question.sort, offset=question.offset, limit=question.limit, with_superseded=superseded)
     counts = {"counts": table.count(query, with_superseded=superseded)} if question.count else {}
@@ -271,7 +263,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
     """Lists with one entry per completion token.
 
     `classes[mode][i]` is a place in `palette`; `texts` is None where there is no tokenizer, and `texts_missing` says why.
-    `mark_words` has the words of each value that occurs in `marks`.
+    `flag_names` has the names of each value that occurs in `marks`.
     """
     named = {mode: token_classes(mode, rollout) for mode in ColourMode}
     palette = sorted(set().union(*named.values()))
@@ -285,7 +277,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
         "texts": texts_of(rollout.completion_ids),
         "texts_missing": texts if isinstance(texts, str) else None,
         "prompt_texts": texts_of(rollout.prompt_ids),
-        "mark_words": {value: mark_words(value) for value in set(rollout.marks or ()) - {None}},
+        "flag_names": {value: flag_names(value) for value in set(rollout.marks or ()) - {None}},
         "palette": palette,
         "classes": {mode: [places[name] for name in names] for mode, names in named.items()},
         "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColourMode],
