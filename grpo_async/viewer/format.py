@@ -80,3 +80,10 @@ def call_text(call: Mapping[str, Any]) -> str:
 def message_text(message: TaggedMessage) -> str:
     """What a message says, and its tool calls, in lines."""
     return "\n".join(part for part in (message.content, *map(call_text, message.tool_calls)) if part)
+
+
+def conversation(messages: Sequence[TaggedMessage]) -> str:
+    """One message: its text. Several, or one that calls tools: "[role]" above each."""
+    if len(messages) == 1 and not messages[0].tool_calls:
+        return messages[0].content
+    return "\n\n".join(f"[{each.role}]\n{message_text(each)}" for each in messages)

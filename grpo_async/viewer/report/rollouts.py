@@ -9,12 +9,11 @@ from pathlib import Path
 import duckdb
 
 from grpo_async.errors import RunError
-from grpo_async.records import TaggedMessage
 from grpo_async.store.query import EVERYTHING, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.summaries import Histogram, PromptChange
 from grpo_async.store.table import RolloutTable
-from grpo_async.viewer.format import message_text, prompt_of
+from grpo_async.viewer.format import conversation, prompt_of
 
 _NUM_EXTREMES = 4
 _SAMPLED = "step>=0 and length>0 and not failed"
@@ -33,11 +32,11 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        return conversation(prompt_of(self.group, self.rollout))
+        return shortened(conversation(prompt_of(self.group, self.rollout)), _LONGEST_TEXT)
 
     @property
     def completion(self) -> str:
-        return conversation(self.rollout.messages)
+        return shortened(conversation(self.rollout.messages), _LONGEST_TEXT)
 
     @property
     def num_tool_calls(self) -> int:
@@ -135,13 +134,6 @@ def _typical(group: GroupRow, mean: float) -> Example:
         return float("inf") if rollout.reward is None else abs(rollout.reward - mean)
 
     return Example(group, min(group.rollouts, key=distance))
-
-
-def conversation(messages: Sequence[TaggedMessage]) -> str:
-    """One message: its text. Several, or one that calls tools: "[role]" above each."""
-    if len(messages) == 1 and not messages[0].tool_calls:
-        return shortened(messages[0].content, _LONGEST_TEXT)
-    return shortened("\n\n".join(f"[{each.role}]\n{message_text(each)}" for each in messages), _LONGEST_TEXT)
 
 
 def shortened(text: str, limit: int) -> str:

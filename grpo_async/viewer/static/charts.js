@@ -16,7 +16,8 @@
      format      "number", "percent", "seconds" or "bytes"
      group       charts of one page with the same group share their cursor and their zoom; null: on its own
      onSelect    called with the x value that was clicked
-   Options of histogram: edges (one more than counts), counts, names (of bins of one whole number), label, title, unit, xLabel, height. */
+   Options of histogram: edges (one more than counts), counts, missing (how many have no value), label, title, unit, xLabel, and
+   onTake: called with a function that makes a term of a query for a field, when a bin or, by dragging, several were chosen. */
 
 "use strict";
 
@@ -90,10 +91,24 @@ var Charts = (() => {
     return String(Number(value.toPrecision(digits)));
   }
 
+  /** 3725 -> "1:02:05", 75 -> "1:15", 2.5 -> "2.5 s", 0.0042 -> "4.2 ms", 0.00001 -> "10 µs". */
+  function duration(seconds) {
+    if (!isNumber(seconds)) {
+      return "–";
+    }
+    if (seconds >= 59.95) {
+      const whole = Math.round(seconds);
+      const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, String(whole % 60).padStart(2, "0")];
+      return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
+    }
+    const [scale, unit] = [[1, "s"], [1e3, "ms"], [1e6, "µs"]].find(([each]) => seconds * each >= 0.1) || [1, "s"];
+    return `${trimmed(seconds * scale, 3)} ${unit}`;
+  }
+
   const FORMATS = {
     number,
     percent: (value) => (isNumber(value) ? `${trimmed(value * 100, 3)}%` : "–"),
-    seconds: (value) => (value > 0 && value < 0.1 ? `${trimmed(value * 1000, 3)} ms` : isNumber(value) ? `${number(value)} s` : "–"),
+    seconds: duration,
     bytes: (value) => (isNumber(value) ? `${number(value)}B` : "–"),
   };
 
@@ -458,83 +473,108 @@ var Charts = (() => {
         this.empty();
         return;
       }
-      const last = edges[edges.length - 1];
-      const most = this.binName(counts.indexOf(Math.max(...counts)));
-      const range = `in ${counts.length} bins from ${this.format(edges[0])} to ${this.format(last)}`;
-      this.describe(`${options.title || options.label || "histogram"}: ${number(this.total)} ${range}, most in ${most}.`);
-      this.plot = new uPlot(
-        {
-          ...this.size(),
-          legend: { show: false },
-          padding: [8, 12, 0, 0],
-          cursor: { y: false, x: false, points: { show: false }, drag: { x: false, y: false } },
-          scales: {
-            x: { time: false, range: [edges[0], last] },
-            y: { range: (_plot, _low, high) => [0, (high || 1) * 1.06] },
-          },
-          axes: this.binAxes(),
-          series: [{}, { label: options.label || "", paths: () => null, points: { show: false } }],
-          hooks: { draw: [(plot) => this.drawBins(plot)], setCursor: [(plot) => this.onCursor(plot)] },
-        },
-        [counts.map((_, index) => this.middle(index)), counts],
-        this.place,
-      );
-      this.showBin(null);
-    }
-
-    middle(index) {
-      return (this.options.edges[index] + this.options.edges[index + 1]) / 2;
-    }
-
-    binAxes() {
-      const [horizontal, vertical] = axes(this.format, false);
-      const { names } = this.options;
-      if (names) {
-        horizontal.splits = () => names.map((_, index) => this.middle(index));
-        horizontal.values = () => names.map(String);
-      }
-      return [horizontal, vertical];
-    }
-
-    binName(index) {
-      const { names, edges } = this.options;
-      return names ? String(names[index]) : `${this.format(edges[index])} to ${this.format(edges[index + 1])}`;
-    }
-
-    drawBins(plot) {
-      const { edges, counts } = this.options;
-      const context = plot.ctx;
-      const floor = plot.valToPos(0, "y", true);
-      const gap = Math.max(1, window.devicePixelRatio || 1);
-      context.save();
-      counts.forEach((count, index) => {
-        if (count <= 0) {
-          return;
-        }
-        const left = plot.valToPos(edges[index], "x", true);
-        const right = plot.valToPos(edges[index + 1], "x", true);
-        const top = Math.min(plot.valToPos(count, "y", true), floor - 1);
-        context.fillStyle = translucent(seriesColour(1), index === this.hovered ? 1 : 0.75);
-        context.fillRect(left + gap / 2, top, Math.max(1, right - left - gap), floor - top);
+      // bins of one whole number each: 1.5, 2.5, 3.5 hold 2 and 3
+      this.isWhole = edges.every((edge, index) => Number.isInteger(edge + 0.5) && (index === 0 || edge - edges[index - 1] === 1));
+      this.taken = null; // the first and the last bin that the pointer was dragged over
+      const most = Math.max(...counts);
+      this.bars = counts.map((count, index) => this.bar(index, (100 * count) / most));
+      const what = `${options.title || options.label || "histogram"}: ${number(this.total)} in ${counts.length} bins`;
+      this.place.setAttribute("aria-label", `${what}, at most ${number(most)} in ${this.binName(counts.indexOf(most))}`);
+      this.place.setAttribute("role", "group");
+      this.place.tabIndex = -1;
+      this.place.classList.add("bars");
+      this.place.append(...this.bars);
+      this.place.addEventListener("pointerup", () => this.endDrag(true));
+      this.place.addEventListener("pointercancel", () => this.endDrag(false));
+      this.place.addEventListener("pointerleave", (event) => {
+        this.endDrag(event.buttons !== 0); // dragged out of the plot
+        this.read();
       });
-      context.restore();
+      const axis = make("div", "bars-axis");
+      axis.setAttribute("aria-hidden", "true");
+      const isEach = this.isWhole && counts.length <= 16;
+      const shown = isEach ? counts.map((_, index) => this.ends(index)[0]) : this.ends(0, counts.length - 1);
+      axis.classList.toggle("each", isEach);
+      axis.append(...shown.map((value) => make("span", "", number(value))));
+      this.place.after(axis);
+      this.read();
     }
 
-    onCursor(plot) {
-      const isOver = isNumber(plot.cursor.left) && plot.cursor.left >= 0;
-      const value = isOver ? plot.posToVal(plot.cursor.left, "x") : null;
-      const index = isOver ? this.options.edges.findIndex((edge) => edge > value) - 1 : -1;
-      if (index !== this.hovered) {
-        this.hovered = index;
-        this.showBin(index >= 0 ? index : null);
-        plot.redraw(false);
+    bar(index, percentage) {
+      const bar = make(this.options.onTake ? "button" : "div", "bar");
+      bar.type = "button";
+      bar.tabIndex = index === 0 ? 0 : -1;
+      bar.setAttribute("aria-label", `${this.binName(index)}: ${number(this.options.counts[index])}`);
+      bar.style.setProperty("--height", `${percentage}%`);
+      bar.append(make("span", ""));
+      bar.addEventListener("focus", () => this.read(index));
+      bar.addEventListener("pointerenter", () => {
+        this.taken = this.taken && [this.taken[0], index];
+        this.read(...(this.taken ? this.range() : [index]));
+      });
+      bar.addEventListener("pointerdown", (event) => {
+        event.preventDefault();
+        this.taken = [index, index];
+        this.read(index);
+      });
+      return bar;
+    }
+
+    /** The lowest and the highest value of the bins from `low` to `high`. */
+    ends(low, high = low) {
+      const { edges } = this.options;
+      return this.isWhole ? [edges[low] + 0.5, edges[high + 1] - 0.5] : [edges[low], edges[high + 1]];
+    }
+
+    binName(low, high = low) {
+      const [first, last] = this.ends(low, high);
+      return first === last ? number(first) : `${number(first)} to ${number(last)}`;
+    }
+
+    range() {
+      return [Math.min(...this.taken), Math.max(...this.taken)];
+    }
+
+    endDrag(isTaken) {
+      const range = this.taken && this.range();
+      this.taken = null;
+      if (range && isTaken) {
+        this.take(...range);
       }
     }
 
-    showBin(index) {
-      const { counts, label } = this.options;
-      const ofBin = index === null ? "" : `${number(counts[index])} (${FORMATS.percent(counts[index] / this.total)})`;
-      this.at.textContent = index === null ? `${number(this.total)} ${label || ""}` : `${this.xLabel} ${this.binName(index)}: ${ofBin}`;
+    /** Hands on a function that makes a term of a query for a field. */
+    take(low, high) {
+      const [first, last] = this.ends(low, high);
+      const upTo = this.isWhole || high === this.bars.length - 1 ? "<=" : "<";
+      this.options.onTake?.((field) => (first === last ? `${field}=${first}` : `${field}>=${first} and ${field}${upTo}${last}`));
+    }
+
+    onKey(event) {
+      const index = this.bars.indexOf(event.target);
+      const next = this.bars[{ ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: this.bars.length - 1 }[event.key]];
+      if (next) {
+        event.target.tabIndex = -1;
+        next.tabIndex = 0;
+        next.focus();
+      } else if (event.key === "Enter" || event.key === " ") {
+        this.take(index, index);
+      } else {
+        return;
+      }
+      event.preventDefault();
+    }
+
+    /** How many are in the bins from `low` to `high`; without them, in all. */
+    read(low = null, high = low) {
+      const { counts, label, missing } = this.options;
+      this.bars.forEach((bar, index) => bar.classList.toggle("taken", Boolean(this.taken) && index >= low && index <= high));
+      if (low === null) {
+        this.at.textContent = `${number(this.total)} ${label || ""}${missing ? `, ${number(missing)} without` : ""}`;
+        return;
+      }
+      const count = counts.slice(low, high + 1).reduce((sum, each) => sum + each, 0);
+      this.at.textContent = `${this.xLabel} ${this.binName(low, high)}: ${number(count)} (${FORMATS.percent(count / this.total)})`;
     }
 
     fillTable() {
@@ -549,5 +589,6 @@ var Charts = (() => {
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
     colour,
+    duration,
   };
 })();

@@ -10,7 +10,7 @@
    view      update(data), show(start, end), window() -> {start, end}, spanAt(x, y), destroy()
 
    Wheel: scroll. Ctrl + wheel, W S, + -: zoom. Drag, Shift + wheel, A D, arrows: move. F, 0: everything. A group's title: fold.
-   Text comes from models too; it is only ever drawn, or set as textContent. Colours are the variables of theme.css. */
+   Text comes from models too; it is only ever drawn, or set as textContent. Colours are the variables of theme.css. Needs charts.js. */
 "use strict";
 
 const Timeline = (() => {
@@ -21,17 +21,9 @@ const Timeline = (() => {
   };
   const RULER = 34, TITLE = 20, LEVEL = 17, SLIM = 6, SLIMMEST = 4, FOLDED = 42, GAP = 6, MANY = 16, VERY_MANY = 64, SLACK = 1.02, LEAST_WINDOW = 1e-5;
 
+  const { duration } = Charts;
   const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
   const isWait = (span) => span.name.startsWith("wait for") || span.name === "queued" || span.name === "pause";
-
-  function duration(seconds) {
-    const s = Math.abs(seconds);
-    if (s >= 3600) return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
-    if (s >= 60) return `${Math.floor(s / 60)} min ${(s % 60).toFixed(1)} s`;
-    if (s >= 0.9995) return `${s.toFixed(2)} s`;
-    if (s >= 0.0009995) return `${(s * 1e3).toFixed(1)} ms`;
-    return `${(s * 1e6).toFixed(0)} µs`;
-  }
 
   function clock(seconds, unit) {
     const sign = seconds < 0 ? "-" : "", s = Math.abs(seconds);

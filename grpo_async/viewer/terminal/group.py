@@ -4,9 +4,7 @@ Differences: the words of a text that its reference (the best rollout, at first)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from difflib import SequenceMatcher
 from typing import ClassVar
 
 from rich import box
@@ -18,14 +16,13 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, span, versions
 from grpo_async.viewer.safe_text import one_line, visible
 from grpo_async.viewer.terminal.base import Pager, RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 
 DIFFERENT, DIFFERENT_LIGHT = "on #5c4a14", "on #ffe79a"
-_WORD = re.compile(r"\n|[^\S\n]+|\S+[^\S\n]*")
-_MOST_COMPARED = 3000  # words: comparing takes time with the square of them
 _SEPARATOR = 3  # cells: " │ "
 
 
@@ -52,26 +49,11 @@ def columns_that_fit(width: int, num_rollouts: int, wanted: int | None, narrowes
     return max(1, min(num_rollouts, wanted or most, most))
 
 
-def differing(words: Sequence[str], original: Sequence[str]) -> list[bool]:
-    """Which words stand in no run that the original has too: ['a', 'x', 'c'] against ['a', 'b', 'c'] -> [False, True, False].
-    Only the first 3000 words are compared; the others are not marked."""
-    mine, theirs = [[word.strip() for word in each[:_MOST_COMPARED]] for each in (words, original)]
-    marks = [True] * len(mine) + [False] * (len(words) - len(mine))
-    for block in SequenceMatcher(None, mine, theirs, autojunk=False).get_matching_blocks():
-        marks[block.a : block.a + block.size] = [False] * block.size
-    return marks
-
-
 def marked_text(rollout: RolloutRow, original: str | None, style: str) -> Text:
-    """The completion; words that `original` does not have there have the style. None: none is marked."""
+    """The completion; what `original` does not have there has the style. None: nothing is marked."""
     text = completion_text(rollout)
-    if original is None:
-        return Text(text)
-    words = _WORD.findall(text)
-    marks = differing(words, _WORD.findall(original))
-    return Text.assemble(
-        *((word, style if mark and word.strip() else "") for word, mark in zip(words, marks, strict=True))
-    )
+    pieces = [("same", text)] if original is None else differences(original, text)
+    return Text.assemble(*((said, style if kind == "right" else "") for kind, said in pieces if kind != "left"))
 
 
 def _side_by_side(cells: Sequence[Text], *, no_wrap: bool) -> Table:

@@ -31,12 +31,14 @@ from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import judge
+from grpo_async.viewer.differences import differences
+from grpo_async.viewer.format import conversation
 from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.safe_text import visible
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web.guard import Guard
-from grpo_async.viewer.web.sources import DEADLINE_S, Library, Source
+from grpo_async.viewer.web.sources import DEADLINE_S, Library, NotFoundError, Source
 
 STATIC = Path(__file__).parents[1] / "static"
 
@@ -66,6 +68,9 @@ class Question(BaseModel):
     count: bool = False
     id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
     seq: int = Field(-1, ge=-1, le=2**53)
+    other_run: str = ""  # of the second of two rollouts
+    other_id: str = ""
+    other_seq: int = Field(-1, ge=-1, le=2**53)
     field: str = "reward"
     bins: int = Field(30, ge=1, le=200)
     k: int = Field(10, ge=1, le=100)
@@ -74,10 +79,6 @@ class Question(BaseModel):
     columns: int = Field(1500, ge=1, le=10_000)  # pixels
     start: float | None = Field(None, allow_inf_nan=False)  # unix seconds
     end: float | None = Field(None, allow_inf_nan=False)
-
-
-class NotFoundError(ConfigError):
-    """What the address names is not there."""
 
 
 # -- views
@@ -158,8 +159,7 @@ def _group(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _rollout(source: Source, question: Question) -> dict[str, Any]:
-    """One rollout with all its tokens."""
+def _find_rollout(source: Source, question: Question) -> tuple[GroupRow, RolloutRow]:
     table, wanted = source.table(), question.id
     try:
         if question.seq >= 0:
@@ -171,11 +171,33 @@ def _rollout(source: Source, question: Question) -> dict[str, Any]:
     rollout = next((each for each in group.rollouts if each.rollout_id == wanted), None)
     if rollout is None:
         raise NotFoundError(f"the group with seq {group.seq} has no rollout {wanted}")
+    return group, rollout
+
+
+def _described(source: Source, group: GroupRow, rollout: RolloutRow) -> dict[str, Any]:
+    summaries = source.table().rollout_summaries_at(group.seq)
+    return {"group": _without_rollouts(group), "rollout": _without_tokens(rollout), "summaries": summaries}
+
+
+def _rollout(source: Source, question: Question) -> dict[str, Any]:
+    """One rollout with all its tokens."""
+    group, rollout = _find_rollout(source, question)
+    return {**_described(source, group, rollout), "tokens": token_view(rollout, source.texts())}
+
+
+def _compare(source: Source, question: Question) -> dict[str, Any]:
+    """Two rollouts, perhaps of two runs; `pieces`: where their texts differ; `same`: the fraction of the characters that do not."""
+    other = {"id": question.other_id, "seq": question.other_seq}
+    asked = ((source, question), (source.beside(question.other_run), question.model_copy(update=other)))
+    sides = [(run, *_find_rollout(run, each)) for run, each in asked]
+    texts = [conversation(rollout.messages) for _, _, rollout in sides]
+    pieces = differences(*texts)
+    same = sum(len(text) for kind, text in pieces if kind == "same")
+    num_characters = len(texts[0]) + len(texts[1])
     return {
-        "group": _without_rollouts(group),
-        "rollout": _without_tokens(rollout),
-        "summaries": table.rollout_summaries_at(group.seq),
-        "tokens": token_view(rollout, source.texts()),
+        "sides": [_described(*side) for side in sides],
+        "pieces": pieces,
+        "same": 2 * same / num_characters if num_characters else 1.0,
     }
 
 
@@ -225,6 +247,7 @@ _VIEWS: Mapping[str, Callable[[Source, Question], object]] = {
     "rollouts": _rollouts,
     "group": _group,
     "rollout": _rollout,
+    "compare": _compare,
     "histogram": _histogram,
     "steps": _steps,
     "extremes": _extremes,
@@ -357,14 +380,7 @@ def build_app(library: Library, *, token: str, host: str, opening: Opening | Non
                 return _missing(request)
             question = Question.model_validate(dict(request.query_params))
 
-            def work() -> object:
-                try:
-                    source = library.source(question.run)
-                except ConfigError as error:
-                    raise NotFoundError(str(error)) from error
-                return answer(source, question)
-
-            return Json(await library.ask(work))
+            return Json(await library.ask(lambda: answer(library.source(question.run), question)))
         except (GrpoAsyncError, TimeoutError, ValidationError) as error:
             return error_answer(error)
 

@@ -28,12 +28,17 @@ _REFRESH_EVERY_S = 0.5  # a page has several views, and a person several pages
 Result = TypeVar("Result")
 
 
+class NotFoundError(ConfigError):
+    """What an address names is not there."""
+
+
 class Source:
     """One run, or one evaluation of a run. The table is opened when it is first asked for. Safe in several threads."""
 
-    def __init__(self, name: str, run: RunDir) -> None:
-        self.name = name
+    def __init__(self, run: RunDir, beside: Callable[[str], Source]) -> None:
+        """`beside`: gives the source of another name."""
         self.run = run
+        self.beside = beside
         self.events = EventIndex(run.events)
         self.metrics = MetricLog(run.metrics)
         self._lock = threading.Lock()
@@ -82,14 +87,14 @@ class Library:
             number = 2
             while name in self._sources:
                 name, number = f"{first}~{number}", number + 1
-            self._sources[name] = Source(name, run)
+            self._sources[name] = Source(run, self.source)
         self.names = list(self._sources)
 
     def source(self, name: str) -> Source:
         """The run of that name, or the evaluation `RUN@STEP` of one; "": the first.
 
         Raises:
-            ConfigError: there is none.
+            NotFoundError: there is none.
         """
         name = name or self.names[0]
         with self._lock:
@@ -97,8 +102,8 @@ class Library:
                 run_name, _, step = name.rpartition("@")
                 parent = self._sources.get(run_name)
                 if parent is None or not step.isdecimal() or int(step) not in parent.run.evaluation_steps():
-                    raise ConfigError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
-                self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)))
+                    raise NotFoundError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
+                self._sources[name] = Source(EvaluationDir(parent.run.root, int(step)), self.source)
             return self._sources[name]
 
     async def ask(self, work: Callable[[], Result]) -> Result:

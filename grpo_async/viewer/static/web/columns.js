@@ -1,6 +1,6 @@
 /* The columns of the two tables, and from which width on (px) each is shown. */
 
-import { badge, number, oneLine, percent, range, seconds, signed } from "./dom.js";
+import { badge, number, oneLine, percent, range, signed } from "./dom.js";
 
 const MOST_REWARDS = 4;
 const STALENESS = "updates between its oldest token and its use";
@@ -36,7 +36,7 @@ const GROUPS = [
   }),
   tools,
   numeric("staleness", "stale", (row) => number(row.staleness), { title: STALENESS, from: 640 }),
-  numeric("duration", "time", (row) => seconds(row.total_duration_s), { title: "of its longest rollout", from: 1160 }),
+  numeric("duration", "time", (row) => Charts.duration(row.total_duration_s), { title: "of its longest rollout", from: 1160 }),
 ];
 
 function rolloutColumns(rewardNames) {

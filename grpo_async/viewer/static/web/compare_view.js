@@ -1,12 +1,11 @@
 /* Two rollouts side by side, of one run or of two: what one said and the other did not, and their statistics. */
 
 import { address, get, go, place, placed } from "./api.js";
-import { diff } from "./diff.js";
 import {
-  badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, plural, seconds, select, signed, spacer, span,
+  badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, select, signed, spacer, span,
   table, visible,
 } from "./dom.js";
-import { callText, message, promptOf } from "./messages.js";
+import { message, promptOf } from "./messages.js";
 
 export async function compareView({ main, parameters, signal }) {
   const asked = ["a", "b"].map((name) => ({ name, ...placed(parameters[name]) }));
@@ -14,18 +13,16 @@ export async function compareView({ main, parameters, signal }) {
     fill(main, empty("Two rollouts are compared here.", "Choose two in a group, or two steps of the same prompt."));
     return { title: "Compare" };
   }
-  const sides = await Promise.all(
-    asked.map(async (side) => {
-      const found = await get("rollout", { run: side.run, id: side.id, seq: side.seq }, signal);
-      return { ...side, ...found, summary: found.summaries.find((each) => each.rollout_id === found.rollout.rollout_id) };
-    }),
-  );
+  const [{ run, id, seq }, other] = asked;
+  const question = { run, id, seq, other_run: other.run, other_id: other.id, other_seq: other.seq };
+  const found = await get("compare", question, signal);
+  const sides = found.sides.map((side, at) => {
+    const summary = side.summaries.find((each) => each.rollout_id === side.rollout.rollout_id);
+    return { ...asked[at], ...side, summary };
+  });
   const [left, right] = sides;
   const isSame = left.summary.prompt_hash === right.summary.prompt_hash;
-  const texts = sides.map(completion);
-  const pieces = diff(...texts);
-  const same = pieces.filter(({ kind }) => kind === "same").reduce((sum, piece) => sum + piece.text.length, 0);
-  const fraction = (2 * same) / (texts[0].length + texts[1].length);
+  const { pieces, same } = found;
   const prompts = sides.map((side) => h("div", {}, promptOf(side.group, side.rollout).map(message)));
 
   const choose = (side) => {
@@ -46,7 +43,7 @@ export async function compareView({ main, parameters, signal }) {
     main,
     heading(
       "Compare",
-      hint(texts[0] === texts[1] ? "The texts are the same." : `${Math.round(100 * fraction)}% of the characters are the same.`),
+      hint(same === 1 ? "The texts are the same." : `${percent(same)} of the characters are the same.`),
       spacer(),
       button("Swap", () => go("compare", { ...parameters, a: parameters.b, b: parameters.a })),
       h("a", { class: "button", href: address("prompt", { run: left.run, hash: left.summary.prompt_hash }) }, "All steps of this prompt"),
@@ -65,17 +62,10 @@ function rank({ reward: own }, { reward: other }) {
   return own === null || other === null || own === other ? "" : own > other ? "good" : "bad";
 }
 
-/** What the policy, tools and environments said; with several messages, who said it. */
-function completion({ rollout }) {
-  const isMany = rollout.messages.length > 1;
-  const said = (each) => [isMany ? `[${each.role}]` : "", each.content, ...each.tool_calls.map(callText)].filter(Boolean).join("\n");
-  return rollout.messages.map(said).join("\n\n");
-}
-
 function marked(pieces, own) {
-  const shown = pieces.filter(({ kind }) => kind === "same" || kind === own);
+  const shown = pieces.filter(([kind]) => kind === "same" || kind === own);
   const tag = own === "left" ? "del" : "ins";
-  const piece = ({ kind, text }) => (kind === "same" ? visible(text) : h(tag, {}, visible(text)));
+  const piece = ([kind, text]) => (kind === "same" ? visible(text) : h(tag, {}, visible(text)));
   return shown.length ? shown.map(piece) : hint("(nothing)");
 }
 
@@ -96,7 +86,7 @@ function statisticsOf(sides) {
     "mean entropy": ({ summary }) => number(summary.entropy_mean),
     "mean logprob": ({ summary }) => number(summary.logprob_mean),
     "importance weight": ({ summary }) => number(summary.ratio_mean),
-    time: ({ rollout }) => seconds(rollout.total_duration_s),
+    time: ({ rollout }) => Charts.duration(rollout.total_duration_s),
   };
   const cells = Object.entries(rows).map(([label, cell]) => [label, ...sides.map(cell)]);
   return table(["", ...sides.map((side) => oneLine(side.id, 40))], cells, { isNamed: true });

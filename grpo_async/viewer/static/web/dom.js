@@ -82,16 +82,6 @@ export function percent(fraction) {
   return isMissing(fraction) ? "–" : `${number(100 * fraction, fraction > 0 && fraction < 0.1 ? 1 : 0)}%`;
 }
 
-export function seconds(value) {
-  if (isMissing(value)) {
-    return "–";
-  }
-  if (value >= 120) {
-    return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  }
-  return value >= 0.1 || value === 0 ? `${value.toFixed(value >= 10 ? 1 : 2)} s` : `${(1000 * value).toPrecision(2)} ms`;
-}
-
 /** Of policy versions, for instance. */
 export function span(low, high) {
   return isMissing(low) ? "–" : low === high ? String(low) : `${low}–${high}`;

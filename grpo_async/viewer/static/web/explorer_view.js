@@ -1,7 +1,6 @@
 /* The tables of groups and of rollouts: query, charts that filter, rows. */
 
 import { address, get, go, note } from "./api.js";
-import { bars } from "./bars.js";
 import { columnsOf } from "./columns.js";
 import { button, checkbox, empty, fill, h, hiddenHeading, number, plural, wrongQuery } from "./dom.js";
 import { Grid } from "./grid.js";
@@ -26,7 +25,7 @@ class Explorer {
     this.title = kind === "groups" ? "Groups" : "Rollouts";
     this.sort = parameters.sort || "-seq";
     this.until = parameters.until || null;
-    this.chart = null;
+    this.charts = [];
     const move = (by) => () => this.grid && this.grid.move(by);
     this.keys = {
       ...{ j: move(1), k: move(-1), ArrowDown: move(1), ArrowUp: move(-1), PageDown: move(15), PageUp: move(-15) },
@@ -172,8 +171,9 @@ class Explorer {
       return place;
     };
     const histogram = (field, bins) => async (place) => {
-      const found = await get("histogram", this.question({ field, bins }), this.signal);
-      fill(place, bars({ title: field, histogram: found, onTake: (term) => this.narrow(field, term(field)) }));
+      const { edges, counts, num_null: missing } = await get("histogram", this.question({ field, bins }), this.signal);
+      const onTake = (term) => this.narrow(field, term(field));
+      this.charts.push(Charts.histogram(place, { title: field, xLabel: field, label: "rollouts", edges, counts, missing, onTake }));
     };
     fill(this.plots, draw(histogram("reward", 24)), draw(histogram("staleness", 12)), draw((place) => this.drawSteps(place)));
   }
@@ -186,7 +186,7 @@ class Explorer {
       return;
     }
     const values = (name) => known.map((each) => each[name]);
-    this.chart = Charts.line(place, {
+    const chart = Charts.line(place, {
       title: this.parameters.q ? "mean reward by step, of what matches" : "mean reward by step, all groups",
       x: values("step"),
       height: 104,
@@ -194,6 +194,7 @@ class Explorer {
       series: [{ label: "mean, 10–90%", values: values("reward_mean"), band: [values("reward_q10"), values("reward_q90")] }],
       onSelect: (step) => this.narrow("step", `step=${step}`),
     });
+    this.charts.push(chart);
   }
 
   narrow(field, term) {
@@ -232,8 +233,8 @@ class Explorer {
 
   leave() {
     clearTimeout(this.moving);
-    this.chart?.destroy();
+    this.charts.splice(0).forEach((chart) => chart.destroy());
     this.grid?.leave();
-    this.grid = this.chart = null;
+    this.grid = null;
   }
 }

@@ -2,7 +2,7 @@
 
 import { address, get, note, place } from "./api.js";
 import {
-  badge, button, checkbox, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, seconds,
+  badge, button, checkbox, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range,
   select, signed, spacer, span, statistics, supersededBadge,
 } from "./dom.js";
 import { message, promptOf, toolCall } from "./messages.js";
@@ -93,7 +93,7 @@ export async function groupView({ app, main, parameters, signal }) {
       ["truncated", percent(summary.num_truncated / summary.size)],
       ["staleness", number(summary.staleness)],
       ["versions", span(summary.version_min, summary.version_max)],
-      ["time", seconds(summary.total_duration_s), "of the longest rollout"],
+      ["time", Charts.duration(summary.total_duration_s), "of the longest rollout"],
     ]),
     panel(
       h("h2", {}, "Prompt ", hint(String(group.prompt_id))),

@@ -1,6 +1,6 @@
 /* Prompts, messages and tool calls, as people read them. */
 
-import { button, copyButton, h, oneLine, seconds, text, visible } from "./dom.js";
+import { button, copyButton, h, oneLine, text, visible } from "./dom.js";
 
 const FOLD_CHARACTERS = 6000; // a longer text shows its beginning first
 
@@ -10,7 +10,7 @@ export function promptOf(group, rollout) {
 }
 
 /** 'add({"a": 1})' of a tool call in a message. */
-export function callText(call) {
+function callText(call) {
   const { name = "", arguments: given = {} } = call.function || {};
   return `${name}(${JSON.stringify(given)})`;
 }
@@ -51,7 +51,7 @@ export function toolCall(call) {
       h("code", {}, visible(call.name || "(no name)")),
       h("span", { class: "cut hint" }, oneLine(JSON.stringify(call.arguments), 120)),
       call.failed ? h("span", { class: "badge" }, "failed") : null,
-      h("span", { class: "hint" }, seconds(call.duration_s)),
+      h("span", { class: "hint" }, Charts.duration(call.duration_s)),
     ),
     part("Arguments", given, h("pre", { class: "said" }, visible(given))),
     part(call.failed ? "Error" : "Result", call.result, longText(call.result)),

@@ -2,7 +2,7 @@
    seldom while nothing does, not at all while the tab is hidden. */
 
 import { get } from "./api.js";
-import { h, oneLine, plural, seconds } from "./dom.js";
+import { h, oneLine, plural } from "./dom.js";
 
 const SHORTEST_MS = 2000;
 const LONGEST_MS = 20000;
@@ -72,7 +72,7 @@ export class Pulse {
     const rollouts = plural(counts.rollouts, "rollout");
     if (status.state === "running") {
       const step = status.max_steps ? `step ${status.step ?? 0} of ${status.max_steps} · ` : "";
-      const left = status.eta_s ? `, ${seconds(status.eta_s)} left` : "";
+      const left = status.eta_s ? `, ${Charts.duration(status.eta_s)} left` : "";
       this.say("good", `${step}${rollouts}`, `running: ${oneLine(status.phase || "", 80)}${left}`);
     } else {
       const why = status.why ? `; ${oneLine(status.why, 300)}` : "";

@@ -2,7 +2,7 @@
 
 import { address, get, note, place } from "./api.js";
 import {
-  badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, seconds, select, signed,
+  badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, supersededBadge, text, visible,
 } from "./dom.js";
 import { longText, message, promptOf, toolCall } from "./messages.js";
@@ -80,8 +80,8 @@ export async function rolloutView({ main, parameters, signal }) {
         h("h2", {}, `Turn ${index + 1}`),
         hint(plural(turn.num_tokens, "token")),
         h("span", { class: `badge ${level}`, title: "why its generation ended" }, turn.finish_reason),
-        hint(`generated in ${seconds(turn.generation_duration_s)}`),
-        turn.tool_calls.length ? hint(`tools ${seconds(turn.tool_execution_duration_s)}`) : null,
+        hint(`generated in ${Charts.duration(turn.generation_duration_s)}`),
+        turn.tool_calls.length ? hint(`tools ${Charts.duration(turn.tool_execution_duration_s)}`) : null,
         spacer(),
         data.texts ? copyButton("text", () => data.texts.slice(first, sampled).join("")) : null,
       ),
@@ -166,9 +166,9 @@ function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
   };
   const times = {
     started: summary.started_at ? new Date(1000 * summary.started_at).toLocaleString() : "–",
-    total: seconds(rollout.total_duration_s),
-    generation: seconds(summary.generation_duration_s),
-    tools: seconds(summary.tool_duration_s),
+    total: Charts.duration(rollout.total_duration_s),
+    generation: Charts.duration(summary.generation_duration_s),
+    tools: Charts.duration(summary.tool_duration_s),
   };
   return h(
     "aside",

@@ -2,7 +2,7 @@
    finer spans; a click on a rollout opens it. */
 
 import { address, get, go, note } from "./api.js";
-import { button, copyLink, empty, fill, h, hiddenHeading, hint, number, oneLine, percent, seconds, spacer, table } from "./dom.js";
+import { button, copyLink, empty, fill, h, hiddenHeading, hint, number, oneLine, percent, spacer, table } from "./dom.js";
 
 const BELOW = 70; // px under the canvas: its own line of help, and the page's margin
 
@@ -30,7 +30,7 @@ export async function timelineView({ app, main, parameters, signal }) {
 
   /** What a window is, and what cannot be told apart in it. */
   function describe(start, end, { num_merged: many, num_left_out: more }) {
-    where.textContent = `${seconds(Math.max(0, start - whole.first))} to ${seconds(end - whole.first)} of ${seconds(length)}`;
+    where.textContent = `${Charts.duration(Math.max(0, start - whole.first))} to ${Charts.duration(end - whole.first)} of ${Charts.duration(length)}`;
     merged.textContent = many + more ? `${number(many + more)} of the spans are too narrow to be told apart here` : "";
   }
 
@@ -88,7 +88,7 @@ function drawWaits(place, found) {
   }
   const fraction = (part) => (found.wall_s > 0 ? percent(part / found.wall_s) : "–");
   const waits = found.waits.map((wait) => [`one wait: ${oneLine(wait.name, 40)}, ${oneLine(wait.lane, 40)}`, wait.end - wait.start]);
-  const rows = [...found.rows, ...waits].map(([what, spent]) => [what, seconds(spent), fraction(spent)]);
+  const rows = [...found.rows, ...waits].map(([what, spent]) => [what, Charts.duration(spent), fraction(spent)]);
   const first = found.rows.filter(([what]) => !what.startsWith("–")).map(([what, spent]) => `${what}: ${fraction(spent)}`);
   fill(place, summary(first.join(", ")), table(["of this window", "#time", "#fraction"], rows, { isNamed: true }));
 }

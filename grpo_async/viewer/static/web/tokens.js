@@ -123,16 +123,16 @@ export class Tokens {
         "importance weight": known(at(data.weights)),
         "entropy, nats": known(at(data.entropies)),
         advantage: known(this.advantage),
-        marks: this.marks(index),
+        flags: this.flags(index),
       });
     }
     const pairs = Object.entries(rows).map(([label, value]) => [h("dt", {}, label), h("dd", {}, value)]);
     return [h("strong", { class: "said" }, visible(name)), h("dl", {}, pairs)];
   }
 
-  marks(index) {
-    const { marks, mark_words: words } = this.data;
-    return !marks || marks[index] === null ? "not recorded" : words[marks[index]].join(", ") || "none";
+  flags(index) {
+    const { marks, flag_names: names } = this.data;
+    return !marks || marks[index] === null ? "not recorded" : names[marks[index]].join(", ") || "none";
   }
 }
 
