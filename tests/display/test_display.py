@@ -13,24 +13,13 @@ from rich.console import Console
 from grpo_async.checks.report import Check
 from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Progress, duration, evaluation_line, evaluations_text
+from grpo_async.display.progress import Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
 from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
+from tests.display.support import METRICS
 
-METRICS = {
-    "reward": 0.53,
-    "step_time": 2.0,
-    "perf/generated_tokens_per_s": 1234.4,
-    "perf/trained_tokens_per_s": 987.0,
-    "pipeline/trainer_idle_ratio": 0.125,
-    "async/staleness_mean": 0.75,
-    "async/staleness_max": 1.0,
-    "sync/push_s": 0.04,
-    "buffer/queued_groups": 3.0,
-    "ledger/groups/in_flight": 16.0,
-}
 LOGS = Path("runs/x/logs/latest")
 
 
@@ -64,9 +53,9 @@ def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
         "step 10/60  push 0.50 s",
         # 49 steps x 2 s = 98 s
         "step 11/60  reward 0.510 (all groups)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
-        "trainer idle 12%  push 0.04 s  2.0 s/step  0:01:38 left",
+        "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
         "step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
-        "in flight 16  trainer idle 12%  push 0.04 s  servers 1  restarts 3  2.0 s/step  0:01:36 left",
+        "in flight 16  trainer idle 12%  push 0.04 s  servers 1  restarts 3  2.0 s/step  1:36 left",
         "held-out after training: reward 0.900  mean_length 20.000",
     ]
 
@@ -146,7 +135,6 @@ def test_averages_and_changes_are_what_their_formulas_say() -> None:
         progress.add_step(step, 10, {"reward": reward})
     assert progress.reward_change == pytest.approx(0.2)  # 0.7 - (0.4 + 0.6) / 2
     assert progress.reward_average == pytest.approx(1.7 / 3)
-    assert (duration(75), duration(3700)) == ("0:01:15", "1:01:40")
 
 
 def test_an_evaluation_is_a_line_with_the_versions_that_made_it_and_a_few_words_of_the_dashboard() -> None:
@@ -209,7 +197,7 @@ def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
         memory={"peaks": [3 << 29], "estimated": 1 << 30},
     )
     for part in (
-        "finished after 60 steps in 0:01:15",
+        "finished after 60 steps in 1:15",
         "0.250 -> 0.900",
         "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
         "1234 generated, 987 trained (embedded engine)",

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import threading
 import time
 from pathlib import Path
@@ -25,23 +26,13 @@ from grpo_async.display.status import MetricsTail, describe, newest_run, read_st
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
-from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advising import Advisor
 from grpo_async.run_directory import RunDir
+from tests.display.support import METRICS
+from tests.findings.support import pipeline_setup
 from tests.support.waiting import eventually
 
-METRICS = {
-    "reward": 0.5,
-    "step_time": 2.0,
-    "sync/push_s": 0.1,
-    "sync/bytes": 1e6,
-    "grad_norm": float("nan"),
-    "ledger/groups/trained": 12.0,
-    "ledger/groups/in_flight": 4.0,
-    "ledger/tokens/trained": 1200.0,
-    "pipeline/trainer_idle_ratio": 0.5,
-    "pipeline/generator_idle_ratio": 0.02,
-}
+STEP = {**METRICS, "grad_norm": float("nan"), "pipeline/trainer_idle_ratio": 0.5, "pipeline/generator_idle_ratio": 0.02}
 SERVER = {
     "index": 0,
     "url": "http://h:1",
@@ -79,7 +70,7 @@ def _content(run_dir: RunDir) -> dict[str, Any]:
 
 def _fill(status: Display) -> None:
     status.phase("training")
-    status.step(3, 10, METRICS)
+    status.step(3, 10, STEP)
     status.evaluation("before", {"reward": 0.25})
     status.servers([SERVER])
     advice = Finding(
@@ -123,10 +114,10 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     assert (content["run"], content["step"], content["max_steps"]) == ("x", 3, 10)
     assert (content["engine"], content["on_gpu"], content["num_gpus"]) == ("vllm", True, 4)
     assert content["eta_s"] == 14.0  # 7 steps x 2 s
-    assert content["reward"] == {"last": 0.5, "average": 0.5}
-    assert content["metrics"]["reward"] == 0.5
+    assert content["reward"] == {"last": 0.53, "average": 0.53}
+    assert content["metrics"]["reward"] == 0.53
     assert content["metrics"]["grad_norm"] is None
-    assert content["ledger"] == {"groups": {"trained": 12, "in_flight": 4}, "tokens": {"trained": 1200}}
+    assert content["ledger"] == {"groups": {"trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}}
     assert content["servers"][0]["kv_usage"] == 0.5
     assert content["last_push"]["num_bytes"] == 1e6
     assert content["last_push"]["bytes_per_s"] is None
@@ -147,18 +138,13 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("stopped", 130), ("failed", 1)])
-def test_the_end_is_said(run_dir: RunDir, state: str, code: int) -> None:
+def test_the_end_is_said_and_an_exception_is_a_failure(run_dir: RunDir, state: str, code: int) -> None:
     with _Run(run_dir) as status:
         pass
-    status.file.end(state, exit_code=code, error="why" if code == 1 else None)
-    content = _content(run_dir)
-    assert (content["state"], content["exit_code"], content["error"]) == (state, code, "why" if code == 1 else None)
-    assert content["eta_s"] is None
-    found = read_status(run_dir)
+    status.file.end(state, exit_code=code, error=None)
+    content, found = _content(run_dir), read_status(run_dir)
+    assert (content["state"], content["exit_code"], content["eta_s"]) == (state, code, None)
     assert (found.state, found.exit_code) == (state, {"finished": 0, "stopped": 3, "failed": 1}[state])
-
-
-def test_an_exception_is_a_failure(run_dir: RunDir) -> None:
     with pytest.raises(ZeroDivisionError), _Run(run_dir):
         raise ZeroDivisionError("no samples")
     assert (_content(run_dir)["state"], _content(run_dir)["error"]) == ("failed", "ZeroDivisionError: no samples")
@@ -167,7 +153,7 @@ def test_an_exception_is_a_failure(run_dir: RunDir) -> None:
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:
     run_dir.status.mkdir()  # os.replace fails on it, for root, too
     with _Run(run_dir) as status:
-        status.step(1, 10, METRICS)
+        status.step(1, 10, STEP)
         assert eventually(lambda: status.file.trouble is not None, 10.0)
 
 
@@ -226,7 +212,7 @@ def test_the_table_tells_what_people_ask_for_and_no_text_is_obeyed(run_dir: RunD
         "".join(json.dumps({"step": n, "reward": 0.1 * n + 0.01 * (n % 2)}) + "\n" for n in range(1, 9))
     )
     text = _table(run_dir)
-    for part in ("running", "3/10", "30%", "0:14 left", "last 0.500", "trained 12", "serving  version 3  run 5  wait 1",
+    for part in ("running", "3/10", "30%", "14 s left", "last 0.530", "trained 12", "serving  version 3  run 5  wait 1",
                  "KV 50%", "before 0.250", "learning", "rose", "more servers", "bad worse", str(os.getpid())):  # fmt: skip
         assert part in text, f"{part!r} is missing:\n{text}"
     assert "\x1b" not in text
@@ -241,8 +227,7 @@ def test_a_run_that_has_ended_is_not_described_as_alive(run_dir: RunDir) -> None
         assert part not in text, f"{part!r} is of a run that goes on:\n{text}"
     assert "trainer 50%  servers 2%  (in the last step)" in text
     assert "the last step 2.0 s" in text
-    assert "took 0:0" in text
-    assert "ended 0:0" in text
+    assert re.search(r"took \d+ s .* ended \d+ s ago", text, re.DOTALL)
     run_dir.summary.write_text(json.dumps({"generated_tokens_per_s": 40.0, "trainer_idle_ratio": 0.25}))
     text = _table(run_dir)
     assert "40 generated  (mean of the run)" in text
@@ -264,20 +249,20 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
 def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_resume(run_dir: RunDir) -> None:
     tail = MetricsTail(run_dir.metrics)
     tail.read()
-    assert tail.progress.curves["reward"] == []
+    assert tail.progress.curves["reward"].points == []
     with run_dir.metrics.open("w") as file:
         file.write('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
         file.flush()
         tail.read()
-        assert tail.progress.curves["reward"] == [0.1]
+        assert tail.progress.curves["reward"].points == [0.1]
         file.write('ard": 0.2}\n')
     for _ in range(2):
         tail.read()
-        assert tail.progress.curves["reward"] == [0.1, 0.2]
+        assert tail.progress.curves["reward"].points == [0.1, 0.2]
     run_dir.metrics.with_name("other").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
     run_dir.metrics.with_name("other").replace(run_dir.metrics)
     tail.read()
-    assert tail.progress.curves["reward"] == [0.5, 0.6]
+    assert tail.progress.curves["reward"].points == [0.5, 0.6]
 
 
 def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,22 +280,21 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         status.phase("training")
         assert shows("training")
         for step in (1, 2):
-            status.step(step, 2, METRICS)
+            status.step(step, 2, STEP)
             assert shows(f"step {step}/2")
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()
 
 
-SETUP = PipelineSetup(group_size=8, groups_per_step=16, max_staleness=1, max_in_flight=256)
-
-
 def _advised(run_dir: RunDir, every_steps: int) -> Mock:
     """Steps 16 to 40 after a resume from 15; returns what was told."""
     display = Mock(spec=Display)
-    advisor = Advisor(display, setup=SETUP, every_steps=every_steps, run_dir=run_dir, resume_step=15)
+    advisor = Advisor(
+        display, setup=pipeline_setup(max_in_flight=256), every_steps=every_steps, run_dir=run_dir, resume_step=15
+    )
     for step in range(16, 41):
-        advisor.show("step", {"step": step, "metrics": METRICS})
+        advisor.show("step", {"step": step, "metrics": STEP})
     return display
 
 

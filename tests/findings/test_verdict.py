@@ -245,7 +245,7 @@ def test_a_verdict_names_the_cause(tmp_path: Path, name: str, said: str) -> None
 @pytest.mark.parametrize(
     "name", ["learns", "only the most frequent answer", "all rewards 1", "collapses, no evaluation"]
 )
-def test_every_surface_gives_the_same_verdict(tmp_path: Path, name: str) -> None:
+def test_every_view_gives_the_same_verdict(tmp_path: Path, name: str) -> None:
     _, verdict = _judged(name, tmp_path)
     run_dir = RunDir(tmp_path / "run")
     learning = read_status(run_dir).as_json()["learning"]

@@ -22,7 +22,6 @@ MOST_POINTS = 500
 
 _MOST_SERIES = 8  # colours that keep apart
 _STALENESS = "async/staleness/"
-_MOST_NAMED = 16  # bins of one whole number each that have their number below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,8 +266,9 @@ def staleness_histograms(runs: Sequence[RunData]) -> list[Drawing]:
     """Trained tokens by their staleness over the whole run, weighed by the tokens of each step."""
     drawings = []
     for place, run in enumerate(runs):
-        found = (name.removeprefix(_STALENESS) for name in run.names(_STALENESS))
-        ages = sorted(int(age) for age in found if age.isdecimal())
+        names = (name.removeprefix(_STALENESS) for name in run.names(_STALENESS))
+        found = [int(name) for name in names if name.isdecimal()]
+        ages = range(min(found, default=0), max(found, default=-1) + 1)
         tokens = [
             sum(row.get(f"{_STALENESS}{age}", 0.0) * row.get("num_tokens", 1.0) for row in run.metrics) for age in ages
         ]
@@ -278,29 +278,19 @@ def staleness_histograms(runs: Sequence[RunData]) -> list[Drawing]:
         title = "Staleness of trained tokens" + (f": {run.label}" if several else "")
         unit = "trained tokens by the steps between sampling and training"
         edges = [age - 0.5 for age in ages] + [ages[-1] + 0.5]
-        data = _histogram(title, unit, "staleness", "tokens", edges, [round(count) for count in tokens], ages)
+        data = _histogram(title, unit, "staleness", "tokens", edges, [round(count) for count in tokens])
         drawings.append(Drawing(name=f"staleness-histogram{f'-{place + 1}' if several else ''}", data=data))
     return drawings
 
 
 def rollout_histogram(title: str, unit: str, bins: Histogram | None) -> dict[str, Any]:
     """Of all stored rollouts."""
-    edges = [] if bins is None else list(bins.edges)
-    counts = [] if bins is None else list(bins.counts)
-    are_whole = 0 < len(edges) <= _MOST_NAMED and all((edge - 0.5).is_integer() for edge in edges)
-    names = [round(edge + 0.5) for edge in edges[:-1]] if are_whole else None
-    title = f"{title} of all stored rollouts"
-    return _histogram(title, f"rollouts by their {unit}", unit, "rollouts", edges, counts, names)
+    edges, counts = ([], []) if bins is None else (bins.edges, bins.counts)
+    return _histogram(f"{title} of all stored rollouts", f"rollouts by their {unit}", unit, "rollouts", edges, counts)
 
 
 def _histogram(
-    title: str,
-    unit: str,
-    x_label: str,
-    label: str,
-    edges: Sequence[float],
-    counts: Sequence[int],
-    names: Sequence[int] | None,
+    title: str, unit: str, x_label: str, label: str, edges: Sequence[float], counts: Sequence[int]
 ) -> dict[str, Any]:
     content = {"kind": "histogram", "title": title, "unit": unit, "xLabel": x_label, "label": label}
-    return {**content, "edges": edges, "counts": counts, **({} if names is None else {"names": names})}
+    return {**content, "edges": list(edges), "counts": list(counts)}

@@ -1,0 +1,52 @@
+"""Settings that advice is about."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.findings.speed import PipelineSetup
+
+_SECTIONS = {
+    **dict.fromkeys(("group_size", "groups_per_step", "max_staleness", "max_in_flight", "zero_variance"), "rollout"),
+    **dict.fromkeys(("weight_sync_steps", "pack"), "training"),
+    **dict.fromkeys(("num_trainer_ranks", "nodes"), "launch"),
+}
+
+
+def pipeline_setup(
+    *,
+    replicas: int = 1,
+    spawns_servers: bool = True,
+    tensor_parallel_size: int = 1,
+    embedded_slots: int | None = None,
+    checkpoint_every_steps: int = 50,
+    on_gpu: bool | None = True,
+    num_gpus: int | None = None,
+    **settings: Any,
+) -> PipelineSetup:
+    """Of a run with 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts; 64 of them in flight."""
+    values: dict[str, dict[str, Any]] = {
+        "rollout": {"group_size": 8, "groups_per_step": 16, "max_staleness": 1, "max_in_flight": 64},
+        "launch": {"rdzv": "h:1"} if "nodes" in settings else {},
+        "training": {},
+    }
+    for name, value in settings.items():
+        values[_SECTIONS[name]][name] = value
+    inference: dict[str, Any] = {"engine": "vllm", "vllm": {"tensor_parallel_size": tensor_parallel_size}}
+    if embedded_slots is not None:
+        inference |= {"engine": "embedded", "embedded": {"max_slots": embedded_slots}}
+    if spawns_servers:
+        inference["replicas"] = replicas
+    else:
+        inference["urls"] = [f"http://server-{number}:1" for number in range(replicas)]
+    content = {
+        "run": {"name": "x"},
+        "model": {"path": "m"},
+        "data": {"train": {"type": "jsonl", "path": "t"}},
+        "rewards": [{"function": "a:b"}],
+        "inference": inference,
+        "checkpoint": {"every_steps": checkpoint_every_steps},
+        **values,
+    }
+    return PipelineSetup(config=ExperimentConfig.model_validate(content), on_gpu=on_gpu, num_gpus=num_gpus)
