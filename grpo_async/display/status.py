@@ -31,14 +31,13 @@ from grpo_async.display.progress import (
 )
 from grpo_async.display.status_file import VERSION
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings import Evidence, Finding, Severity, Verdict
-from grpo_async.findings import judge as is_it_learning
+from grpo_async.findings import Evidence, Finding, Severity, Verdict, judge
 from grpo_async.findings.evidence import new_metrics
 from grpo_async.processes.wording import one_line
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object
-from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, judge
+from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.text import duration, finite
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
@@ -81,7 +80,7 @@ class RunStatus:
         """Whether it learns (the fields of `Verdict`), by the run's files as they are now; empty where there are none."""
         if self.run_dir is None:
             return self.content.get("learning") or {}
-        return is_it_learning(Evidence.read(self.run_dir)).as_dict()
+        return judge(Evidence.read(self.run_dir)).as_dict()
 
     def as_json(self) -> dict[str, Any]:
         """The file's content, with `state` as it is, `why`, and `learning` as of now."""
@@ -116,7 +115,7 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     if content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
         why = f": {problems[0]}" if problems else ""
         raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION}){why}")
-    found = judge(content, now=now)
+    found = state_of(content, now=now)
     # after a failure it is of an earlier attempt
     means = read_object(run_dir.summary, []) if found.state in (FINISHED, STOPPED) else {}
     return RunStatus(state=found.state, content=content, why=found.why, means=means, run_dir=run_dir)

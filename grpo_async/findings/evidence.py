@@ -17,7 +17,7 @@ from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
-from grpo_async.utils.run_state import judge
+from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import finite
 
 _SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
@@ -94,7 +94,7 @@ class Evidence:
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=read_evaluations(run_dir, problems),
             config=_config(run_dir.config),
-            status=judge(status).state if status else "unfinished",
+            status=state_of(status).state if status else "unfinished",
             error=error if isinstance(error, str) else None,
         )
 

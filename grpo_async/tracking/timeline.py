@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpo_async.config.record_sections import TimelineSection
-from grpo_async.tracking.timeline_file import LOST, Event, EventFile, event_line
+from grpo_async.tracking.timeline_file import LOST, Event, EventWriter, event_line
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Timeline:
         self._events: deque[Event] = deque()
         self._num_lost = 0
         self._closing = threading.Event()
-        self._file = EventFile(path, max_bytes=max_mb << 20)
+        self._file = EventWriter(path, max_bytes=max_mb << 20)
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
 

@@ -105,7 +105,7 @@ def _detail(value: Any) -> Any:
     return value if isinstance(value, int | None) else _detail(str(value))
 
 
-class EventFile:
+class EventWriter:
     """The file, in the writing thread. A failure is said once, until a write succeeds again."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:

@@ -39,7 +39,7 @@ class RunState:
     why: str = ""
 
 
-def judge(status: Mapping[str, Any], *, now: float | None = None) -> RunState:
+def state_of(status: Mapping[str, Any], *, now: float | None = None) -> RunState:
     """The state of the run whose status.json holds `status`. Whatever stands in it, nothing is raised.
 
     Args:

@@ -46,7 +46,7 @@ _TRAINER_WORK = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EventFile:
+class Events:
     """What was read of events.jsonl: its events in the order of their starts, the steps of the run, and what is missing."""
 
     events: Sequence[Event]
@@ -58,7 +58,7 @@ class EventFile:
 
 def load_events(
     path: Path, *, first_step: int | None = None, last_step: int | None = None, newest_steps: int | None = None
-) -> EventFile:
+) -> Events:
     """Read a timeline; with steps, only what touches the time from the start of the first to the end of the last of them.
 
     Args:
@@ -85,7 +85,7 @@ def load_events(
             notes.append(f"{event.details.get('events', '?')} events could not be written")
     events.sort(key=lambda event: (event.start, -event.end))
     attempts = sum(event.name == ATTEMPT and event.start == event.end for event in events)
-    return EventFile(events=events, steps=steps, num_attempts=attempts, notes=notes)
+    return Events(events=events, steps=steps, num_attempts=attempts, notes=notes)
 
 
 def _read_steps(path: Path) -> dict[int, Event]:

@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.utils.text import duration
 from grpo_async.viewer.safe_text import one_line
-from grpo_async.viewer.timeline import ORDER, TITLES, EventFile, lane_group, lay_out, usage
+from grpo_async.viewer.timeline import ORDER, TITLES, Events, lane_group, lay_out, usage
 
 PERFETTO = "https://ui.perfetto.dev"
 _COUNTERS = {
@@ -199,7 +199,7 @@ _LANES = {
 }
 
 
-def summary(file: EventFile) -> str:
+def summary(file: Events) -> str:
     """Who waited for whom, in some paragraphs of plain text, at most 79 wide."""
     found = usage(file.events)
     if found is None:

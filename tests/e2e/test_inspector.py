@@ -13,7 +13,7 @@ from grpo_async.viewer.terminal.rollout import RolloutScreen
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.e2e.conftest import GoldenRun
 from tests.support.stored import read_groups
-from tests.viewer.terminal.support import drive, drive_session, on, press, shown
+from tests.viewer.terminal.support import drive, on, press, shown
 
 
 def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: GoldenRun) -> None:
@@ -62,4 +62,4 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: G
         await press(pilot, "enter", "enter")
         assert "turn 1" in shown(app)
 
-    drive_session(find_evaluation(folder, "last"), evaluation, texts=texts)
+    drive(find_evaluation(folder, "last"), evaluation, texts=texts)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,6 @@ from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, rea
 from tests.support.waiting import eventually
 
 
-def _open(path: Path, *, max_mb: int = 1) -> Timeline:
-    return Timeline(path, max_mb=max_mb)
-
-
 def _names(path: Path) -> list[str]:
     return [event.name for event in read_events(path)]
 
@@ -35,7 +32,7 @@ def _names(path: Path) -> list[str]:
 def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     before = time.time()
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         with timeline.span("step", "trainer", step=3) as span:
             with timeline.span("forward", "trainer"):
                 pass
@@ -61,7 +58,7 @@ def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> N
 
 def test_threads_and_coroutines_record_at_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline, ThreadPoolExecutor(4) as pool:
 
         def work(number: int) -> None:
             for turn in range(200):
@@ -75,12 +72,9 @@ def test_threads_and_coroutines_record_at_once(tmp_path: Path) -> None:
         async def tasks() -> None:
             await asyncio.gather(*(task(number) for number in range(20)))
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
+        done = pool.map(work, range(4))
         asyncio.run(tasks())
-        for thread in threads:
-            thread.join(timeout=10.0)
+        list(done)
     expected = [f"{number}/{turn}" for number in range(4) for turn in range(200)] + [f"task {n}" for n in range(20)]
     assert sorted(_names(path)) == sorted(expected)
 
@@ -113,7 +107,7 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
     numbers = [event.details["number"] for event in read_events(path)]
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > 100
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         timeline.instant(ATTEMPT, "run", attempt="2")
     lines = path.read_bytes().splitlines(keepends=True)
     assert all(line.endswith(b"\n") and json.loads(line) for line in lines)
@@ -141,7 +135,7 @@ def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     monkeypatch.setattr(timeline_module, "_INTERVAL_S", 0.02)
     monkeypatch.setattr(timeline_module, "_MOST_PENDING", 2)
     path = tmp_path / "missing" / "events.jsonl"
-    with caplog.at_level(logging.WARNING), _open(path) as timeline:
+    with caplog.at_level(logging.WARNING), Timeline(path, max_mb=1) as timeline:
         timeline.instant("first", "run")
         assert eventually(lambda: bool(caplog.messages))
         timeline.instant("second", "run")
@@ -166,7 +160,7 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
             return write(descriptor, bytes(data)[:40])
         raise OSError(28, "No space left on device")
 
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         monkeypatch.setattr(timeline_file.os, "write", half)
         timeline.instant("first", "run")
         assert eventually(lambda: is_full.is_set() and path.read_bytes() == b"")
@@ -177,7 +171,7 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
 
 def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    file = timeline_file.EventFile(path, max_bytes=20_000)
+    file = timeline_file.EventWriter(path, max_bytes=20_000)
     lines = [
         timeline_file.event_line(Event("span", "trainer", n, n + 0.5, {"number": n, "text": "é" * 40}))
         for n in range(2000)
@@ -200,7 +194,7 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"
-    file = timeline_file.EventFile(path, max_bytes=20_000)
+    file = timeline_file.EventWriter(path, max_bytes=20_000)
     line = timeline_file.event_line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
     while path.stat().st_size + len(line) <= 20_000 if path.exists() else True:
         assert file.append(line, 1) == 0
@@ -232,7 +226,7 @@ def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
 ) -> None:
     monkeypatch.setattr(timeline_module, "_MOST_PENDING", 10)
     path = tmp_path / "events.jsonl"
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         for number in range(25):
             timeline.add("span", "trainer", 1.0, 2.0, number=number)
         assert len(timeline._events) == 10
@@ -248,7 +242,7 @@ def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
         ("x" * 300, "x" * 199 + "…"), (["y" * 300, 1], ["y" * 199 + "…", 1]), (Path("/a"), "/a"), (1 / 3, 0.333333),
         ("\ud800", "\ud800"),
     ]  # fmt: skip
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         for value, _ in details:
             timeline.instant("a", "b", detail=value)
     assert [event.details["detail"] for event in read_events(path)] == [kept for _, kept in details]
@@ -258,7 +252,7 @@ def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
 
 def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with _open(path) as timeline:
+    with Timeline(path, max_mb=1) as timeline:
         slots = timeline.slots("rollout")
         first, second = slots.take(), slots.take()
         assert (first.lane, second.lane) == ("rollout/0", "rollout/1")
@@ -295,7 +289,7 @@ def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) 
 @pytest.mark.clock
 def test_a_span_costs_the_one_who_records_it_little(tmp_path: Path) -> None:
     """Far above what is measured (about 1.5 µs), so that a busy machine does not fail it; a write of its own would."""
-    with _open(tmp_path / "events.jsonl", max_mb=64) as timeline:
+    with Timeline(tmp_path / "events.jsonl", max_mb=64) as timeline:
         began = time.perf_counter()
         for number in range(20_000):
             with timeline.span("forward", "trainer", micro_batch=number):

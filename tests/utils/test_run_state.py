@@ -15,7 +15,7 @@ import pytest
 
 from grpo_async.display.status import read_status
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.run_state import SILENT_S, STATES, judge
+from grpo_async.utils.run_state import SILENT_S, STATES, state_of
 from grpo_async.viewer.report.run_data import read_run
 
 NOW = 1_000_000.0
@@ -27,9 +27,9 @@ def _status(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_launcher_of_this_machine_is_looked_for_however_old_its_file_is() -> None:
-    assert judge(_status(), now=NOW + 1e6).state == "running"
-    assert judge(_status(pid_started_at=psutil.Process().create_time() - 60), now=NOW).state == "killed"
-    assert judge(_status(pid=2**22 + 1), now=NOW + 90).why == (
+    assert state_of(_status(), now=NOW + 1e6).state == "running"
+    assert state_of(_status(pid_started_at=psutil.Process().create_time() - 60), now=NOW).state == "killed"
+    assert state_of(_status(pid=2**22 + 1), now=NOW + 90).why == (
         f"its launcher (pid {2**22 + 1}) is gone without a word: it was killed, 1:30 ago or less"
     )
 
@@ -37,23 +37,23 @@ def test_a_launcher_of_this_machine_is_looked_for_however_old_its_file_is() -> N
 def test_a_launcher_that_nobody_has_waited_for_is_gone() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = psutil.Process(child.pid).create_time()
-    assert judge(_status(pid=child.pid, pid_started_at=began)).state == "running"
+    assert state_of(_status(pid=child.pid, pid_started_at=began)).state == "running"
     assert child.stdin is not None
     child.stdin.close()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is a zombie now
-    assert judge(_status(pid=child.pid, pid_started_at=began)).state == "killed"
+    assert state_of(_status(pid=child.pid, pid_started_at=began)).state == "killed"
     child.wait(60)
 
 
 def test_a_launcher_of_another_machine_is_believed_for_a_while() -> None:
-    assert judge(_status(host="far", pid=1), now=NOW + SILENT_S - 1).state == "running"
-    assert judge(_status(host="far", pid=1), now=NOW + SILENT_S + 1).state == "silent"
+    assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S - 1).state == "running"
+    assert state_of(_status(host="far", pid=1), now=NOW + SILENT_S + 1).state == "silent"
 
 
 @pytest.mark.parametrize("odd", [None, "", "x", [], {}, True, -1, 1e300, float("nan"), 2**80])
 @pytest.mark.parametrize("field", ["host", "pid", "pid_started_at", "updated_at", "state"])
 def test_nothing_that_a_file_holds_is_an_error(field: str, odd: object) -> None:
-    assert judge(_status(**{field: odd})).state in (*STATES, "?", "", "x")
+    assert state_of(_status(**{field: odd})).state in (*STATES, "?", "", "x")
 
 
 @pytest.mark.parametrize(

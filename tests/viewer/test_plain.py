@@ -146,17 +146,9 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
     row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, stats=stats)
     tokenizer = byte_tokenizer()
     lines = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer))).splitlines()[-7:-1]
-    assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "marks"]
-    assert lines[1].split()[2:] == [
-        f"'{tokenizer.id_to_token(5)}'",
-        "1",
-        "-0.5000",
-        "2",
-        "-1.0000",
-        "-1.2500",
-        "1.0000",
-        "0.5000",
-    ]
+    assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "flags"]
+    values = ["1", "-0.5000", "2", "-1.0000", "-1.2500", "1.0000", "0.5000"]
+    assert lines[1].split()[2:] == [f"'{tokenizer.id_to_token(5)}'", *values]
     assert lines[3].split()[4:] == ["-"] * 6  # a tool's
     assert lines[5].split()[-2:] == ["clipped", "high"]
     assert [line.split()[1] for line in lines[1:]] == [str(each) for each in ids]

@@ -12,7 +12,7 @@ from grpo_async.errors import RunError
 from grpo_async.records import RolloutStatus, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
-from grpo_async.viewer.token_colours import SWATCHES, ColourMode, legend, mark_words, token_classes
+from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.viewer.support import byte_tokenizer
 
@@ -78,19 +78,19 @@ def test_neighbouring_versions_differ_and_the_legend_names_those_that_are_there(
     ]  # fmt: skip
 
 
-def test_the_strongest_mark_gives_the_colour_and_all_are_named() -> None:
-    marks = TokenFlag.CLIPPED_LOW | TokenFlag.IS_MASKED
-    rollout = _rollout([1, 1], marks=[0, marks])
-    assert token_classes(ColourMode.MARKS, rollout) == ["trained", "corrected-away"]
-    assert mark_words(marks) == ["masked by correction", "clipped low"]
-    assert mark_words(None) == mark_words(0) == []
-    assert [name for name, _ in _entries(ColourMode.MARKS, rollout)] == ["trained", "corrected-away"]
+def test_the_strongest_flag_gives_the_colour_and_all_are_named() -> None:
+    flags = TokenFlag.CLIPPED_LOW | TokenFlag.IS_MASKED
+    rollout = _rollout([1, 1], marks=[0, flags])
+    assert token_classes(ColourMode.FLAGS, rollout) == ["trained", "is-masked"]
+    assert flag_names(flags) == ["masked by correction", "clipped low"]
+    assert flag_names(None) == flag_names(0) == []
+    assert [name for name, _ in _entries(ColourMode.FLAGS, rollout)] == ["trained", "is-masked"]
 
 
 @pytest.mark.parametrize("mode", list(ColourMode))
 def test_every_class_has_its_colours_and_its_entry_in_the_legend(mode: ColourMode) -> None:
-    for mark in (0, *TokenFlag):
-        rollout = _rollout([1], marks=[mark], entropies=[1.0], trainer_logprobs=[-1.3])
+    for flag in (0, *TokenFlag):
+        rollout = _rollout([1], marks=[flag], entropies=[1.0], trainer_logprobs=[-1.3])
         named = dict(_entries(mode, rollout))
         (name,) = token_classes(mode, rollout)
         assert named[name]

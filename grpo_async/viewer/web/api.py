@@ -30,7 +30,7 @@ from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
-from grpo_async.utils.run_state import judge
+from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import conversation
 from grpo_async.viewer.paging import newest_seq, query_until
@@ -100,7 +100,7 @@ def _pulse(source: Source, question: Question) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
     status = read_object(source.run.status, [])
-    judged = judge(status) if status else None
+    found = state_of(status) if status else None
     return {
         "until": newest_seq(table),
         "counts": table.count(EVERYTHING),
@@ -108,8 +108,8 @@ def _pulse(source: Source, question: Question) -> dict[str, Any]:
         "metrics": len(source.metrics.rows()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
-            "state": judged.state if judged else None,
-            "why": judged.why if judged else "",
+            "state": found.state if found else None,
+            "why": found.why if found else "",
         },
     }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
@@ -48,13 +49,8 @@ def fill(store: RolloutStore) -> None:
     store.flush()
 
 
-def drive(run: Path, scenario: Scenario, *, size: tuple[int, int] = (80, 24), **options: Any) -> None:
-    """Run the inspector over the folder `run` while `scenario` presses keys. Options: see `drive_session`."""
-    drive_session(RunDir(run), scenario, size=size, **options)
-
-
-def drive_session(
-    run: RunDir,
+def drive(
+    run: Path | RunDir,
     scenario: Scenario,
     *,
     size: tuple[int, int] = (80, 24),
@@ -63,11 +59,12 @@ def drive_session(
     texts: TokenTexts | str = "token texts are left out: why",
     with_superseded: bool = False,
 ) -> None:
-    """As `drive`, of a run or an evaluation. New rows are read when `app.poll()` is called."""
+    """Run the inspector on a run or an evaluation while `scenario` presses keys. New rows are read when `app.poll()` is called."""
+    run_dir = run if isinstance(run, RunDir) else RunDir(run)
 
     async def main() -> None:
-        with RolloutTable.open(run.rollouts) as table:
-            session = Session(run=run, name="demo", table=table, texts=texts, with_superseded=with_superseded)
+        with RolloutTable.open(run_dir.rollouts) as table:
+            session = Session(run=run_dir, name="demo", table=table, texts=texts, with_superseded=with_superseded)
             app = Inspector(session, text=text, sort=sort, poll_every_s=3600.0)
             async with asyncio.timeout(DEADLINE_S), app.run_test(size=size) as pilot:
                 await settle(pilot)
@@ -91,13 +88,10 @@ async def press(pilot: Pilot[None], *keys: str) -> None:
 
 
 async def type_filter(pilot: Pilot[None], text: str) -> None:
-    """/, the text, enter."""
+    """/, the text (at once: a key takes a while), enter."""
     await press(pilot, "slash")
-    await pilot.press(*(_NAMES.get(character, character) for character in text))
+    pilot.app.screen.query_one(Input).value = text
     await press(pilot, "enter")
-
-
-_NAMES = {" ": "space"}
 
 
 def shown(app: Inspector) -> str:

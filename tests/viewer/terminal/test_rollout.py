@@ -37,7 +37,7 @@ def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, 
             "reward 1.000  advantage +0.750",
             "user (prompt)",
             "what is 1 + 1?",
-            "turn 1 · 2 tokens · stop · 0.00 s + 0.12 s tools · v2-3",
+            "turn 1 · 2 tokens · stop · 0 s + 0.12 s tools · v2-3",
             "▸ add(",
             "failed 0.12 s",
             "▸ 2 tokens of the answer, not trained on",
@@ -48,12 +48,12 @@ def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, 
         for expected in (
             "token 1 of 5", "id 5", "turn 1", "version 2", "sampler -0.5000 (60.7%)", "trainer -1.0000 (36.8%)",
             "proximal -1.2500 (28.7%)", "log ratio -0.5000", "ratio 0.6065", "weight 1.0000", "entropy 0.5000",
-            "advantage +0.750", "marks none: trained on",
+            "advantage +0.750", "flags none: trained on",
         ):  # fmt: skip
             assert expected in page
         await press(pilot, "right")
         assert "token 2 of 5" in shown(app)
-        assert "marks clipped low" in shown(app)
+        assert "flags clipped low" in shown(app)
         await press(pilot, "right")
         assert "token 5 of 5" in shown(app)  # the tool's tokens are folded
         assert screen.page.cursor == 4
@@ -106,19 +106,19 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
         assert background(1) == swatch("no-gradient")  # clipped
         assert background(2) is None
         seen = []
-        for expected in ("log ratio", "sampler's probability", "entropy", "policy version", "mask and marks"):
+        for expected in ("log ratio", "sampler's probability", "entropy", "policy version", "mask and flags"):
             await press(pilot, "c")
             assert expected in shown(app)
             seen.append(background(0))
-        # trainer -1.0, sampler -0.5: -0.5; e^-0.5 = 61 %; 0.5 nats; version 2; no mark
+        # trainer -1.0, sampler -0.5: -0.5; e^-0.5 = 61 %; 0.5 nats; version 2; no flag
         assert seen == [swatch("down-2"), swatch("level-1"), swatch("level-2"), swatch("version-2"), swatch("trained")]
         assert background(1) == swatch("clipped-low")
         await press(pilot, "n")
-        assert "mask and marks" in shown(app)
+        assert "mask and flags" in shown(app)
         await press(pilot, "c")
         assert any(line.startswith(" advantage   ≤-1.5") for line in shown(app).splitlines())
         await press(pilot, "C")
-        assert "mask and marks" in shown(app)
+        assert "mask and flags" in shown(app)
         await press(pilot, "L")
         assert not app.current_theme.dark
 
@@ -189,5 +189,5 @@ def test_every_token_is_on_the_unfolded_page_once_in_its_turn_and_details_say_wh
     # of a rollout that no update used
     details = dict(pair for line in token_details(groups[2].rollouts[0], 0, "no texts") for pair in line)
     assert {details[name] for name in ("trainer", "proximal", "ratio", "weight", "entropy")} == {"-"}
-    assert details["marks"].startswith("not recorded")
+    assert details["flags"].startswith("not recorded")
     assert details["sampler"] == "-0.2500 (77.9%)"

@@ -34,6 +34,7 @@ from tests.viewer.web.serving import (
     Inspector,
     append_steps,
     serving,
+    write_events,
     write_hostile_run,
     write_run,
 )
@@ -194,8 +195,8 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert tokens["trainer_logprobs"] == [-1.0, -1.5, None, None, -2.0]  # None: the tool's tokens
     assert tokens["weights"] == [1.0, 2.0, None, None, 3.0]
     assert tokens["marks"] == [0, 1, None, None, 2]
-    assert tokens["mark_words"]["1"] == ["clipped low"]
-    classes = [tokens["palette"][place] for place in tokens["classes"]["marks"]]
+    assert tokens["flag_names"]["1"] == ["clipped low"]
+    classes = [tokens["palette"][place] for place in tokens["classes"]["flags"]]
     assert classes == ["trained", "clipped-low", "untrained", "untrained", "clipped-high"]
     assert tokens["texts"] is None
     assert "token texts are left out" in tokens["texts_missing"]
@@ -234,8 +235,7 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
     path = RunDir(small).metrics
     path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew', encoding="utf-8")
     with serving(small) as inspector:
-        # NaN is no JSON: orjson refuses that line, and the torn one is not whole yet
-        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.5]}
+        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.5, None]}
         with path.open("a", encoding="utf-8") as file:
             file.write('ard": 3.0}\n{"step": 2, "reward": 2.0, "kl": 1}\n')  # a resume from step 1 writes step 2 again
         found = inspector.json("api/metrics", names="reward,kl")
@@ -250,15 +250,6 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert inspector.json("api/metrics", names="reward")["steps"] == []
 
 
-def _write_events(run: Path, *spans: tuple[str, str, float, float], more: str = "") -> None:
-    """(name, lane, start, end) of spans, in seconds from 1000."""
-    lines = [
-        json.dumps({"name": name, "lane": lane, "start": 1000.0 + start, "end": 1000.0 + end, "details": {}})
-        for name, lane, start, end in spans
-    ]
-    RunDir(run).events.write_text("".join(line + "\n" for line in lines) + more, encoding="utf-8")
-
-
 def test_who_waited_for_whom_is_of_the_window_alone(small: Path) -> None:
     with serving(small) as inspector:
         assert inspector.json("api/usage") == {"wall_s": None}
@@ -267,7 +258,7 @@ def test_who_waited_for_whom_is_of_the_window_alone(small: Path) -> None:
             ("wait for samples", "trainer", 0.0, 4.0),
             ("train", "trainer", 4.0, 10.0),
         ]
-        _write_events(small, *steps, ("generate", "rollout/0", 1.0, 5.0))
+        write_events(small, *steps, ("generate", "rollout/0", 1.0, 5.0))
         whole = inspector.json("api/usage")
         assert whole["wall_s"] == 10.0
         assert whole["rows"] == [
@@ -287,13 +278,11 @@ def test_a_window_of_the_timeline_has_what_touches_it(small: Path) -> None:
     early = ("early", "trainer", 1.0, 2.0)
     with serving(small) as inspector:
         assert inspector.json("api/timeline") == {"spans": None}
-        _write_events(
-            small, ("long", "trainer", 0.0, 10.0), early, ("late", "trainer", 7.0, 8.0), more='{"name": "torn'
-        )
+        write_events(small, ("long", "trainer", 0.0, 10.0), early, ("late", "trainer", 7.0, 8.0), more='{"name": "torn')
         found = inspector.json("api/timeline", start=1006, end=1009)
         assert [span["name"] for span in found["spans"]] == ["long", "late"]
         assert (found["first"], found["last"], found["num_left_out"]) == (1000.0, 1010.0, 0)
-        _write_events(small, early)  # shorter: read anew
+        write_events(small, early)  # shorter: read anew
         assert [span["name"] for span in inspector.json("api/timeline")["spans"]] == ["early"]
 
 
