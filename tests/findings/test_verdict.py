@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import io
 import json
 import math
 import random
@@ -15,10 +14,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from rich.console import Console
 
 from grpo_async.display.status import read_status
-from grpo_async.display.summary import print_summary
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
 from grpo_async.launcher.advising import Advisor
@@ -30,10 +27,8 @@ from grpo_async.viewer.report.write import write_report
 from tests.support.records import make_completion, make_prompt
 
 ROLLOUTS = 64  # of a step
-ELSEWHERE = {
-    "host": "another",
-    "updated_at": time.time() + 86_400.0,
-}  # a launcher that has just written, however late the test comes
+# a launcher that has just written, however late the test comes
+ELSEWHERE = {"host": "another", "updated_at": time.time() + 86_400.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,18 +237,12 @@ def test_a_verdict_names_the_cause(tmp_path: Path, name: str, said: str) -> None
     assert said in _judged(name, tmp_path)[1].text
 
 
-@pytest.mark.parametrize(
-    "name", ["learns", "only the most frequent answer", "all rewards 1", "collapses, no evaluation"]
-)
-def test_every_view_gives_the_same_verdict(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["learns", "all rewards 1"])
+def test_status_report_and_advisor_give_the_same_verdict(tmp_path: Path, name: str) -> None:
+    """The summary's is that of the evidence: tests/e2e/test_report.py."""
     _, verdict = _judged(name, tmp_path)
     run_dir = RunDir(tmp_path / "run")
-    learning = read_status(run_dir).as_json()["learning"]
-    assert (learning["key"], learning["is_learning"], learning["text"]) == (
-        verdict.key,
-        verdict.is_learning,
-        verdict.text,
-    )
+    assert read_status(run_dir).as_json()["learning"] == verdict.as_dict()
     page = write_report([run_dir]).read_text()
     assert f'data-verdict="{verdict.key}"' in page
     assert verdict.text in html.unescape(page)
@@ -265,9 +254,6 @@ def test_every_view_gives_the_same_verdict(tmp_path: Path, name: str) -> None:
             advisor.show("step", {"step": row["step"], "metrics": dict(row)})
     advisor.show("evaluation", {})
     assert told == [verdict]
-    console = Console(file=io.StringIO(), width=10_000)
-    print_summary(console, {"status": "finished", "steps": 1, "learning": verdict.as_dict()}, tmp_path)
-    assert verdict.text in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None:
@@ -277,14 +263,10 @@ def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None
         dice = random.Random(seed)
         hard = [dice.random() for _ in range(100)]
         before, after = ([float(dice.random() < 0.8 * p + gain) for p in hard] for gain in (0.0, 0.1))
-        summed = [
-            {
-                "reward": sum(r) / 100,
-                "reward_stderr": math.sqrt(sum(r) / 100 * (1 - sum(r) / 100) / 99),
-                "num_prompts": 100.0,
-            }
-            for r in (before, after)
-        ]
+        summed = []
+        for mean in (sum(before) / 100, sum(after) / 100):
+            stderr = math.sqrt(mean * (1 - mean) / 99)
+            summed.append({"reward": mean, "reward_stderr": stderr, "num_prompts": 100.0})
         paired = held_out_change(*summed, before, after, scale=1.0)
         alone = held_out_change(*summed, [], [], scale=1.0)
         held += paired.low <= 0.1 <= paired.high

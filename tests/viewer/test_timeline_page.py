@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ ORIGIN = "http://timeline.test"
 # as strict as the pages that host it: nothing inline, nothing from elsewhere
 _POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'"
 _HTML = """<!doctype html><html><head><meta charset="utf-8"><link rel="stylesheet" href="/theme.css">
-<script src="/timeline.js"></script></head><body><div id="place"></div></body></html>"""
+<script src="/charts.js"></script><script src="/timeline.js"></script></head><body><div id="place"></div></body></html>"""
 
 _DRAW = """data => {
   window.clicked = []; window.windows = [];
@@ -121,7 +120,7 @@ def test_it_draws_and_tells_what_is_under_the_pointer_as_text(draw: Callable[...
     page = draw(_data(_event("<b>x</b>", "<script>alert(2)</script>", 0, 10)))
     assert page.evaluate(_COLOURS) > 8
     tip = _tip(page, "generate")
-    for expected in ("generate · 4.00 s", "tokens: 17", "rollout/0 · at 0.000 s"):
+    for expected in ("generate · 4 s", "tokens: 17", "rollout/0 · at 0.000 s"):
         assert expected in tip
     label = page.locator("canvas").get_attribute("aria-label")
     assert label is not None
@@ -202,35 +201,3 @@ def test_it_follows_size_and_theme(browser: Browser) -> None:
         page.set_viewport_size({"width": 500, "height": 600})
         page.wait_for_function("() => document.querySelector('canvas').clientWidth <= 500")
         watched.assert_quiet()
-
-
-@pytest.mark.nightly  # that a drawing of 100,000 spans is small is guarded by tests/viewer/test_trace.py
-def test_a_hundred_thousand_spans_stay_fast(draw: Callable[..., Page]) -> None:
-    page = draw({"spans": []})
-    page.evaluate(
-        """() => {
-          window.data = {spans: [], first: 1e9, last: 1e9 + 1002};
-          for (let n = 0; n < 100000; n++) data.spans.push({
-            lane: `rollout/${n % 128}`, depth: 0, name: n % 3 ? "generate" : "tools",
-            start: 1e9 + n / 100, end: 1e9 + n / 100 + 1.2, details: {rollout: `g${n}`},
-          });
-        }"""
-    )
-    began = time.monotonic()
-    page.evaluate("view.update(data, {keep: false})")
-    page.mouse.click(40, 34 + 10)  # unfold the rollouts
-    page.evaluate(_NEXT_FRAMES)
-    drawn_s = time.monotonic() - began
-    assert drawn_s < 15.0
-    frame_ms = page.evaluate(
-        """async () => {
-          const began = performance.now();
-          for (let n = 0; n < 10; n++) {
-            view.show(1e9 + n, 1e9 + 1000 - n);
-            await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-          }
-          return (performance.now() - began) / 10;
-        }"""
-    )
-    print(f"{drawn_s:.1f} s to the first drawing, {frame_ms:.0f} ms for two frames with 100,000 spans")
-    assert frame_ms < 1000.0

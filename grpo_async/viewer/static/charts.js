@@ -25,7 +25,7 @@ var Charts = (() => {
   const COLOURS = 8;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const TABLE_ROWS = 500;
-  const alive = new Set();
+  const alive = new Set(); // what has redraw(), for when the theme changes
   let colours = new Map();
 
   // -- theme
@@ -588,6 +588,7 @@ var Charts = (() => {
     line: (element, options) => new Curves(element, options, false),
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
+    alive,
     colour,
     duration,
   };

@@ -99,15 +99,13 @@ const Timeline = (() => {
     let hovered = null, drag = null, frame = 0, told = 0, theme = {}, hits = [];
 
     function readTheme() {
-      const probe = make("span", {}, box);
-      const colour = (name) => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
+      const { colour } = Charts;
       theme = {
-        surface: colour("surface"), raised: colour("surface-raised"), text: colour("text"), muted: colour("text-muted"),
-        border: colour("border"), strong: colour("border-strong"), grid: colour("grid"), bad: colour("bad"),
+        surface: colour("--surface"), raised: colour("--surface-raised"), text: colour("--text"), muted: colour("--text-muted"),
+        border: colour("--border"), strong: colour("--border-strong"), grid: colour("--grid"), bad: colour("--bad"),
         font: getComputedStyle(box).fontFamily,
-        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => colour(`series-${number}`)),
+        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => colour(`--series-${number}`)),
       };
-      probe.remove();
       theme.ink = theme.series.map(inkOn);
       theme.inkOnBad = inkOn(theme.bad);
       const stripes = document.createElement("canvas");
@@ -473,13 +471,11 @@ const Timeline = (() => {
       event.stopPropagation();
       action();
     });
-    const restyle = () => { readTheme(); redraw(); };
-    listen(window.matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
-    const themes = new MutationObserver(restyle);
-    themes.observe(document.documentElement, { attributes: true, attributeFilter: ["data-printing"] });
+    const themed = { redraw: () => { readTheme(); redraw(); } };
+    Charts.alive.add(themed);
     const sizes = new ResizeObserver(() => { measure(); redraw(); });
     sizes.observe(box);
-    undo.push(() => themes.disconnect(), () => sizes.disconnect());
+    undo.push(() => Charts.alive.delete(themed), () => sizes.disconnect());
 
     function update(next, { keep = true } = {}) {
       const isAll = !keep || to - from >= (last - first) * 0.999;

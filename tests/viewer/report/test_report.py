@@ -68,7 +68,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "Best rollouts" in text
     places = {chart["place"] for chart in _data(page)["charts"]}
     assert {"chart-reward", "chart-held-out", "chart-staleness-histogram", "chart-ledger"} <= places
-    for place in places:
+    for place in places | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
         assert f'id="{place}"' in page
 
 
@@ -153,8 +153,7 @@ def test_the_time_of_an_attempt_before_is_not_told_of_this_one(tmp_path: Path, s
 
 def _trainer_bound(**more: float) -> list[dict[str, float]]:
     """The trainer works all the time, the servers wait for it 70% of it."""
-    figures = {"pipeline/trainer_idle_ratio": 0.05, "pipeline/generator_idle_ratio": 0.7, **more}
-    return [{**row, **figures} for row in steps(20)]
+    return steps(20, pipeline__trainer_idle_ratio=0.05, pipeline__generator_idle_ratio=0.7, **more)
 
 
 @pytest.mark.parametrize("place", ["status", "summary"])
@@ -175,12 +174,9 @@ def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path, place: str) -
 
 def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=_trainer_bound(), summary={"status": "finished", "on_gpu": False})
-    said = [
-        {"step": 5, "text": "trainer idle 41%: raise x"},
-        {"step": 9, "text": "a full stop."},
-        {"step": 9, "text": ""},
-    ]
-    run.advice.write_text("".join(json.dumps(line) + "\n" for line in said))
+    said = {5: ["trainer idle 41%: raise x"], 9: ["a full stop.", ""]}
+    lines = [{"step": step, "text": text} for step, texts in said.items() for text in texts]
+    run.advice.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = _text(_page(run))
     assert "Bound by training. Servers idle 70%: training takes" in text
     assert "generation is no limit." in text
@@ -197,14 +193,14 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
                 at = 1000.0 + step + place / 20.0
                 event = {"name": "generate", "lane": "rollout/0", "start": at, "end": at + 0.04, "details": {"turn": 0}}
                 file.write(json.dumps(event, separators=(",", ":")) + "\n")
-            mark = {
+            span = {
                 "name": "step",
                 "lane": "trainer",
                 "start": 1000.0 + step,
                 "end": 1001.0 + step,
                 "details": {"step": step},
             }
-            file.write(json.dumps(mark, separators=(",", ":")) + "\n")
+            file.write(json.dumps(span, separators=(",", ":")) + "\n")
     tracemalloc.start()
     try:
         part = timeline([read_run(run, "run")])
