@@ -45,7 +45,7 @@ _CHART_STYLES = ("bold cyan", "green", "magenta", "yellow", "yellow", "blue", "r
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row 0..3][column 0..1] of a braille cell
 _BRAILLE = 0x2800
-_LABEL_CELLS = 8
+_LABEL_CELLS = 10  # of "-1.23e-05" and the axis
 Row = tuple[str, str, str]
 """Name, style, text."""
 

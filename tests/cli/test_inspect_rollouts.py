@@ -96,17 +96,6 @@ def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) 
     assert len(content["rollouts"]) == 2  # the whole group all the same
 
 
-def test_a_group_and_a_rollout_have_their_pages(store: RolloutStore) -> None:
-    group = _invoke("demo", "--group", "0")
-    assert group.exit_code == 0
-    assert "0-0" in group.stdout
-    assert "0-1" in group.stdout
-    rollout = _invoke("demo", "--rollout", "0-1")
-    assert rollout.exit_code == 0
-    assert "token texts are left out" in rollout.stdout
-    assert rollout.stdout.splitlines()[-2].split() == ["2", "7", "1", "-0.2500", "0"]
-
-
 def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
     append_simple(store, 3, step=4)
     (block,) = Path("runs/demo/rollouts").glob("block-*.jsonl")

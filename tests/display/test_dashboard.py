@@ -140,14 +140,14 @@ def test_columns_are_means_or_straight_lines() -> None:
 
 
 def test_a_chart_rises_with_its_values() -> None:
-    console = Console(width=28, height=4)
+    console = Console(width=30, height=4)
     chart = Chart(points=[step / 99 for step in range(100)], style="", height=4)
     rendered = console.render_lines(chart)
     lines = ["".join(segment.text for segment in line) for line in rendered]
-    assert [len(line) for line in lines] == [28] * 4
-    assert (lines[0][:8], lines[3][:8]) == ("   0.99┤", " 0.0051┤")
+    assert [len(line) for line in lines] == [30] * 4
+    assert (lines[0][:10], lines[3][:10]) == ("     0.99┤", "  0.00505┤")
     # 20 columns over 4 rows: the curve leaves the lowest row for the next one after a quarter of the width
-    starts = [next(index for index, character in enumerate(line[8:]) if character != " ") for line in lines]
+    starts = [next(index for index, character in enumerate(line[10:]) if character != " ") for line in lines]
     assert starts == pytest.approx([15, 10, 5, 0], abs=1)
 
 

@@ -177,38 +177,26 @@ def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed(num: int
 
 def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:
     states = {"trained": 90, "filtered": 6, "stale": 0, "failed": 0, "cancelled": 4, "queued": 0, "in_flight": 0}
-    text = _summary(
-        steps=60,
-        wall_s=75.0,
-        model="runs/x/model",
-        engine="embedded",
-        reward_first=0.25,
-        reward_last=0.9,
-        evaluation={"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1},
-        generated_tokens_per_s=1234.0,
-        trained_tokens_per_s=987.0,
-        trainer_idle_ratio=0.12,
-        generator_idle_ratio=0.3,
-        overlap_efficiency=0.8,
-        staleness_mean=0.75,
-        staleness_max=1,
-        ledger={"groups": {"started": 100, **states}},
-        ledger_closed=True,
-        memory={"peaks": [3 << 29], "estimated": 1 << 30},
-    )
+    evaluation = {"before": {"reward": 0.54}, "after": {"reward": 0.93}, "majority_baseline": 0.1}
+    means = {"generated_tokens_per_s": 1234.0, "trained_tokens_per_s": 987.0, "trainer_idle_ratio": 0.12,
+             "generator_idle_ratio": 0.3, "overlap_efficiency": 0.8, "staleness_mean": 0.75, "staleness_max": 1}  # fmt: skip
+    ledger = {"ledger": {"groups": {"started": 100, **states}}, "ledger_closed": True}
+    memory = {"peaks": [3 << 29], "estimated": 1 << 30}
+    reached = {
+        "steps": 60,
+        "wall_s": 75.0,
+        "model": "runs/x/model",
+        "engine": "embedded",
+        "reward_first": 0.25,
+        "reward_last": 0.9,
+    }
+    text = _summary(**reached, **means, **ledger, evaluation=evaluation, memory=memory)
     for part in (
-        "finished after 60 steps in 1:15",
-        "0.250 -> 0.900",
-        "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
-        "1234 generated, 987 trained (embedded engine)",
-        "trainer 12%, generator 30%",
-        "80% efficiency",
-        "mean 0.75, max 1 steps",
-        "100 started = 90 trained + 6 filtered + 4 cancelled (closed)",
-        "a rank had taken 1.5 GiB",
-        "runs/x/model",
+        "finished after 60 steps in 1:15", "0.250 -> 0.900", "0.540 before, 0.930 after (always the most frequent answer: 0.100)",
+        "1234 generated, 987 trained (embedded engine)", "trainer 12%, generator 30%", "80% efficiency", "mean 0.75, max 1 steps",
+        "100 started = 90 trained + 6 filtered + 4 cancelled (closed)", "a rank had taken 1.5 GiB", "runs/x/model",
         "grpo-async inspect-rollouts runs/x",
-    ):
+    ):  # fmt: skip
         assert part in " ".join(text.split()), text
     assert "--resume" not in text
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -160,23 +159,6 @@ def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) ->
 # -- the trace
 
 
-def test_a_trace_keeps_the_rules_of_its_format_and_names_everything() -> None:
-    records = trace_records(_run(), title="demo")
-    check_trace(records)
-    processes = {r["pid"]: r["args"]["name"] for r in records if r["name"] == "process_name"}
-    threads = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
-    spans = [r for r in records if r["ph"] == "X"]
-    assert len(spans) == 14
-    by_lane = Counter(threads[r["pid"], r["tid"]] for r in spans)
-    assert by_lane == {"trainer": 6, "rollout/0": 3, "rollout/1": 2, "scoring/0": 1, "queue/0": 1, "weights": 1}
-    assert set(processes.values()) == {
-        "demo: run", "demo: trainer", "demo: rollouts", "demo: weight push", "demo: scored groups in the queue",
-        "demo: scoring", "demo: counters",
-    }  # fmt: skip
-    train = next(r for r in spans if r["name"] == "train")
-    assert (train["ts"], train["dur"], train["args"]) == (6_000_000, 3_000_000, {"step": 1})
-
-
 def test_arrows_go_from_the_last_rollout_to_the_step_and_from_it_to_the_push() -> None:
     records = trace_records(_run(), title="demo")
     arrows: dict[str, list[tuple[str, int]]] = {}
@@ -275,12 +257,3 @@ def test_wrong_input_is_answered_with_what_there_is(tmp_path: Path) -> None:
     assert "3 is after --to 2" in answer("--from", "3", "--to", "2")
     assert "cannot write /nowhere/t.json" in answer("--out", "/nowhere/t.json")
     assert not (tmp_path / "trace.json.gz").exists()
-
-
-def test_the_command_writes_into_the_run_and_prints_the_summary(tmp_path: Path) -> None:
-    _write(tmp_path / "events.jsonl", _run())
-    done = CliRunner().invoke(app, ["trace", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    assert "who waited for whom" in done.output
-    assert "https://ui.perfetto.dev" in done.output
-    assert len(read_trace(tmp_path / "trace.json.gz")) > 20

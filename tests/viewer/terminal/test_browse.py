@@ -222,29 +222,6 @@ def test_the_other_screens_are_reached_and_left(run: Path) -> None:
     drive(run, scenario, with_superseded=True)
 
 
-def test_superseded_groups_are_shown_when_asked_for(tmp_path: Path, open_store: OpenStore) -> None:
-    store = open_store(tmp_path / "rollouts")
-    append_simple(store, 0, step=1)
-    position = store.position()
-    append_simple(store, 1, step=2, answer="before")
-    store.close()
-    again = open_store(tmp_path / "rollouts")
-    again.supersede_from(position, step=1)
-    append_simple(again, 1, step=2, answer="anew")
-
-    async def current(app: Inspector, pilot: Pilot[None]) -> None:
-        assert _groups(app) == [1, 0]
-        assert "superseded" in shown(app)  # the note says that there are
-
-    async def everything(app: Inspector, pilot: Pilot[None]) -> None:
-        assert _groups(app) == [1, 1, 0]
-        await press(pilot, "down", "enter")
-        assert "before" in shown(app)
-
-    drive(tmp_path, current)
-    drive(tmp_path, everything, with_superseded=True)
-
-
 def test_a_long_table_reads_only_the_pages_it_shows(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path / "rollouts")
     for group_id in range(300):

@@ -126,14 +126,6 @@ def test_static_files_are_those_of_one_folder(inspector: Inspector, path: str) -
 # -- what is answered
 
 
-def test_runs_come_with_their_names_and_the_query_language(inspector: Inspector) -> None:
-    found = inspector.json("api/runs")
-    assert [run["name"] for run in found["runs"]] == ["one", "hostile"]
-    names = {each["name"]: each["values"] for each in found["names"]}
-    assert {"reward", "group_std", "truncated"} <= set(names)
-    assert "failed" in names["status"]
-
-
 def test_pages_follow_each_other_without_gap_and_groups_are_ordered(inspector: Inspector) -> None:
     first = inspector.json("api/rollouts", run="one", limit=30, sort="seq,index", count=1)
     second = inspector.json("api/rollouts", run="one", limit=30, offset=30, sort="seq,index")
@@ -203,32 +195,6 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert found["rollout"]["turns"][0]["tool_calls"][0]["result"] == HOSTILE
     assert found["rollout"]["reset_messages"][0]["content"] == "count to 3"
     assert "logprobs" not in found["rollout"]
-
-
-def test_rows_up_to_a_seq_stay_as_they_are_while_a_run_writes(small: Path) -> None:
-    with serving(small) as inspector, RolloutStore(RunDir(small).rollouts) as store:
-        before = inspector.json("api/rollouts", count=1)
-        append_steps(store, [2], first=100)
-        for _ in range(100):  # the table looks again at most twice a second
-            pulse = inspector.json("api/pulse")
-            if pulse["counts"]["groups"] == 6:
-                break
-        assert (pulse["counts"], pulse["until"]) == ({"rollouts": 24, "groups": 6}, 5)
-        assert inspector.json("api/rollouts", until=before["until"], count=1) == before
-        assert inspector.json("api/rollouts", count=1)["counts"]["rollouts"] == 24
-
-
-def test_histogram_steps_and_prompts_are_those_of_the_query(inspector: Inspector) -> None:
-    histogram = inspector.json("api/histogram", run="one", field="reward", q="step=1")
-    assert sum(histogram["counts"]) == 12
-    assert (histogram["counts"][0], histogram["counts"][-1]) == (9, 3)  # of step 1 one rollout of four has reward 1
-    steps = inspector.json("api/steps", run="one")["steps"]
-    assert [(step["step"], step["reward_mean"]) for step in steps] == [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
-    first = inspector.json("api/group", run="one", id=0)["summary"]
-    groups = inspector.json("api/prompt", run="one", hash=first["prompt_hash"])["groups"]
-    assert [(group["group_id"], group["step"]) for group in groups] == [(0, 1), (3, 2), (6, 3), (9, 4)]
-    improved = inspector.json("api/extremes", run="one", k=1)["improved"]
-    assert (improved[0]["prompt_hash"], improved[0]["change"]) == (first["prompt_hash"], 0.75)
 
 
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:

@@ -369,20 +369,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
         yield running
 
 
-def test_seq_finds_one_of_two_with_the_same_id(resumed: Inspector) -> None:
-    rows = resumed.json("api/rollouts", superseded=1, q="group_id=3", sort="seq,index")["rows"]
-    assert [(row["seq"], row["superseded"]) for row in rows] == [(3, True)] * 4 + [(6, False)] * 4
-    for seq, said in ((3, "old 2 1"), (6, "new 2 1")):
-        found = resumed.json("api/rollout", id="g3-r1", seq=seq)
-        assert found["rollout"]["messages"][0]["content"] == said
-        assert {each["seq"] for each in found["summaries"]} == {seq}
-        group = resumed.json("api/group", id=3, seq=seq)
-        assert group["rollouts"][1]["messages"][0]["content"] == said
-        assert (group["summary"]["seq"], group["summary"]["superseded"]) == (seq, seq == 3)
-    assert resumed.json("api/rollout", id="g3-r1")["group"]["seq"] == 6
-    assert resumed.json("api/group", id=3)["group"]["seq"] == 6
-
-
 def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Browser, resumed: Inspector) -> None:
     with opened(browser, resumed, "#/rollouts?run=run&superseded=1&sort=seq%2Cindex&q=group_id%3D3") as watched:
         page = watched.page
