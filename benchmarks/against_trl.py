@@ -341,7 +341,7 @@ def _run(setting: Setting, side: str, python: Path, server_pid: int) -> Outcome:
         return outcome([Step(**line) for line in lines], cpu, setting)
     from grpo_async.tracking.timeline_file import read_events
 
-    spans = [(event.name, event.lane, event.start, event.end) for event in read_events(run / "events.jsonl")]
+    spans = [(event.name, event.track, event.start, event.end) for event in read_events(run / "events.jsonl")]
     return outcome(steps_of(lines, spans, group_size=setting.group_size), cpu, setting)
 
 

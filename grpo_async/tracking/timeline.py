@@ -1,7 +1,7 @@
 """Who did what when. Any thread and any coroutine records; one thread writes, about once a second.
 
-Times are unix seconds; an instant has start = end. A lane is a row of a drawing. "rollout/3" is slot 3 of lane "rollout": what
-runs at the same time has slots of its own (`Slots`), so within one lane spans only ever nest. Lanes: run, trainer, gpu, rollout,
+Times are unix seconds; an instant has start = end. A track is a row of a drawing. "rollout/3" is slot 3 of track "rollout": what
+runs at the same time has slots of its own (`Slots`), so within one track spans only ever nest. Tracks: run, trainer, gpu, rollout,
 scoring, queue, weights, checkpoint, evaluation, server.
 
 Invariant: recording never waits, never raises, and holds at most `_MOST_PENDING` events, also those that wait for room on a full
@@ -38,12 +38,12 @@ _BATCH = 5_000  # events made into text at once, so that the text stays small
 class Span:
     """Records itself when its `with` block ends, also by an error, whose type is then the detail `error`."""
 
-    __slots__ = ("_lane", "_name", "_timeline", "details", "start")
+    __slots__ = ("_name", "_timeline", "_track", "details", "start")
 
-    def __init__(self, timeline: Timeline, name: str, lane: str, details: dict[str, Any]) -> None:
+    def __init__(self, timeline: Timeline, name: str, track: str, details: dict[str, Any]) -> None:
         self._timeline = timeline
         self._name = name
-        self._lane = lane
+        self._track = track
         self.details = details
         """May be added to until the block ends."""
         self.start = 0.0
@@ -57,7 +57,7 @@ class Span:
     ) -> None:
         if kind is not None:
             self.details["error"] = kind.__name__
-        self._timeline.add(self._name, self._lane, self.start, time.time(), **self.details)
+        self._timeline.add(self._name, self._track, self.start, time.time(), **self.details)
 
 
 class Timeline:
@@ -76,25 +76,25 @@ class Timeline:
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
         self._thread.start()
 
-    def span(self, name: str, lane: str, **details: Any) -> Span:
+    def span(self, name: str, track: str, **details: Any) -> Span:
         """`with timeline.span("forward", "trainer"): ...`. Details are numbers, strings, and lists of them."""
-        return Span(self, name, lane, details)
+        return Span(self, name, track, details)
 
-    def add(self, name: str, lane: str, start: float, end: float, **details: Any) -> None:
+    def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
         """A span that is over, in unix seconds (`time.time()`). One that ends before its start (the clock was set) has length 0."""
         if self._closing.is_set() or len(self._events) >= _MOST_PENDING:
             self._num_lost += 1
             return
-        self._events.append(Event(name, lane, start, max(start, end), details))
+        self._events.append(Event(name, track, start, max(start, end), details))
 
-    def instant(self, name: str, lane: str, **details: Any) -> None:
+    def instant(self, name: str, track: str, **details: Any) -> None:
         """Something that happens now."""
         now = time.time()
-        self.add(name, lane, now, now, **details)
+        self.add(name, track, now, now, **details)
 
-    def slots(self, lane: str) -> Slots:
-        """Rows of `lane` for what runs at the same time."""
-        return Slots(self, lane)
+    def slots(self, track: str) -> Slots:
+        """Rows of `track` for what runs at the same time."""
+        return Slots(self, track)
 
     def close(self) -> None:
         """Write what there is; takes `_CLOSE_S` at most. Safe to call twice; what is recorded later is dropped."""
@@ -128,11 +128,11 @@ class Timeline:
 
 
 class Slots:
-    """The rows of one lane: each of those that run at once has the lowest that is free. Safe from every thread."""
+    """The rows of one track: each of those that run at once has the lowest that is free. Safe from every thread."""
 
-    def __init__(self, timeline: Timeline, lane: str) -> None:
+    def __init__(self, timeline: Timeline, track: str) -> None:
         self._timeline = timeline
-        self._lane = lane
+        self._track = track
         self._free: list[int] = []
         self._num = 0
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class Slots:
                 slot = heapq.heappop(self._free)
             else:
                 slot, self._num = self._num, self._num + 1
-        return Track(self._timeline, f"{self._lane}/{slot}", slot)
+        return Track(self._timeline, f"{self._track}/{slot}", slot)
 
     def release(self, track: Track) -> None:
         """Of `take`, once."""
@@ -164,26 +164,26 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One lane of a timeline, for those who need not know which."""
+    """One track of a timeline, for those who need not know which."""
 
     timeline: Timeline
-    lane: str
+    name: str
     slot: int = 0
 
     def span(self, name: str, **details: Any) -> Span:
         """See Timeline.span."""
-        return self.timeline.span(name, self.lane, **details)
+        return self.timeline.span(name, self.name, **details)
 
     def add(self, name: str, start: float, end: float, **details: Any) -> None:
         """See Timeline.add."""
-        self.timeline.add(name, self.lane, start, end, **details)
+        self.timeline.add(name, self.name, start, end, **details)
 
 
 class _NoTimeline(Timeline):
     def __init__(self) -> None:
         """Nothing is opened."""
 
-    def add(self, name: str, lane: str, start: float, end: float, **details: Any) -> None:
+    def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
         """Nothing is recorded."""
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """events.jsonl: one line for each event.
 
-    {"name": "forward", "lane": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"rows": 4}}
+    {"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"rows": 4}}
 
 Invariants: a line that ends in a line feed is whole: a write that breaks off is taken back, and a line that a kill has torn is cut
 off by the next attempt, which goes on in the same file. Above its room the older half is dropped by one rename, and the new first
@@ -40,7 +40,7 @@ class Event:
     """One line. `start` and `end` are unix seconds, equal for an instant."""
 
     name: str
-    lane: str
+    track: str
     start: float
     end: float
     details: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def parse_event(line: bytes) -> Event | None:
         content = json.loads(line)
         event = Event(
             str(content["name"]),
-            str(content["lane"]),
+            str(content["track"] if "track" in content else content["lane"]),  # lane: of older runs
             float(content["start"]),
             float(content["end"]),
             content["details"],
@@ -87,7 +87,7 @@ def event_line(event: Event) -> str:
     """With its line feed. Long texts are cut; what JSON cannot hold becomes text."""
     content = {
         "name": event.name,
-        "lane": event.lane,
+        "track": event.track,
         "start": round(event.start, 6),
         "end": round(event.end, 6),
         "details": {name: _detail(value) for name, value in event.details.items()},

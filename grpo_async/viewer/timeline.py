@@ -1,6 +1,6 @@
-"""Events of a run: read from its file, laid out in lanes, thinned out for a drawing, and summed up as who waited for whom.
+"""Events of a run: read from its file, laid out in tracks, thinned out for a drawing, and summed up as who waited for whom.
 
-events of lane rollout/0:  rollout 0-10, generate 0-4, tools 4-6, generate 6-10
+events of track rollout/0:  rollout 0-10, generate 0-4, tools 4-6, generate 6-10
 rows:                      depth 0: rollout; depth 1: generate, tools, generate
 """
 
@@ -18,7 +18,7 @@ from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, par
 ORDER = (
     "run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",
 )  # fmt: skip
-"""Lanes from top to bottom; others follow by name."""
+"""Tracks from top to bottom; others follow by name."""
 TITLES: Mapping[str, str] = {
     "gpu": "trainer GPU",
     "weights": "weight push",
@@ -26,7 +26,7 @@ TITLES: Mapping[str, str] = {
     "rollout": "rollouts",
     "server": "inference servers",
 }
-"""Of lanes whose name alone says too little."""
+"""Of tracks whose name alone says too little."""
 
 _STEP = "step"
 _STEP_BYTES = b'"name":"step"'
@@ -110,17 +110,17 @@ def _window(path: Path, steps: Mapping[int, Event], first: int | None, last: int
     return min(steps[step].start for step in wanted), max(steps[step].end for step in wanted)
 
 
-# -- lanes and rows
+# -- tracks and rows
 
 
-def lane_group(lane: str) -> str:
+def track_group(track: str) -> str:
     """ "rollout/3" -> "rollout"."""
-    return lane.partition("/")[0]
+    return track.partition("/")[0]
 
 
-def lane_order(lane: str) -> tuple[int, str, int, str]:
-    """Sorts lanes as they are drawn: by `ORDER`, then by slot."""
-    group, _, slot = lane.partition("/")
+def track_order(track: str) -> tuple[int, str, int, str]:
+    """Sorts tracks as they are drawn: by `ORDER`, then by slot."""
+    group, _, slot = track.partition("/")
     place = ORDER.index(group) if group in ORDER else len(ORDER)
     number = -1 if not slot else int(slot) if slot.isdecimal() and slot.isascii() else 1 << 30
     return place, group, number, slot
@@ -131,23 +131,23 @@ class Row:
     """Spans that nest: any two lie inside each other or apart. `spans`: (event, depth) in the order of their starts, outer ones
     first; depth 0 lies in no other span of the row."""
 
-    lane: str
+    track: str
     spans: list[tuple[Event, int]] = field(default_factory=list)
 
 
 def lay_out(events: Iterable[Event]) -> list[Row]:
-    """One row for each lane, in the order of `lane_order`. What overlaps without nesting gets a further row of the same lane, which
-    happens only where a recorder gave one lane to two at once."""
-    lanes: dict[str, list[Event]] = defaultdict(list)
+    """One row for each track, in the order of `track_order`. What overlaps without nesting gets a further row of the same track,
+    which happens only where a recorder gave one track to two at once."""
+    tracks: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        lanes[event.lane].append(event)
+        tracks[event.track].append(event)
     rows = []
-    for lane in sorted(lanes, key=lane_order):
-        rows += _rows(lane, sorted(lanes[lane], key=lambda event: (event.start, -event.end)))
+    for track in sorted(tracks, key=track_order):
+        rows += _rows(track, sorted(tracks[track], key=lambda event: (event.start, -event.end)))
     return rows
 
 
-def _rows(lane: str, events: Sequence[Event]) -> list[Row]:
+def _rows(track: str, events: Sequence[Event]) -> list[Row]:
     rows: list[Row] = []
     open_spans: list[list[Event]] = []  # of each row: those that go on, the outermost first
     for event in events:
@@ -157,7 +157,7 @@ def _rows(lane: str, events: Sequence[Event]) -> list[Row]:
             if not stack or event.end <= stack[-1].end:
                 break
         else:
-            row, stack = Row(lane), []
+            row, stack = Row(track), []
             rows.append(row)
             open_spans.append(stack)
         row.spans.append((event, len(stack)))
@@ -178,8 +178,8 @@ def drawing(
     however many there are: 100,000 spans in 200 rows at 1500 columns are drawn as those that can be told apart.
 
     Returns:
-        `start`, `end`: the window; `first`, `last`: the whole timeline (unix seconds); `spans` in the order of their lanes, each
-        with `lane`, `depth`, `start`, `end`, `name`, `details`; `num_merged`: spans that stand in others; `titles`: of lanes.
+        `start`, `end`: the window; `first`, `last`: the whole timeline (unix seconds); `spans` in the order of their tracks, each
+        with `track`, `depth`, `start`, `end`, `name`, `details`; `num_merged`: spans that stand in others; `titles`: of tracks.
     """
     if not events:
         return None
@@ -225,7 +225,7 @@ def _blocks(events: Sequence[Event], width: float) -> list[list[Event]]:
 
 def _drawn_span(block: Sequence[Event], depth: int) -> dict[str, Any]:
     first = block[0]
-    span: dict[str, Any] = {"lane": first.lane, "depth": depth, "start": first.start, "end": block[-1].end}
+    span: dict[str, Any] = {"track": first.track, "depth": depth, "start": first.start, "end": block[-1].end}
     if len(block) == 1:
         return {**span, "name": first.name, "details": first.details}
     names: dict[str, float] = defaultdict(float)
@@ -243,9 +243,9 @@ Intervals = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameUsage:
-    """All spans of one name in one group of lanes; seconds."""
+    """All spans of one name in one group of tracks; seconds."""
 
-    lane: str
+    track: str
     name: str
     count: int
     total_s: float
@@ -262,7 +262,7 @@ class Usage:
 
     Attributes:
         wall_s: length of the time that is looked at.
-        lanes: seconds in which something ran, by group of lanes; "generation" is requests at a server.
+        tracks: seconds in which something ran, by group of tracks; "generation" is requests at a server.
         trainer_waits_s: for samples.
         trainer_waits_generating_s: of it, while requests were generated.
         generation_idle_s: no request was at a server.
@@ -274,7 +274,7 @@ class Usage:
     """
 
     wall_s: float
-    lanes: Mapping[str, float]
+    tracks: Mapping[str, float]
     trainer_waits_s: float
     trainer_waits_generating_s: float
     generation_idle_s: float
@@ -305,7 +305,7 @@ def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
     Worked example: the trainer waits 3 of 10 s, and requests are generated in 2 of those 3 -> `wall_s` 10, `trainer_waits_s` 3,
     `trainer_waits_generating_s` 2.
     """
-    steps = [event for event in events if event.name == _STEP and lane_group(event.lane) == "trainer"]
+    steps = [event for event in events if event.name == _STEP and track_group(event.track) == "trainer"]
     spans = [event for event in events if event.end > event.start]
     if not spans:
         return None
@@ -315,25 +315,25 @@ def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
     for event in spans:
         low, high = max(event.start, start), min(event.end, end)
         if high > low:
-            cut = Event(event.name, event.lane, low, high, event.details)
-            named[lane_group(event.lane), event.name].append(cut)
+            cut = Event(event.name, event.track, low, high, event.details)
+            named[track_group(event.track), event.name].append(cut)
 
-    def ran(lane: str, *names: str) -> Intervals:
-        """When any of these spans ran; without names, all of the lane but the steps."""
-        wanted = [key for key in named if key[0] == lane and (key[1] in names if names else key[1] != _STEP)]
+    def ran(track: str, *names: str) -> Intervals:
+        """When any of these spans ran; without names, all of the track but the steps."""
+        wanted = [key for key in named if key[0] == track and (key[1] in names if names else key[1] != _STEP)]
         return union(event for key in wanted for event in named[key])
 
     generating, waiting = ran("rollout", "generate"), ran("trainer", "wait for samples")
     idle = subtract([(start, end)], generating)
     idle_by = {name: overlap(idle, ran("trainer", name)) for name in _TRAINER_WORK}
-    lanes = {lane: seconds(ran(lane)) for lane in {lane for lane, _ in named}}
-    lanes["trainer"] = seconds(subtract(ran("trainer"), waiting))
-    lanes["generation"] = seconds(generating)
+    tracks = {track: seconds(ran(track)) for track in {track for track, _ in named}}
+    tracks["trainer"] = seconds(subtract(ran("trainer"), waiting))
+    tracks["generation"] = seconds(generating)
     in_flight_s = sum(event.duration_s for event in named.get(("rollout", "generate"), ()))
     waits = [event for each in named.values() for event in each if event.name.startswith(_WAITS)]
     return Usage(
         wall_s=end - start,
-        lanes=lanes,
+        tracks=tracks,
         trainer_waits_s=seconds(waiting),
         trainer_waits_generating_s=overlap(waiting, generating),
         generation_idle_s=seconds(idle),
@@ -347,10 +347,10 @@ def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
 
 def _names(named: Mapping[tuple[str, str], Sequence[Event]]) -> list[NameUsage]:
     found = []
-    for (lane, name), events in named.items():
+    for (track, name), events in named.items():
         durations = [event.duration_s for event in events]
         total, longest = sum(durations), max(durations)
-        found.append(NameUsage(lane=lane, name=name, count=len(durations), total_s=total, longest_s=longest))
+        found.append(NameUsage(track=track, name=name, count=len(durations), total_s=total, longest_s=longest))
     return sorted(found, key=lambda each: -each.total_s)
 
 

@@ -1,7 +1,7 @@
 """What `grpo-async trace` makes of a timeline: a file for Perfetto (https://ui.perfetto.dev, which keeps it in the browser) or
 Chrome's about:tracing, and a summary of who waited for whom.
 
-Trace Event Format, JSON: a process for each group of lanes, a thread for each lane, "X" spans in microseconds since the first
+Trace Event Format, JSON: a process for each group of tracks, a thread for each track, "X" spans in microseconds since the first
 event, "i" instants, "C" counters, and arrows ("s" -> "t" -> "f"): a group from its last rollout over scoring and queue to the
 step that trained it, and from a step to the push of its weights.
 """
@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.utils.text import duration
 from grpo_async.viewer.safe_text import one_line
-from grpo_async.viewer.timeline import ORDER, TITLES, Events, lane_group, lay_out, usage
+from grpo_async.viewer.timeline import ORDER, TITLES, Events, lay_out, track_group, usage
 
 PERFETTO = "https://ui.perfetto.dev"
 _COUNTERS = {
@@ -29,11 +29,11 @@ _COUNTERS = {
     ("rollout", "rollout"): "rollouts in flight",
     ("trainer", "wait for samples"): "trainer waits",
 }
-"""Titles of the spans that are counted, by group of lanes and name."""
+"""Titles of the spans that are counted, by group of tracks and name."""
 
 Record = dict[str, Any]
 Thread = tuple[int, int]
-"""Process and thread of a lane in the trace."""
+"""Process and thread of a track in the trace."""
 
 
 def write_trace(events: Sequence[Event], path: Path, *, title: str) -> int:
@@ -67,7 +67,7 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
     """All records of a trace: those that name things first, the others by time, outer spans before what lies in them."""
     zero = min((event.start for event in events), default=0.0)
     rows = lay_out(events)
-    groups = [*ORDER, *sorted({lane_group(row.lane) for row in rows} - set(ORDER))]
+    groups = [*ORDER, *sorted({track_group(row.track) for row in rows} - set(ORDER))]
     threads: dict[int, Thread] = {}  # of each event, by its identity
     metadata: list[Record] = []
     counts: dict[int, int] = {}
@@ -78,12 +78,12 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
         metadata.append({**base, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
 
     for row in rows:
-        group = lane_group(row.lane)
+        group = track_group(row.track)
         process = groups.index(group) + 1
         thread = counts[process] = counts.get(process, 0) + 1
         if thread == 1:
             name(process, 0, "process", f"{title}: {TITLES.get(group, group)}", process)
-        name(process, thread, "thread", row.lane, thread)
+        name(process, thread, "thread", row.track, thread)
         for event, _ in row.spans:
             threads[id(event)] = process, thread
     timed = [_span(event, threads[id(event)], zero) for event in events]
@@ -102,7 +102,7 @@ def _span(event: Event, thread: Thread, zero: float) -> Record:
     start, end = _us(event.start, zero), _us(event.end, zero)
     record: Record = {
         "name": event.name,
-        "cat": lane_group(event.lane),
+        "cat": track_group(event.track),
         "pid": thread[0],
         "tid": thread[1],
         "ts": start,
@@ -126,7 +126,7 @@ def _arrows(events: Iterable[Event], threads: dict[int, Thread], zero: float) ->
         if event.end <= event.start:
             continue
         group, step = event.details.get("group"), event.details.get("step")
-        match lane_group(event.lane), event.name:
+        match track_group(event.track), event.name:
             case "rollout", "rollout" if isinstance(group, str):
                 before = last_rollout.get(group)
                 if before is None or event.end > before.end:
@@ -170,7 +170,7 @@ def _arrow(name: str, stops: Sequence[Event], threads: dict[int, Thread], zero: 
 def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator[Record]:
     edges: dict[str, list[tuple[int, int]]] = {title: [] for title in _COUNTERS.values()}
     for event in events:
-        title = _COUNTERS.get((lane_group(event.lane), event.name))
+        title = _COUNTERS.get((track_group(event.track), event.name))
         if title is not None and event.end > event.start:
             edges[title] += [(_us(event.start, zero), 1), (_us(event.end, zero), -1)]
     for title, changes in edges.items():
@@ -188,7 +188,7 @@ _MOST_NAMES = 12
 _NAME_WIDTH = 34
 _ALWAYS_BUSY = ("run", "server")
 _SHOWN_DETAILS = ("step", "version", "group", "rollout")
-_LANES = {
+_TRACKS = {
     "trainer": "trainer",
     "gpu": "trainer GPU",
     "generation": "generation",
@@ -209,16 +209,18 @@ def summary(file: Events) -> str:
     lines = [f"{len(file.events)} events over {duration(found.wall_s)}, {steps}{attempts}", "", "who waited for whom"]
     lines += [f"  {what:<50} {_of(spent, found.wall_s)}" for what, spent in found.rows]
     lines += ["", "busy"]
-    for lane, title in _LANES.items():
-        if lane in found.lanes:
-            more = f", {found.mean_in_flight:.1f} requests at once" if lane == "generation" else ""
-            lines.append(f"  {title + more:<50} {_of(found.lanes[lane], found.wall_s)}")
+    for track, title in _TRACKS.items():
+        if track in found.tracks:
+            more = f", {found.mean_in_flight:.1f} requests at once" if track == "generation" else ""
+            lines.append(f"  {title + more:<50} {_of(found.tracks[track], found.wall_s)}")
     lines += ["", f"{'where the time went':<{_NAME_WIDTH}}{'count':>8}{'total':>11}{'mean':>11}{'longest':>11}"]
     names = [
-        each for each in found.names if each.lane not in _ALWAYS_BUSY and (each.lane, each.name) != ("trainer", "step")
+        each
+        for each in found.names
+        if each.track not in _ALWAYS_BUSY and (each.track, each.name) != ("trainer", "step")
     ]
     for each in names[:_MOST_NAMES]:
-        title = one_line(f"{each.lane}: {each.name}", _NAME_WIDTH - 3)
+        title = one_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
         times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
         lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")
     if found.waits:
@@ -228,7 +230,7 @@ def summary(file: Events) -> str:
 
 def _wait(event: Event, zero: float) -> str:
     details = (f"{name} {event.details[name]}" for name in _SHOWN_DETAILS if name in event.details)
-    where = one_line(", ".join([event.lane, *details]), 34)
+    where = one_line(", ".join([event.track, *details]), 34)
     return f"  {one_line(event.name, 22):<22} {duration(event.duration_s):>8}  at {duration(event.start - zero):>8}  {where}"
 
 

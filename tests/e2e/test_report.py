@@ -1,4 +1,4 @@
-"""The report of a real run: written at its end, named by the summary, with the run's own figures.
+"""The report of a real run: written at its end, named by the summary, with the run's own numbers.
 
 That of a run which is stopped: test_failures.
 """
@@ -34,7 +34,7 @@ def test_a_run_ends_with_its_report(golden_run: GoldenRun) -> None:
     assert [name for name in CHARTS if f'id="chart-{name}"' not in page] == []
 
 
-def test_every_surface_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_run: GoldenRun) -> None:
+def test_every_view_tells_the_same_reward_of_a_step_and_the_same_verdict(golden_run: GoldenRun) -> None:
     """Filtered groups count in both: the store's mean over the rows of a step is what metrics.jsonl says."""
     folder = golden_run.run.folder
     evidence = Evidence.read(RunDir(folder))

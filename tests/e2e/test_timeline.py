@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from grpo_async.tracking.timeline_file import ATTEMPT, Event, read_events
-from grpo_async.viewer.timeline import lane_group, lay_out, load_events, overlap, union, usage
+from grpo_async.viewer.timeline import lay_out, load_events, overlap, track_group, union, usage
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import run_command
 from tests.support.trace_format import read_trace
 
 
 def _kinds(events: list[Event]) -> set[tuple[str, str]]:
-    return {(lane_group(event.lane), event.name) for event in events}
+    return {(track_group(event.track), event.name) for event in events}
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,21 @@ def test_each_step_of_both_attempts_has_its_parts(golden_run: GoldenRun, events:
     assert marks[1]["resume_step"] == 4
     for name in ("wait for samples", "train", "close groups", "log"):
         assert [e.details["step"] for e in events if e.name == name and "step" in e.details] == [1, 2, 3, 4, 5, 6]
-    assert [e.details["version"] for e in events if (e.lane, e.name) == ("weights", "push")] == [0, 1, 2, 3, 4, 4, 5, 6]
+    assert [e.details["version"] for e in events if (e.track, e.name) == ("weights", "push")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> None:
     rows = lay_out(events)
-    assert len({row.lane for row in rows}) == len(rows), "a lane needed a second row: two at once had one lane"
+    assert len({row.track for row in rows}) == len(rows), "a track needed a second row: two at once had one track"
     parents: dict[str, set[str]] = defaultdict(set)
     for row in rows:
         stack: list[Event] = []
@@ -78,14 +87,14 @@ def test_spans_of_a_lane_lie_inside_each_other_or_apart(events: list[Event]) -> 
 
 
 def test_generation_and_training_overlap_and_the_usage_adds_up(events: list[Event]) -> None:
-    generating = union(event for event in events if (lane_group(event.lane), event.name) == ("rollout", "generate"))
+    generating = union(event for event in events if (track_group(event.track), event.name) == ("rollout", "generate"))
     training = union(event for event in events if event.name == "train")
     assert overlap(generating, training) > 0.0
     found = usage(events)
     assert found is not None
     assert found.both_s > 0.0
     assert 0.0 <= found.trainer_waits_s <= found.wall_s
-    assert found.generation_idle_s + found.lanes["generation"] == pytest.approx(found.wall_s)
+    assert found.generation_idle_s + found.tracks["generation"] == pytest.approx(found.wall_s)
 
 
 def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Event]) -> None:
@@ -93,11 +102,11 @@ def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Eve
     scored = {
         event.details["group"]: event
         for event in events
-        if (lane_group(event.lane), event.name) == ("scoring", "score")
+        if (track_group(event.track), event.name) == ("scoring", "score")
     }
     rollouts: dict[str, list[Event]] = defaultdict(list)
     for event in events:
-        if (lane_group(event.lane), event.name) == ("rollout", "rollout"):
+        if (track_group(event.track), event.name) == ("rollout", "rollout"):
             rollouts[event.details["group"]].append(event)
     taken = [event for event in events if event.name == "queued" and "step" in event.details]
     assert len({event.details["group"] for event in taken}) >= 6 * 4 - 4  # those that a resume brought back have two

@@ -52,7 +52,7 @@ def test_spans_stand_in_the_file_in_the_order_of_their_ends(tmp_path: Path) -> N
     assert up.start == up.end
     assert send == Event("send", "weights", 1.25, 2.5, {"bytes": 8})
     assert json.loads(path.read_text().splitlines()[3]) == {
-        "name": "send", "lane": "weights", "start": 1.25, "end": 2.5, "details": {"bytes": 8},
+        "name": "send", "track": "weights", "start": 1.25, "end": 2.5, "details": {"bytes": 8},
     }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=10.0)
     with path.open("ab") as file:
-        file.write(b'{"name":"torn","lane":"tra')  # as a kill within a write leaves it
+        file.write(b'{"name":"torn","track":"tra')  # as a kill within a write leaves it
     numbers = [event.details["number"] for event in read_events(path)]
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > 100
@@ -117,16 +117,17 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
 
 def test_a_line_that_is_no_event_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    good = '{"name":"a","lane":"b","start":1.0,"end":2.0,"details":{}}\n'
+    good = '{"name":"a","track":"b","start":1.0,"end":2.0,"details":{}}\n'
     bad = [
         "\n", "nonsense\n", "[1, 2]\n", '{"name":"a"}\n', "\x00\x00\n",
-        '{"name":"a","lane":"b","start":2.0,"end":1.0,"details":{}}\n',
-        '{"name":"a","lane":"b","start":NaN,"end":1.0,"details":{}}\n',
-        '{"name":"a","lane":"b","start":1.0,"end":Infinity,"details":{}}\n',
-        '{"name":"a","lane":"b","start":1.0,"end":2.0,"details":[]}\n',
+        '{"name":"a","track":"b","start":2.0,"end":1.0,"details":{}}\n',
+        '{"name":"a","track":"b","start":NaN,"end":1.0,"details":{}}\n',
+        '{"name":"a","track":"b","start":1.0,"end":Infinity,"details":{}}\n',
+        '{"name":"a","track":"b","start":1.0,"end":2.0,"details":[]}\n',
     ]  # fmt: skip
-    path.write_text(good + "".join(bad) + good + good.rstrip("\n"))
-    assert _names(path) == ["a", "a"]
+    older = good.replace('"track"', '"lane"')
+    path.write_text(good + "".join(bad) + older + good.rstrip("\n"))
+    assert [(event.name, event.track) for event in read_events(path)] == [("a", "b")] * 2
 
 
 def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
@@ -255,17 +256,17 @@ def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path)
     with Timeline(path, max_mb=1) as timeline:
         slots = timeline.slots("rollout")
         first, second = slots.take(), slots.take()
-        assert (first.lane, second.lane) == ("rollout/0", "rollout/1")
+        assert (first.name, second.name) == ("rollout/0", "rollout/1")
         slots.release(first)
         with slots.span("rollout", rollout="g0-r1") as (track, _), track.span("generate"):
-            assert track.lane == "rollout/0"
-            assert slots.take().lane == "rollout/2"
-        assert slots.take().lane == "rollout/0"
+            assert track.name == "rollout/0"
+            assert slots.take().name == "rollout/2"
+        assert slots.take().name == "rollout/0"
         third = slots.take()
         for track in (third, second):
             slots.release(track)
         assert slots.take() == second
-    assert [(event.name, event.lane) for event in read_events(path)] == [
+    assert [(event.name, event.track) for event in read_events(path)] == [
         ("generate", "rollout/0"),
         ("rollout", "rollout/0"),
     ]

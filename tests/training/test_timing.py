@@ -82,7 +82,7 @@ def test_a_part_whose_end_the_gpu_has_not_passed_is_read_the_next_time(tmp_path:
     forward, clip, _ = events
     assert clip.start - forward.start == pytest.approx(2.0, abs=1e-3)  # by the anchor that both were recorded after
     assert began + 1.0 <= forward.start <= time.time() + 1.0
-    assert {event.lane for event in events} == {"gpu"}
+    assert {event.track for event in events} == {"gpu"}
 
 
 def test_what_is_done_inside_something_else_is_not_counted_there_and_an_error_is_counted_too() -> None:

@@ -46,8 +46,8 @@ _BRIGHTNESS = """() => document.querySelector("canvas").getContext("2d").getImag
   .slice(0, 3).reduce((sum, part) => sum + part, 0)"""
 
 
-def _event(lane: str, name: str, start: float, end: float, **details: Any) -> Event:
-    return Event(name, lane, 1e9 + start, 1e9 + end, details)
+def _event(track: str, name: str, start: float, end: float, **details: Any) -> Event:
+    return Event(name, track, 1e9 + start, 1e9 + end, details)
 
 
 def _data(*more: Event) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def test_a_click_opens_a_rollout_and_folds_by_a_title(draw: Callable[..., Page])
     page.mouse.click(*_find(page, "backward"))
     assert page.evaluate("clicked") == ["g0-r0"]
     _, y = _find(page, "rollout")
-    page.mouse.click(40, y - 12)  # the lanes become a curve of how many there are
+    page.mouse.click(40, y - 12)  # the tracks become a curve of how many there are
     assert page.evaluate("view.spanAt(200, 60)") is not None  # the trainer's are still there
     assert page.evaluate(_FIND, "generate") is None
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event
-from grpo_async.viewer.timeline import drawing, lane_order, lay_out, load_events, overlap, subtract, union, usage
+from grpo_async.viewer.timeline import drawing, lay_out, load_events, overlap, subtract, track_order, union, usage
 from grpo_async.viewer.trace import summary, trace_records, write_trace
 from tests.support.trace_format import check_trace, read_trace
 
 
-def _span(name: str, lane: str, start: float, end: float, **details: Any) -> Event:
-    return Event(name, lane, start, end, details)
+def _span(name: str, track: str, start: float, end: float, **details: Any) -> Event:
+    return Event(name, track, start, end, details)
 
 
 def _run() -> list[Event]:
@@ -45,19 +45,19 @@ def _run() -> list[Event]:
 
 def _write(path: Path, events: list[Event], *, more: str = "") -> Path:
     lines = [
-        json.dumps({"name": e.name, "lane": e.lane, "start": e.start, "end": e.end, "details": e.details}, separators=(",", ":"))
+        json.dumps({"name": e.name, "track": e.track, "start": e.start, "end": e.end, "details": e.details}, separators=(",", ":"))
         for e in events
     ]  # fmt: skip
     path.write_text("".join(line + "\n" for line in lines) + more)
     return path
 
 
-# -- lanes and levels
+# -- tracks and levels
 
 
 def test_spans_of_a_lane_nest_and_lanes_are_in_the_order_of_the_pipeline() -> None:
     rows = lay_out(_run())
-    assert [row.lane for row in rows] == [
+    assert [row.track for row in rows] == [
         "run", "trainer", "rollout/0", "rollout/1", "weights", "queue/0", "scoring/0",
     ]  # fmt: skip
     trainer = rows[1]
@@ -65,7 +65,7 @@ def test_spans_of_a_lane_nest_and_lanes_are_in_the_order_of_the_pipeline() -> No
         ("step", 0), ("wait for samples", 1), ("train", 1), ("forward", 2), ("backward", 2), ("push", 1),
     ]  # fmt: skip
     names = ["rollout/10", "rollout/9", "other", "trainer", "rollout", "rollout/x"]
-    assert sorted(names, key=lane_order) == ["trainer", "rollout", "rollout/9", "rollout/10", "rollout/x", "other"]
+    assert sorted(names, key=track_order) == ["trainer", "rollout", "rollout/9", "rollout/10", "rollout/x", "other"]
     # what overlaps without nesting gets a row of its own
     rows = lay_out([_span("a", "gpu", 0, 2), _span("b", "gpu", 1, 3), _span("c", "gpu", 2, 4)])
     assert [[event.name for event, _ in row.spans] for row in rows] == [["a", "c"], ["b"]]
@@ -77,7 +77,7 @@ def test_from_far_away_neighbours_are_drawn_as_one_and_near_ones_as_they_are() -
     far = drawing(events, columns=50)
     assert far is not None
     assert len(far["spans"]) < 3 * 50
-    blocks = [span for span in far["spans"] if span["lane"] == "rollout/0"]
+    blocks = [span for span in far["spans"] if span["track"] == "rollout/0"]
     assert sum(span.get("count", 1) for span in blocks) == 1000
     assert sum(span["busy_s"] for span in blocks) == pytest.approx(500.0)
     assert {span["name"] for span in blocks} == {"generate"}
@@ -85,7 +85,7 @@ def test_from_far_away_neighbours_are_drawn_as_one_and_near_ones_as_they_are() -
     near = drawing(events, start=100.0, end=110.0, columns=50)
     assert near is not None
     assert (near["first"], near["last"], near["num_merged"]) == (0, 1000, 0)
-    assert [span["start"] for span in near["spans"] if span["lane"] == "rollout/0"] == list(range(100, 111))
+    assert [span["start"] for span in near["spans"] if span["track"] == "rollout/0"] == list(range(100, 111))
     assert drawing([]) is None
     instants = [_span("up", "server/0", n, n) for n in range(20)] + [_span("run", "run", 0, 1e6)]
     found = drawing(instants, columns=10)
@@ -125,7 +125,7 @@ def test_waiting_is_measured_against_what_the_others_did_meanwhile() -> None:
     assert found.generation_idle_by == {"wait for samples": 1.0, "train": 3.0, "push": 1.0}
     assert found.both_s == 0.0
     assert found.mean_in_flight == 7.0 / 5.0
-    assert found.lanes["trainer"] == 4.0
+    assert found.tracks["trainer"] == 4.0
     assert found.waits[0].name == "wait for samples"
     generate = next(each for each in found.names if each.name == "generate")
     assert (generate.count, generate.total_s, generate.longest_s, generate.mean_s) == (2, 7.0, 4.0, 3.5)
@@ -140,7 +140,7 @@ def test_only_the_time_of_the_steps_counts_and_what_has_a_name() -> None:
     assert usage([Event("a", "b", 1.0, 1.0)]) is None
     found = usage([event for event in _run() if event.name != "push"])
     assert found is not None
-    assert found.lanes["trainer"] == 3.0
+    assert found.tracks["trainer"] == 3.0
 
 
 def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_step_that_was_made_twice_counts_as_it_was_made_last(tmp_path: Path) -
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     dropped = Event(DROPPED, "run", 1.0, 1.0, {"events": 70, "bytes": 9000})
     lost = Event(LOST, "run", 2.0, 2.0, {"events": 3})
-    path = _write(tmp_path / "events.jsonl", [dropped, *_steps(1), lost], more='{"name":"step","lane":"tr')
+    path = _write(tmp_path / "events.jsonl", [dropped, *_steps(1), lost], more='{"name":"step","track":"tr')
     text = summary(load_events(path))
     assert "note: the first 70 events were dropped: record.timeline.max_mb" in text
     assert "note: 3 events could not be written" in text

@@ -2,8 +2,8 @@
 
    const view = Timeline.draw(element, data, options)
 
-   data      what `timeline.drawing` gives: {spans: [{lane, depth, name, start, end, details, count?, busy_s?}], first, last, titles},
-             lanes from top to bottom. Times in seconds since the epoch; first and last: how far one may move. Lane "rollout/3" is
+   data      what `timeline.drawing` gives: {spans: [{track, depth, name, start, end, details, count?, busy_s?}], first, last, titles},
+             tracks from top to bottom. Times in seconds since the epoch; first and last: how far one may move. Track "rollout/3" is
              slot 3 of "rollout".
    options   onRollout(id): a span was clicked that is of a rollout; onWindow(start, end): another window is looked at (shortly after
              it was moved), to fetch finer spans for `view.update`; height: most pixels.
@@ -35,27 +35,27 @@ const Timeline = (() => {
     return sign + (hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`);
   }
 
-  /* [{group, title, lanes: [{slot, levels: [[span]]}], most, edges}] from top to bottom. `edges`: [time, how many run from then on],
+  /* [{group, title, tracks: [{slot, levels: [[span]]}], most, edges}] from top to bottom. `edges`: [time, how many run from then on],
      of the outermost spans; `most`: the highest of them. */
   function layOut({ spans, titles = {} }) {
-    const groups = new Map(), lanes = new Map();
+    const groups = new Map(), tracks = new Map();
     for (const span of spans) {
-      const [group, slot = ""] = span.lane.split("/", 2);
-      if (!groups.has(group)) groups.set(group, { group, title: titles[group] ?? group, lanes: [] });
-      if (!lanes.has(span.lane)) {
-        lanes.set(span.lane, { slot, levels: [] });
-        groups.get(group).lanes.push(lanes.get(span.lane));
+      const [group, slot = ""] = span.track.split("/", 2);
+      if (!groups.has(group)) groups.set(group, { group, title: titles[group] ?? group, tracks: [] });
+      if (!tracks.has(span.track)) {
+        tracks.set(span.track, { slot, levels: [] });
+        groups.get(group).tracks.push(tracks.get(span.track));
       }
-      const { levels } = lanes.get(span.lane);
+      const { levels } = tracks.get(span.track);
       while (levels.length <= span.depth) levels.push([]);
       levels[span.depth].push(span);
     }
     for (const each of groups.values()) {
-      for (const lane of each.lanes) for (const level of lane.levels) level.sort((a, b) => a.start - b.start || b.end - a.end);
-      each.isSlim = each.lanes.length > MANY;
-      each.slim = each.lanes.length > VERY_MANY ? SLIMMEST : SLIM;
+      for (const track of each.tracks) for (const level of track.levels) level.sort((a, b) => a.start - b.start || b.end - a.end);
+      each.isSlim = each.tracks.length > MANY;
+      each.slim = each.tracks.length > VERY_MANY ? SLIMMEST : SLIM;
       const counts = (span) => span.end > span.start && (each.group === "queue" || !isWait(span));
-      const outermost = each.lanes.flatMap((lane) => lane.levels[0] ?? []).filter(counts);
+      const outermost = each.tracks.flatMap((track) => track.levels[0] ?? []).filter(counts);
       const edges = outermost.flatMap((span) => [[span.start, 1], [span.end, -1]]).sort((a, b) => a[0] - b[0] || a[1] - b[1]);
       let count = 0;
       each.most = 1;
@@ -64,7 +64,7 @@ const Timeline = (() => {
     return [...groups.values()];
   }
 
-  const laneHeight = (group, lane) => (group.isSlim ? group.slim : Math.max(1, lane.levels.length) * LEVEL + 2);
+  const trackHeight = (group, track) => (group.isSlim ? group.slim : Math.max(1, track.levels.length) * LEVEL + 2);
 
   function firstBehind(spans, time) {  // spans of one level do not overlap, so their ends ascend, too
     let low = 0, high = spans.length;
@@ -146,7 +146,7 @@ const Timeline = (() => {
       total = RULER;
       for (const group of groups) {
         total += TITLE + GAP;
-        total += folded.has(group.group) ? FOLDED : group.lanes.reduce((sum, lane) => sum + laneHeight(group, lane), 0);
+        total += folded.has(group.group) ? FOLDED : group.tracks.reduce((sum, track) => sum + trackHeight(group, track), 0);
       }
       width = Math.max(240, box.clientWidth);
       gutter = width < 620 ? 58 : 84;
@@ -175,17 +175,17 @@ const Timeline = (() => {
       grid();
       let y = RULER - scroll;
       for (const group of groups) {
-        const bottom = y + TITLE + (folded.has(group.group) ? FOLDED : group.lanes.reduce((sum, l) => sum + laneHeight(group, l), 0));
+        const bottom = y + TITLE + (folded.has(group.group) ? FOLDED : group.tracks.reduce((sum, l) => sum + trackHeight(group, l), 0));
         if (bottom > RULER && y < height) drawGroup(group, y);
-        hits.push({ group, top: y, lanesTop: y + TITLE, bottom });
+        hits.push({ group, top: y, tracksTop: y + TITLE, bottom });
         y = bottom + GAP;
       }
       context.restore();
       ruler();
       if (total > height) {
-        const track = height - RULER, size = Math.max(24, (track * height) / total);
+        const rail = height - RULER, size = Math.max(24, (rail * height) / total);
         context.fillStyle = theme.strong;
-        context.fillRect(width - 4, RULER + ((track - size) * scroll) / (total - height), 3, size);
+        context.fillRect(width - 4, RULER + ((rail - size) * scroll) / (total - height), 3, size);
       }
       const shown = `${duration(Math.min(to, last) - Math.max(from, first))} of ${duration(last - first)} in sight`;
       hint.textContent = `${shown} · wheel: scroll · Ctrl + wheel or W S: zoom · drag or A D: move · F: everything · title: fold`;
@@ -256,13 +256,13 @@ const Timeline = (() => {
       context.fillStyle = theme.muted;
       context.fillText(isFolded ? "▸" : "▾", 6, top + TITLE / 2 + 1);
       context.fillStyle = theme.text;
-      const more = group.most > 1 && group.lanes.some((lane) => /^\d+$/.test(lane.slot)) ? `, up to ${group.most} at once` : "";
+      const more = group.most > 1 && group.tracks.some((track) => /^\d+$/.test(track.slot)) ? `, up to ${group.most} at once` : "";
       context.fillText(group.title + more, 20, top + TITLE / 2 + 1);
       let y = top + TITLE;
       if (isFolded) return drawCount(group, y);
-      for (const lane of group.lanes) {
-        const tall = laneHeight(group, lane);
-        if (y + tall > RULER && y < height) drawLane(group, lane, y, tall);
+      for (const track of group.tracks) {
+        const tall = trackHeight(group, track);
+        if (y + tall > RULER && y < height) drawTrack(group, track, y, tall);
         y += tall;
       }
     }
@@ -286,15 +286,15 @@ const Timeline = (() => {
       context.fillRect(gutter, bottom, width - gutter, 1);
     }
 
-    function drawLane(group, lane, top, tall) {
+    function drawTrack(group, track, top, tall) {
       context.font = `11px ${theme.font}`;
-      if (!group.isSlim && group.lanes.length > 1) label(lane.slot || "all", 20, top + LEVEL / 2, gutter - 24, theme.muted);
+      if (!group.isSlim && group.tracks.length > 1) label(track.slot || "all", 20, top + LEVEL / 2, gutter - 24, theme.muted);
       context.save();
       context.beginPath();
       context.rect(gutter, top, width - gutter, tall);
       context.clip();
       const perPixel = (to - from) / (width - gutter);
-      lane.levels.forEach((spans, level) => {
+      track.levels.forEach((spans, level) => {
         const y = group.isSlim ? top + Math.min(level, 1) : top + level * LEVEL + 1;
         const high = group.isSlim ? tall - 1 - Math.min(level, 1) : LEVEL - 2;
         let drawnTo = -Infinity;
@@ -309,7 +309,7 @@ const Timeline = (() => {
           const [fill, ink] = paint(span);
           const left = Math.max(x, gutter - 2, drawnTo), wide = Math.min(end, width + 2) - left;
           drawnTo = Math.max(end, Math.floor(left) + 1);
-          context.globalAlpha = group.isSlim && level === 0 && lane.levels.length > 1 ? 0.35 : span.count ? 0.75 : 1;
+          context.globalAlpha = group.isSlim && level === 0 && track.levels.length > 1 ? 0.35 : span.count ? 0.75 : 1;
           context.fillStyle = fill;
           context.fillRect(left, y, Math.max(wide - (wide > 4 ? 1 : 0), 1), high);
           context.globalAlpha = 1;
@@ -333,15 +333,15 @@ const Timeline = (() => {
 
     function spanAt(x, y) {
       if (x < gutter || y < RULER) return null;
-      const hit = hits.find((each) => y >= each.lanesTop && y < each.bottom);
+      const hit = hits.find((each) => y >= each.tracksTop && y < each.bottom);
       if (!hit || folded.has(hit.group.group)) return null;
-      let top = hit.lanesTop;
+      let top = hit.tracksTop;
       const slack = ((to - from) / (width - gutter)) * 2, time = timeOf(x);
-      for (const lane of hit.group.lanes) {
-        const tall = laneHeight(hit.group, lane);
+      for (const track of hit.group.tracks) {
+        const tall = trackHeight(hit.group, track);
         if (y < top + tall) {
           const level = hit.group.isSlim ? null : Math.floor((y - top - 1) / LEVEL);
-          const levels = level === null ? [...lane.levels].reverse() : [lane.levels[level] ?? []];
+          const levels = level === null ? [...track.levels].reverse() : [track.levels[level] ?? []];
           for (const spans of levels) {
             const index = firstBehind(spans, time - slack);
             let best = null;
@@ -368,7 +368,7 @@ const Timeline = (() => {
       const isInstant = span.end === span.start;
       const lines = [`${span.count ? `${span.count} spans, most of it ${span.name}` : span.name}${isInstant ? "" : ` · ${duration(span.end - span.start)}`}`];
       if (span.count) lines.push(`busy ${duration(span.busy_s ?? 0)}; zoom in to tell them apart`);
-      lines.push(`${span.lane} · at ${clock(span.start - first, 0.001)}`);
+      lines.push(`${span.track} · at ${clock(span.start - first, 0.001)}`);
       for (const [name, value] of Object.entries(span.details)) if (value !== null) lines.push(`${name}: ${text(value)}`);
       if (options.onRollout && span.details.rollout) lines.push("click: this rollout");
       tip.textContent = lines.join("\n");
@@ -431,7 +431,7 @@ const Timeline = (() => {
         return;
       }
       const found = spanAt(x, y);
-      const isTitle = hits.some((hit) => y >= Math.max(hit.top, RULER) && y < hit.lanesTop);
+      const isTitle = hits.some((hit) => y >= Math.max(hit.top, RULER) && y < hit.tracksTop);
       canvas.style.cursor = isTitle || found?.details.rollout && options.onRollout ? "pointer" : "default";
       if (found !== hovered) { hovered = found; redraw(); }
       showTip(found, x, y);
@@ -442,7 +442,7 @@ const Timeline = (() => {
       canvas.style.cursor = "default";
       if (!was || was.moved) return;
       const [x, y] = place(event);
-      const title = hits.find((hit) => y >= Math.max(hit.top, RULER) && y < hit.lanesTop);
+      const title = hits.find((hit) => y >= Math.max(hit.top, RULER) && y < hit.tracksTop);
       if (title) {
         if (!folded.delete(title.group.group)) folded.add(title.group.group);
         measure();
@@ -482,8 +482,8 @@ const Timeline = (() => {
       groups = layOut(next);
       first = next.first ?? 0;
       last = Math.max(next.last ?? 1, first + 1e-6);
-      const steps = next.spans.filter((span) => span.lane === "trainer" && span.name === "step" && span.details.step !== undefined);
-      if (!keep) for (const group of groups) if (group.lanes.length > (group.group === "rollout" ? VERY_MANY : MANY)) folded.add(group.group);
+      const steps = next.spans.filter((span) => span.track === "trainer" && span.name === "step" && span.details.step !== undefined);
+      if (!keep) for (const group of groups) if (group.tracks.length > (group.group === "rollout" ? VERY_MANY : MANY)) folded.add(group.group);
       if (steps.length || !keep) marks = steps.sort((a, b) => a.start - b.start);
       hovered = null;
       showTip(null);

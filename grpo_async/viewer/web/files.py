@@ -76,7 +76,7 @@ class EventIndex:
             if len(inside) > _MOST_EVENTS:
                 return {"wall_s": None, "num_events": len(inside)}
             events = self._events(inside)
-        cut = [Event(e.name, e.lane, max(e.start, low), min(e.end, high), e.details) for e in events]
+        cut = [Event(e.name, e.track, max(e.start, low), min(e.end, high), e.details) for e in events]
         found = usage([event for event in cut if event.end > event.start])
         if found is None:
             return {"wall_s": None}

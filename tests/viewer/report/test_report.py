@@ -191,11 +191,17 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
         for step in range(1, 1001):
             for place in range(20):
                 at = 1000.0 + step + place / 20.0
-                event = {"name": "generate", "lane": "rollout/0", "start": at, "end": at + 0.04, "details": {"turn": 0}}
+                event = {
+                    "name": "generate",
+                    "track": "rollout/0",
+                    "start": at,
+                    "end": at + 0.04,
+                    "details": {"turn": 0},
+                }
                 file.write(json.dumps(event, separators=(",", ":")) + "\n")
             span = {
                 "name": "step",
-                "lane": "trainer",
+                "track": "trainer",
                 "start": 1000.0 + step,
                 "end": 1001.0 + step,
                 "details": {"step": step},

@@ -56,9 +56,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
     )
     spans = [
-        {"name": name, "lane": lane, "start": start, "end": end, "details": {"step": step, "text": HOSTILE}}
+        {"name": name, "track": track, "start": start, "end": end, "details": {"step": step, "text": HOSTILE}}
         for step in (1, 2)
-        for name, lane, start, end in (
+        for name, track, start, end in (
             ("step", "trainer", 100.0 + step, 101.0 + step),
             ("generate", "rollout/0", 100.0 + step, 100.5 + step),
         )

@@ -151,9 +151,9 @@ def write_hostile_run(root: Path) -> Path:
 
 
 def write_events(run: Path, *spans: tuple[str, str, float, float], more: str = "") -> None:
-    """(name, lane, start, end) of spans, in seconds from 1000."""
+    """(name, track, start, end) of spans, in seconds from 1000."""
     lines = [
-        json.dumps({"name": name, "lane": lane, "start": 1000.0 + start, "end": 1000.0 + end, "details": {}})
-        for name, lane, start, end in spans
+        json.dumps({"name": name, "track": track, "start": 1000.0 + start, "end": 1000.0 + end, "details": {}})
+        for name, track, start, end in spans
     ]
     RunDir(run).events.write_text("".join(line + "\n" for line in lines) + more, encoding="utf-8")

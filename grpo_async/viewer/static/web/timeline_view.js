@@ -87,7 +87,7 @@ function drawWaits(place, found) {
     return;
   }
   const fraction = (part) => (found.wall_s > 0 ? percent(part / found.wall_s) : "–");
-  const waits = found.waits.map((wait) => [`one wait: ${oneLine(wait.name, 40)}, ${oneLine(wait.lane, 40)}`, wait.end - wait.start]);
+  const waits = found.waits.map((wait) => [`one wait: ${oneLine(wait.name, 40)}, ${oneLine(wait.track, 40)}`, wait.end - wait.start]);
   const rows = [...found.rows, ...waits].map(([what, spent]) => [what, Charts.duration(spent), fraction(spent)]);
   const first = found.rows.filter(([what]) => !what.startsWith("–")).map(([what, spent]) => `${what}: ${fraction(spent)}`);
   fill(place, summary(first.join(", ")), table(["of this window", "#time", "#fraction"], rows, { isNamed: true }));
