@@ -544,10 +544,6 @@ def is_no_better_than_baseline(last: Evaluation, change: Change) -> bool:
     return passed - 2.0 * last.metrics.get("reward_stderr", 0.0) <= baseline
 
 
-def sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
-
-
 def first_line(text: str | None) -> str:
     return ((text or "").strip().splitlines() or [""])[0]
 

@@ -63,6 +63,11 @@ class Finding:
         }
 
 
+def sentence(text: str) -> str:
+    """ "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."; lines and displays show it without."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
+
+
 def worst_first(found: Sequence[Finding]) -> list[Finding]:
     """Within a severity in the order they have."""
     return sorted(found, key=lambda finding: finding.severity.rank)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from grpo_async.findings.checks import CHECKS, is_no_better_than_baseline, sentence
+from grpo_async.findings.checks import CHECKS, is_no_better_than_baseline
 from grpo_async.findings.evidence import Evidence
-from grpo_async.findings.finding import Finding, Severity, worst_first
+from grpo_async.findings.finding import Finding, Severity, sentence, worst_first
 
 _LITTLE = 0.02  # of the range of rewards
 _TOO_WIDE = 0.1  # of it: a rise of so much that cannot be excluded leaves the question open

@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from grpo_async.config.differences import flat
+from grpo_async.findings.finding import sentence
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.text import format_number
 from grpo_async.viewer.report import sections
@@ -108,7 +109,7 @@ def _environment() -> Environment:
         inspect_command=sections.inspect_command,
         levels=sections.LEVELS,
         words=sections.WORDS,
-        sentence=sections.sentence,
+        sentence=sentence,
         tools=sections.tools,
     )
     return environment

@@ -10,6 +10,7 @@ from typing import Any
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
+from grpo_async.findings.finding import sentence
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.utils.text import format_number, percent
 from grpo_async.viewer.report.run_data import RunData
@@ -87,11 +88,6 @@ def advice(run: RunData) -> Advice:
     setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
     found = advise(pipeline_metrics(rows), setup)
     return Advice(run=run, said=said, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
-
-
-def sentence(text: str) -> str:
-    """ "trainer idle 41%: raise x" -> "Trainer idle 41%: raise x."; lines and displays show it without."""
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")
 
 
 # -- evaluations
