@@ -21,7 +21,7 @@ export function message(each) {
   return h(
     "section",
     { class: `message message-${["policy", "tool", "environment"].includes(each.origin) ? each.origin : "other"}` },
-    h("header", {}, h("strong", {}, visible(who)), h("span", { class: "hint" }, each.origin), copyButton("text", () => each.content)),
+    h("header", {}, h("strong", {}, visible(who)), h("span", { class: "hint spacer" }, each.origin), copyButton("text", () => each.content)),
     each.content || !each.tool_calls.length ? longText(each.content) : null,
     each.tool_calls.map((call) => h("pre", { class: "said" }, visible(callText(call)))),
   );
@@ -49,7 +49,7 @@ export function toolCall(call) {
       "summary",
       {},
       h("code", {}, visible(call.name || "(no name)")),
-      h("span", { class: "cut hint" }, oneLine(JSON.stringify(call.arguments), 120)),
+      h("span", { class: "cut hint spacer" }, oneLine(JSON.stringify(call.arguments), 120)),
       call.failed ? h("span", { class: "badge" }, "failed") : null,
       h("span", { class: "hint" }, Charts.duration(call.duration_s)),
     ),
