@@ -26,7 +26,7 @@ trainer 425.8 MB -> 428.8 MB, server 398.7 -> 401.5 (1.007), launcher 56.0 -> 56
 steps, so what is left is the allocator's, not the run's. A trainer that kept 6 KB of each step would fail."""
 MOST_KEPT = {"launcher": 2048}
 """Bytes of a step that a process keeps by design: the launcher its metrics, 104 numbers of 8 bytes, from which it judges whether
-the run learns, and the points of the dashboard's curves."""
+the run learns."""
 MOST_MORE = 2
 """Of open files and threads, between the same medians: connections come and go with the keep-alive."""
 

@@ -49,7 +49,7 @@ def test_the_quickstart_script_learns_and_leaves_a_summary_and_a_model_that_load
 
     AutoModelForCausalLM.from_pretrained(run.folder / "model")
     AutoTokenizer.from_pretrained(run.folder / "model")
-    assert len(rows_of(run.folder, "--status", "trained")) == summary["ledger"]["groups"]["trained"]
+    assert len(rows_of(run.folder, "trained")) == summary["ledger"]["groups"]["trained"]
 
 
 def test_a_reward_that_cannot_work_starts_nothing_and_exits_with_2(tmp_path: Path) -> None:

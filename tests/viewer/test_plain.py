@@ -185,9 +185,8 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     assert "user (environment)\ncount to 3" in text
     assert "what is 1 + 1?" not in text  # the prompt before reset
     assert 'assistant (policy)\ncalls add({"a": 1})' in text
-    assert "tool add (tool)\n3" in text
-    assert "extracted: 42" in text
-    assert "not searched for tool calls: no JSON at character 3" in text
+    for part in ("tool add (tool)\n3", "extracted: 42", "not searched for tool calls: no JSON at character 3"):
+        assert part in text
 
 
 def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same(

@@ -62,10 +62,8 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "0.1 → 0.9 always the most frequent answer: 0.2" in text
     assert "from 0.1 to 0.9: +0.800" in text
     assert "step 0, before training" in text
-    assert "Most improved prompts" in text
-    assert "Reward 0.5 → 1" in text
-    assert "a better answer" in text
-    assert "Best rollouts" in text
+    for part in ("Most improved prompts", "Reward 0.5 → 1", "a better answer", "Best rollouts"):
+        assert part in text
     places = {chart["place"] for chart in _data(page)["charts"]}
     assert {"chart-reward", "chart-held-out", "chart-staleness-histogram", "chart-ledger"} <= places
     for place in places | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
@@ -110,10 +108,8 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     assert "The run failed after 0 of 5 steps." in text
     assert "CUDA out of memory see logs" in text
     assert "Cannot be told. No optimizer step was finished." in text
-    assert "There are no metrics" in text
-    assert "holds no rollouts yet" in text
-    assert "There was no evaluation" in text
-    assert "There is no timeline" in text
+    for part in ("There are no metrics", "holds no rollouts yet", "There was no evaluation", "There is no timeline"):
+        assert part in text
 
 
 def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_path: Path) -> None:
@@ -137,9 +133,8 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         file.write('{"schema": 3, "seq"')
     os.utime(block, (1.0, 1.0))  # what was written just now may still be going on
     text = _text(_page(run))
-    assert "The run was killed after 8 of 8 steps" in text
-    assert "torn" in text
-    assert "2 rollouts in 1 groups" in text
+    for part in ("The run was killed after 8 of 8 steps", "torn", "2 rollouts in 1 groups"):
+        assert part in text
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
@@ -179,9 +174,8 @@ def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
     run.advice.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = _text(_page(run))
     assert "Bound by training. Servers idle 70%: training takes" in text
-    assert "generation is no limit." in text
-    assert "step 5: Trainer idle 41%: raise x." in text
-    assert "step 9: A full stop. " in text
+    for part in ("generation is no limit.", "step 5: Trainer idle 41%: raise x.", "step 9: A full stop. "):
+        assert part in text
     assert "step 9: ." not in text
 
 
@@ -225,9 +219,8 @@ def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
     (run.rollouts / "branches.jsonl").write_text("{]}\n")
     text = _text(_page(run))
     assert "The run finished after 8 steps" in text
-    assert "config.yaml is of another version" in text
-    assert "an_old_section.x" in text
-    assert "The rollouts cannot be read" in text
+    for part in ("config.yaml is of another version", "an_old_section.x", "The rollouts cannot be read"):
+        assert part in text
 
 
 @pytest.mark.parametrize("content", ["", "not json\n", '[1, 2]\n"x"\n', '{"step": "a"}\n', "\x00\xff\n"])
@@ -255,10 +248,8 @@ def test_text_of_models_data_and_config_stays_text(tmp_path: Path) -> None:
         },
     )
     page = _page(run)
-    assert "<script>alert" not in page
-    assert "<img" not in page
-    assert "\x1b" not in page
-    assert "\u202e" not in page
+    for part in ("<script>alert", "<img", "\x1b", "\u202e"):
+        assert part not in page
     assert page.count("</script>") == 4  # the data, uPlot, charts.js, report.js
     assert "&lt;/script&gt;&lt;script&gt;alert(1)" in page
 

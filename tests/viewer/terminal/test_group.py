@@ -45,9 +45,8 @@ def test_rollouts_stand_side_by_side_with_what_they_got(eight: Path, size: tuple
         page = shown(app)
         lines = page.splitlines()
         assert f"group 0  step 7  prompt 100  trained  0-{fit - 1} of 8 rollouts" in lines[0]
-        assert "what is 1 + 1?" in page
-        assert "answer = 2" in page
-        assert "▶0 0-0" in page
+        for part in ("what is 1 + 1?", "answer = 2", "▶0 0-0"):
+            assert part in page
         for index in range(fit):
             assert f"{index} 0-{index}" in page
         assert f"{fit} 0-{fit}" not in page
