@@ -201,11 +201,21 @@ def _judged(name: str, folder: Path, seed: int = 0) -> tuple[Evidence, Verdict]:
     return evidence, judge(evidence)
 
 
+SAID = {
+    "all rewards 0": "All rewards are 0", "all rewards 1": "All rewards are 1", "learning rate 1e-9, synchronous": "optimizer.lr",
+    "all rewards 1, trained all the same": "All rewards are 1", "a reward raises, no evaluation": RAISES,
+    "a reward raises in the first evaluation": RAISES, "truncated": "rollout.max_completion_tokens is 16",
+    "before its first step": "No optimizer step has ended yet", "learns, the last evaluation failed": "The evaluation failed",
+    "ended before its first step": "the server ended with status 1",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_a_labelled_run_is_judged_by_its_label_and_by_how_much(tmp_path: Path, name: str) -> None:
+def test_a_labelled_run_is_judged_by_its_label_by_how_much_and_with_the_cause(tmp_path: Path, name: str) -> None:
     run, key, is_learning = RUNS[name]
     evidence, verdict = _judged(name, tmp_path)
     assert (verdict.key, verdict.is_learning) == (key, is_learning), verdict.text
+    assert SAID.get(name, "") in verdict.text
     if "low" in verdict.numbers:  # by how much, and how certain
         numbers = verdict.numbers
         assert numbers["low"] < numbers["change"] < numbers["high"]
@@ -216,25 +226,6 @@ def test_a_labelled_run_is_judged_by_its_label_and_by_how_much(tmp_path: Path, n
         assert f"{run.baseline:g}" in verdict.text
     if run.config.get("evaluation"):
         assert "no-evaluation" not in {finding.key for finding in find(evidence)}, "one was set"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("all rewards 0", "All rewards are 0"),
-        ("all rewards 1", "All rewards are 1"),
-        ("all rewards 1, trained all the same", "All rewards are 1"),
-        ("a reward raises, no evaluation", RAISES),
-        ("a reward raises in the first evaluation", RAISES),
-        ("truncated", "rollout.max_completion_tokens is 16"),
-        ("learning rate 1e-9, synchronous", "optimizer.lr"),
-        ("before its first step", "No optimizer step has ended yet"),
-        ("ended before its first step", "the server ended with status 1"),
-        ("learns, the last evaluation failed", "The evaluation failed"),
-    ],
-)
-def test_a_verdict_names_the_cause(tmp_path: Path, name: str, said: str) -> None:
-    assert said in _judged(name, tmp_path)[1].text
 
 
 @pytest.mark.parametrize("name", ["learns", "all rewards 1"])
