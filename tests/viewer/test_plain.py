@@ -129,7 +129,7 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
         "assistant (policy)",
         "reward 0.500  advantage 1.500",
         "exact 0.500",
-        'add({"a": 1, "b": "{2}"}) failed 0.12 s -> \\ud83d',
+        'add({"a": 1, "b": "{2}"}) failed 0.125 s -> \\ud83d',
         "token texts are left out: why",
     ):
         assert expected in text

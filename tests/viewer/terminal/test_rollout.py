@@ -37,9 +37,9 @@ def test_turns_tools_and_the_token_under_the_cursor(run: Path, size: tuple[int, 
             "reward 1.000  advantage +0.750",
             "user (prompt)",
             "what is 1 + 1?",
-            "turn 1 · 2 tokens · stop · 0 s + 0.12 s tools · v2-3",
+            "turn 1 · 2 tokens · stop · 0 s + 0.125 s tools · v2-3",
             "▸ add(",
-            "failed 0.12 s",
+            "failed 0.125 s",
             "▸ 2 tokens of the answer, not trained on",
             "turn 2 · 1 token",
         ):
@@ -70,7 +70,7 @@ def test_folds_show_arguments_results_and_the_tools_tokens_by_keys_and_clicks(ru
         await press(pilot, "t")
         assert screen.page.tokens == [0, 1, 2, 3, 4]
         page = shown(app)
-        for expected in ("▾ add  failed 0.12 s", "a = 1", "b = {2}", "→ result", "\\ud83d", "▾ 2 tokens of the answer"):
+        for expected in ("▾ add  failed 0.125 s", "a = 1", "b = {2}", "→ result", "\\ud83d", "▾ 2 tokens of the answer"):
             assert expected in page
         await press(pilot, "right", "right")
         assert "mask 0: not trained on" in shown(app)
