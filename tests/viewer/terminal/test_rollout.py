@@ -70,7 +70,14 @@ def test_folds_show_arguments_results_and_the_tools_tokens_by_keys_and_clicks(ru
         await press(pilot, "t")
         assert screen.page.tokens == [0, 1, 2, 3, 4]
         page = shown(app)
-        for expected in ("▾ add  failed 0.125 s", "a = 1", "b = {2}", "→ result", "\\ud83d", "▾ 2 tokens of the answer"):
+        for expected in (
+            "▾ add  failed 0.125 s",
+            "a = 1",
+            "b = {2}",
+            "→ result",
+            "\\ud83d",
+            "▾ 2 tokens of the answer",
+        ):
             assert expected in page
         await press(pilot, "right", "right")
         assert "mask 0: not trained on" in shown(app)
