@@ -31,7 +31,11 @@ def test_only_what_is_a_finite_number_counts_as_one() -> None:
     assert finite(10**400) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"step": 1'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1]", b'"x"', b"\xff", b"[" * 100_000, b'{"step": 1'],
+    ids=["empty", "list", "text", "no UTF-8", "nested", "torn"],
+)
 def test_whatever_a_file_holds_reading_it_raises_nothing(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     assert read_object(path, problems := []) == {}
