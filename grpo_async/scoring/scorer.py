@@ -18,6 +18,7 @@ import numpy as np
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.records import (
     AGENT_REWARD,
+    Branch,
     Prompt,
     RolloutCompletion,
     RolloutGroup,
@@ -48,7 +49,7 @@ class Scorer:
         advantage: how rewards are compared.
         train_zero_variance: make samples of groups that teach nothing: all their advantages are 0.
         train_truncated: make samples of truncated completions; they count in the group's mean in any case.
-        environment_weights: weight of each environment's own reward, by its class name.
+        environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
         timeline: takes a span for each group.
 
@@ -162,6 +163,8 @@ class Scorer:
         columns = {name: [value] * len(completions) for name, value in prompt.columns.items()}
         for name in sorted({name for completion in completions for name in completion.reward_columns}):
             columns[name] = [completion.reward_columns.get(name) for completion in completions]
+        if AGENT_REWARD in self._environment_names:
+            columns["branches"] = [list(map(_branch_column, completion.branches)) for completion in completions]
         ids = [completion.completion_ids.tolist() for completion in completions]
         name = completions[0].rollout_id.rpartition("-")[0]
         with self._tracks.span("score", group=name, rollouts=len(completions)) as (_, span):
@@ -190,6 +193,12 @@ class Scorer:
             metrics={name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()},
             extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
         )
+
+
+def _branch_column(branch: Branch) -> dict[str, Any]:
+    """A branch as reward functions get it, with its whole conversation."""
+    messages = [message.as_dict() for message in (*branch.prompt_messages, *branch.completion_messages())]
+    return {"name": branch.name, "parent": branch.parent, "reward": branch.reward, "messages": messages}
 
 
 def _sample(

@@ -22,6 +22,7 @@ import orjson
 
 from grpo_async.records import (
     BoolArray,
+    Branch,
     FloatArray,
     GroupStatus,
     IntArray,
@@ -29,6 +30,7 @@ from grpo_async.records import (
     RolloutGroup,
     ScoredGroup,
     TaggedMessage,
+    TokenPath,
     TokenStats,
     TurnRecord,
 )
@@ -71,10 +73,7 @@ def line_of(entry: Entry) -> bytes:
     group = entry.group
     outcomes = _outcomes(entry.scored)
     shared_ids = group.completions[0].prompt_ids if group.completions else None
-    rollouts = [
-        _rollout(each, outcomes.get(each.rollout_id, _Outcome()), entry.stats.get(each.rollout_id), shared_ids)
-        for each in group.completions
-    ]
+    rollouts = [_dumps(_rollout(each, outcomes, entry.stats, shared_ids)) for each in group.completions]
     head = {
         "schema": SCHEMA,
         "seq": entry.seq,
@@ -139,34 +138,65 @@ def _outcomes(scored: ScoredGroup | None) -> dict[str, _Outcome]:
 
 
 def _rollout(
-    completion: RolloutCompletion, outcome: _Outcome, stats: TokenStats | None, shared_ids: IntArray | None
-) -> bytes:
+    completion: RolloutCompletion,
+    outcomes: Mapping[str, _Outcome],
+    stats: Mapping[str, TokenStats],
+    shared_ids: IntArray | None,
+) -> dict[str, Any]:
     """The JSON object of one rollout. `shared_ids` are the group's prompt ids, which it need not repeat."""
-    ids, mask = completion.prompt_ids, completion.completion_mask
-    content = {
+    ids, outcome = completion.prompt_ids, outcomes.get(completion.rollout_id, _Outcome())
+    return {
         "rollout_id": completion.rollout_id,
         "status": completion.status,
         "truncated": completion.truncated,
         "done": completion.done,
         "error": completion.error,
-        "num_tokens": completion.num_sampled_tokens,
-        "reward": outcome.reward,
-        "advantage": outcome.advantage,
         "rewards": outcome.rewards,
-        "messages": completion.completion_messages(),
-        "turns": [_turn(turn) for turn in completion.turns],
         "started_at": completion.started_at,
         "total_duration_s": completion.total_duration_s,
-        "prompt_ids": None if shared_ids is not None and np.array_equal(ids, shared_ids) else ids,
-        "completion_ids": completion.completion_ids,
-        "mask": mask.view(np.uint8),
-        "logprobs": completion.logprobs,
-        "versions": completion.versions,
         "reset_messages": completion.prompt_messages,
         "extra": {**completion.reward_columns, **outcome.extra},
+        **_path(completion, outcome, stats.get(completion.rollout_id)),
+        "num_tokens": completion.num_sampled_tokens,
+        "prompt_ids": None if shared_ids is not None and np.array_equal(ids, shared_ids) else ids,
+        "branches": [_branch(completion, branch, outcomes, stats) for branch in completion.branches],
+    }
+
+
+def _branch(
+    completion: RolloutCompletion,
+    branch: Branch,
+    outcomes: Mapping[str, _Outcome],
+    stats: Mapping[str, TokenStats],
+) -> dict[str, Any]:
+    """The JSON object of one branch, in the terms of a rollout. One that became no sample has the reward that its agent named."""
+    name = completion.sample_id(branch)
+    outcome = outcomes.get(name, _Outcome(reward=branch.reward))
+    parent = completion if branch.parent == 0 else completion.branches[branch.parent - 1]
+    return {
+        "rollout_id": name,
+        "parent": completion.sample_id(parent),
+        "reset_messages": branch.prompt_messages,
+        **_path(branch, outcome, stats.get(name)),
+    }
+
+
+def _path(path: TokenPath, outcome: _Outcome, stats: TokenStats | None) -> dict[str, Any]:
+    """What a rollout and each of its branches have: messages, turns and tokens."""
+    mask = path.completion_mask
+    return {
+        "num_tokens": path.num_own_tokens,
+        "reward": outcome.reward,
+        "advantage": outcome.advantage,
+        "messages": path.completion_messages(),
+        "turns": [_turn(turn) for turn in path.turns],
+        "prompt_ids": path.prompt_ids,
+        "completion_ids": path.completion_ids,
+        "mask": mask.view(np.uint8),
+        "logprobs": path.logprobs,
+        "versions": path.versions,
         **(_NO_STATS if stats is None else _stats(stats, mask)),
     }
-    return _dumps(content)
 
 
 _NO_STATS = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))

@@ -29,7 +29,7 @@ NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 ROLLOUT_STATUSES = ("finished", "truncated", "failed")
 GROUP_STATUSES = ("trained", "filtered", "stale", "failed", "cancelled", "evaluated")
 
-_TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns extra"
+_TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
 _TOKENS = "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies marks"
 INDEXED = tuple(name for name in COLUMN_NAMES if name not in f"{_TEXTS} {_TOKENS}".split())
 """Columns of the store that are held in memory; the others stay in the blocks."""

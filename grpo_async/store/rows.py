@@ -17,7 +17,7 @@ import orjson
 from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
 from grpo_async.store.schema import SCHEMA
 
-_JSON_COLUMNS = ("messages", "reset_messages", "turns", "extra")
+_JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,15 @@ class RolloutRow:
     weights: Sequence[float | None] | None = None
     entropies: Sequence[float | None] | None = None
     marks: Sequence[int | None] | None = None
+    branches: Sequence[RolloutRow] = ()
+    """Further paths of an agent that changed its history, as if each were a rollout: "g7-r0.b1" of the rollout "g7-r0"."""
+    parent: str | None = None
+    """Of a branch: the path whose beginning it shares."""
+
+    @property
+    def paths(self) -> list[RolloutRow]:
+        """The rollout's own path, then its branches."""
+        return [self, *self.branches]
 
     @property
     def sampled_versions(self) -> set[int]:
@@ -98,6 +107,10 @@ class GroupRow:
     columns: Mapping[str, Any]
     rollouts: Sequence[RolloutRow]
 
+    def path(self, rollout_id: str) -> RolloutRow | None:
+        """The rollout, or the branch of one, with this id; None: there is none."""
+        return next((path for each in self.rollouts for path in each.paths if path.rollout_id == rollout_id), None)
+
 
 def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
     """The group whose rollouts are `rows` (schema.COLUMNS), in their order: every row of one `seq`."""
@@ -118,8 +131,18 @@ def from_columns(rows: Sequence[Mapping[str, Any]]) -> GroupRow:
 
 
 def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
-    content = {name: row[name] for name in RolloutRow.__dataclass_fields__}
+    content = {name: row[name] for name in RolloutRow.__dataclass_fields__ if name != "parent"}
     content |= {name: None if row[name] is None else orjson.loads(row[name]) for name in _JSON_COLUMNS}
+    shared = {name: content[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
+    branches = [
+        _path_from({**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each})
+        for each in content["branches"] or ()
+    ]
+    return _path_from({**content, "branches": branches})
+
+
+def _path_from(content: Mapping[str, Any]) -> RolloutRow:
+    """A rollout, or one of its branches."""
     reset = content["reset_messages"]
     return RolloutRow(
         **{
@@ -131,6 +154,11 @@ def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
             "started_at": content["started_at"] or 0.0,
         }
     )
+
+
+def root_id(rollout_id: str) -> str:
+    """Of the rollout that a branch is of: "g7-r0.b1" -> "g7-r0"; of a rollout its own."""
+    return rollout_id.partition(".")[0]
 
 
 def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
 
 _SMALLEST_BUFFER = 1 << 24  # bytes; DuckDB's own default
@@ -85,10 +85,11 @@ COLUMNS: tuple[Column, ...] = (
     _group("group_reward_std", "DOUBLE", "Standard deviation of them (n - 1), as in the advantages", expression="g.reward_std"),
     _rollout("num_prompt_tokens", "INTEGER", "Length of prompt_ids", unit="tokens",
              expression="if(r IS NULL, NULL, len(coalesce(r.prompt_ids, g.prompt_ids)))"),
-    _rollout("num_tokens", "INTEGER", "Sampled by the policy", unit="tokens"),
+    _rollout("num_tokens", "INTEGER", "Sampled by the policy, in branches too", unit="tokens"),
     _rollout("num_completion_tokens", "INTEGER", "With those of tools and environments", unit="tokens",
              expression="len(r.completion_ids)"),
-    _rollout("num_turns", "INTEGER", "Generations", unit="turns", expression="json_array_length(r.turns)"),
+    _rollout("num_turns", "INTEGER", "Generations, without those of branches", unit="turns",
+             expression="json_array_length(r.turns)"),
     _rollout("num_tool_calls", "INTEGER", "Tool calls made", unit="calls", expression=f"len({_CALLS_FAILED})"),
     _rollout("num_failed_tool_calls", "INTEGER", "Of these failed", unit="calls",
              expression=f"len(list_filter({_CALLS_FAILED}, lambda failed: failed = 'true'))"),
@@ -96,10 +97,14 @@ COLUMNS: tuple[Column, ...] = (
              expression="json_extract_string(r.turns, '$[*].tool_calls[*].name')"),
     _rollout("completion_text", "VARCHAR", "Contents of `messages`, joined by line feeds", expression=_TEXTS.format("r.messages")),
     _rollout("messages", "JSON", "Messages of the completion, as prompt_messages; origin: policy, tool, environment"),
-    _rollout("reset_messages", "JSON", "The prompt as an environment's reset changed it; NULL: it did not"),
+    _rollout("reset_messages", "JSON", "The prompt as an environment's reset changed it or an agent wrote it; NULL: as in the"
+             " data"),
     _rollout("turns", "JSON", "One object per generation: num_tokens, finish_reason, started_at, generation_duration_s,"
              " tool_execution_duration_s, parse_error, tool_calls (tool_call_id, name, arguments, result, failed, duration_s)"),
-    _rollout("extra", "JSON", "What reward functions noted with log_extra, and columns that a rollout function returned: object"),
+    _rollout("branches", "JSON", "Further paths of an agent that changed its history: objects with rollout_id (g7-r0.b1), parent"
+             " (the path whose beginning it shares), reward, advantage, num_tokens, reset_messages, messages, turns, and the lists"
+             " below"),
+    _rollout("extra", "JSON", "What reward functions noted with log_extra, what a rollout function or an agent returned: object"),
     _rollout("version_min", "INTEGER", "Oldest policy version that sampled a token", expression=f"list_min({_VERSIONS})"),
     _rollout("version_max", "INTEGER", "Newest policy version that sampled a token", expression=f"list_max({_VERSIONS})"),
     _rollout("staleness", "INTEGER", "step - 1 - version_min: how many policies older than the one trained; NULL in an evaluation",
@@ -147,9 +152,9 @@ COLUMNS: tuple[Column, ...] = (
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
 _TYPES = {column.name: column.type for column in COLUMNS} | {"schema": "INTEGER", "status": "VARCHAR"}
-_ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns extra
-started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies
-marks"""
+_ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns
+branches extra started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs
+weights entropies marks"""
 _ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_FIELDS.split()) + ")[]"
 _GROUP_FIELDS = "schema seq group_id prompt_id step status written_at prompt_hash messages columns prompt_ids"
 _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollouts": _ROLLOUT_TYPE}

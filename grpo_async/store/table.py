@@ -31,7 +31,7 @@ from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
 from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER, ROW_KEY
-from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
+from grpo_async.store.rows import GroupRow, RolloutRow, from_columns, root_id
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA
 from grpo_async.store.seal import ROWS_PER_GROUP
 from grpo_async.store.summaries import (
@@ -225,16 +225,17 @@ class RolloutTable:
         return self._with_previews(self._index.fetch(sql))
 
     def rollout(self, rollout_id: str, *, with_superseded: bool = False) -> tuple[GroupRow, RolloutRow]:
-        """One rollout with all its tokens, and its group.
+        """One rollout, or one of its branches, with all its tokens, and its group.
 
         Raises:
             RunError: there is none; the message names ids that are near.
         """
-        seq = self._newest("rows", "rollout_id", rollout_id, with_superseded)
-        if seq is None:
+        seq = self._newest("rows", "rollout_id", root_id(rollout_id), with_superseded)
+        group = None if seq is None else self._whole(seq)
+        found = None if group is None else group.path(rollout_id)
+        if group is None or found is None:
             raise RunError(self._no_rollout(rollout_id))
-        group = self._whole(seq)
-        return group, next(each for each in group.rollouts if each.rollout_id == rollout_id)
+        return group, found
 
     # --------------------------------------------------------------------------------------------- figures
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_async.records import GroupStatus, RolloutStatus, TaggedMessage
+from grpo_async.records import GroupStatus, Origin, RolloutStatus, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.utils.text import percent
+from grpo_async.utils.text import duration, percent
+from grpo_async.viewer.safe_text import one_line
 
 STATUS_STYLES: dict[str, str] = {
     GroupStatus.TRAINED: "green",
@@ -87,3 +89,63 @@ def conversation(messages: Sequence[TaggedMessage]) -> str:
     if len(messages) == 1 and not messages[0].tool_calls:
         return messages[0].content
     return "\n\n".join(f"[{each.role}]\n{message_text(each)}" for each in messages)
+
+
+_REQUEST_WIDTH, _ANSWER_WIDTH = 60, 80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLine:
+    """A line of the tree of calls: one of its paths (the rollout's own, or a branch), or a call below its path. `rollout_id` is
+    that of the path."""
+
+    depth: int
+    rollout_id: str
+    text: str
+    is_path: bool
+
+
+def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
+    """The calls of a rollout with branches: each path with its calls, and below it the paths that share its beginning.
+
+    g7-r0 · 2 calls · 40 tokens · reward 1.000
+      +0.0 s · 0.41 s · 31 tokens · stop · user: 12 + 7 = -> calls add({"a": 12})
+      +0.5 s · 0.20 s · 9 tokens · stop · tool: 19 -> 19
+      g7-r0.b1 · 1 call · 12 tokens · reward 1.000 · behind 57 tokens
+        +0.9 s · ...
+    """
+    children: dict[str | None, list[RolloutRow]] = {}
+    for path in rollout.paths:
+        children.setdefault(path.parent, []).append(path)
+
+    def lines(path: RolloutRow, depth: int) -> Iterator[TreeLine]:
+        own = sum(turn.num_tokens for turn in path.turns)
+        parts = [one_line(path.rollout_id, 60), count(len(path.turns), "call"), count(own, "token")]
+        parts.append(f"reward {number(path.reward)}")
+        if path.parent is not None:
+            parts.append(f"behind {count(len(path.prompt_ids), 'token')}")
+        yield TreeLine(depth=depth, rollout_id=path.rollout_id, text=" · ".join(parts), is_path=True)
+        for turn, (request, answer) in zip(path.turns, _exchanges(group, path), strict=False):
+            since = turn.started_at - rollout.started_at if turn.started_at and rollout.started_at else None
+            shown = [
+                "-" if since is None else f"{since:+.1f} s",
+                duration(turn.generation_duration_s),
+                count(turn.num_tokens, "token"),
+                turn.finish_reason.value,
+                f"{request} → {answer}",
+            ]
+            yield TreeLine(depth=depth + 1, rollout_id=path.rollout_id, text=" · ".join(shown), is_path=False)
+        for child in children.get(path.rollout_id, ()):
+            yield from lines(child, depth + 1)
+
+    yield from lines(rollout, 0)
+
+
+def _exchanges(group: GroupRow, path: RolloutRow) -> Iterator[tuple[str, str]]:
+    """For each call of a path the last message of its request, and its answer, in a line each."""
+    last: TaggedMessage | None = next(reversed(prompt_of(group, path)), None)
+    for message in path.messages:
+        if message.origin is Origin.POLICY:
+            request = "" if last is None else f"{last.role}: {message_text(last)}"
+            yield one_line(request, _REQUEST_WIDTH), one_line(message_text(message), _ANSWER_WIDTH)
+        last = message

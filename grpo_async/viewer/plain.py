@@ -21,12 +21,14 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query, quote
+from grpo_async.store.rows import root_id
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.text import duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,
     call_text,
+    call_tree,
     fraction,
     message_text,
     number,
@@ -60,7 +62,7 @@ class Selection:
     def query(self) -> Query:
         """The query, and only the group or rollout that was asked for."""
         if self.rollout_id is not None:
-            return both(parse_query(self.text), parse_query(f"id={quote(self.rollout_id)}"))
+            return both(parse_query(self.text), parse_query(f"id={quote(root_id(self.rollout_id))}"))
         if self.group_id is not None:
             return both(parse_query(self.text), parse_query(f"group_id={self.group_id}"))
         return parse_query(self.text)
@@ -275,6 +277,10 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
             failed = " failed" if record.failed else ""
             outcome = one_line(record.result, _DETAIL_WIDTH)
             yield Text(f"  {visible(record.name)}({arguments}){failed} {duration(record.duration_s)} -> {outcome}")
+    if rollout.branches:
+        yield Text("\ncalls in all branches (--rollout takes the name of a branch, too)", style="bold")
+        for line in call_tree(group, rollout):
+            yield Text("  " * (line.depth + 1) + line.text, style="cyan" if line.is_path else "")
     yield Text()
 
 

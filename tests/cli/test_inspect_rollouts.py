@@ -100,7 +100,7 @@ def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
     append_simple(store, 3, step=4)
     (block,) = Path("runs/demo/rollouts").glob("block-*.jsonl")
     with block.open("ab") as file:
-        file.write(b'{"schema":3,"group_')  # another line, half written
+        file.write(b'{"schema":4,"group_')  # another line, half written
     assert _groups() == [3, 2, 1, 0]
     assert "note:" not in _invoke("demo").stdout
     store.close()  # nobody writes any more: the line stays torn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from grpo_async.config.record_sections import RolloutRecordSection
 from grpo_async.records import (
+    Branch,
     FinishReason,
     GroupStatus,
     Origin,
@@ -78,6 +80,26 @@ def build_tool_rollout(rollout_id: str) -> RolloutCompletion:
     )  # fmt: skip
     return RolloutCompletion(
         rollout_id=rollout_id, prompt_ids=[1, 2], turns=[first, second], status=RolloutStatus.FINISHED, done=True
+    )
+
+
+def build_branched_rollout(rollout_id: str) -> RolloutCompletion:
+    """An agent's: its own path, behind it branch b1 with a reward of its own, and b2, which goes on from b1."""
+
+    def branch(name: str, parent: int, text: str, started_at: float, reward: float | None = None) -> Branch:
+        (turn,) = build_rollout("", text=text, ids=(8, 9)).turns
+        asked = [TaggedMessage(role="user", content=f"ask {name}", origin=Origin.TOOL)]
+        return Branch(
+            name=name, parent=parent, prompt_ids=[1, 2, 3], turns=[replace(turn, started_at=started_at)],
+            prompt_messages=asked, reward=reward,
+        )  # fmt: skip
+
+    own = build_rollout(rollout_id)
+    return replace(
+        own,
+        started_at=100.0,
+        turns=[replace(own.turns[0], started_at=100.5)],
+        branches=[branch("b1", 0, "one", 101.0, 0.25), branch("b2", 1, "nine", 102.0)],
     )
 
 

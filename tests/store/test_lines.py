@@ -29,6 +29,7 @@ from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.rows import GroupRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
 from tests.store.builders import (
+    build_branched_rollout,
     build_failed_rollout,
     build_group,
     build_rollout,
@@ -111,6 +112,26 @@ def test_stats_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> N
     assert first.entropies == [0.5, 1.5, None, None, 2.5]
     assert first.marks == [0, 1, None, None, 2]
     assert (second.weights, second.marks) == ([5.0, 6.0, 7.0], [0, 1, 2])
+
+
+def test_branches_stand_below_their_rollout_each_with_its_own_turns_tokens_and_stats() -> None:
+    branched = build_branched_rollout("g7-r0")
+    own = build_sample(7, branched, 0.5, advantage=1.25)
+    second = replace(own, rollout_id="g7-r0.b2", advantage=-1.0, reward=0.75)
+    (rollout,) = _row(build_group(7, [branched]), [own, second], stats={"g7-r0.b2": build_stats(2)}).rollouts
+    assert (rollout.num_tokens, len(rollout.completion_ids), rollout.weights) == (7, 3, None)
+    first, other = rollout.branches
+    assert [path.rollout_id for path in rollout.paths] == ["g7-r0", "g7-r0.b1", "g7-r0.b2"]
+    assert [path.parent for path in rollout.paths] == [None, "g7-r0", "g7-r0.b1"]
+    assert [path.started_at for path in rollout.paths] == [100.0, 101.0, 102.0]
+    assert (first.reward, first.advantage, other.reward, other.advantage) == (0.25, None, 0.75, -1.0)
+    assert (other.num_tokens, other.prompt_ids, other.completion_ids) == (2, [1, 2, 3], [8, 9])
+    assert (other.mask, other.logprobs, other.versions) == ([1, 1], [-0.25, -0.25], [0, 0])
+    assert (other.trainer_logprobs, other.weights, first.weights) == ([-1.0, -1.5], [1.0, 2.0], None)
+    assert [message.content for message in other.reset_messages or ()] == ["ask b2"]
+    assert [message.content for message in other.messages] == ["nine"]
+    assert other.turns[0].finish_reason is FinishReason.STOP
+    assert other.status is rollout.status
 
 
 @pytest.mark.parametrize("name", ["logprobs", "proximal_logprobs", "weights", "entropies", "flags"])

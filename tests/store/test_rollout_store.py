@@ -104,7 +104,7 @@ def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
     ]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"schema":3,"se'])
+@pytest.mark.parametrize("content", [b"", b'{"schema":4,"se'])
 def test_a_block_without_a_whole_line_is_removed_and_its_name_not_used_again(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FIRST_BLOCK).write_bytes(content)
     assert _ids(tmp_path) == []

@@ -180,7 +180,7 @@ def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: P
         os.kill(writer.pid, signal.SIGKILL)
     newest = max(folder.glob("*.jsonl"), default=None) or folder / f"block-{10**6:012d}.jsonl"
     with newest.open("ab") as file:
-        file.write(b'{"schema":3,"seq":99,"gr')
+        file.write(b'{"schema":4,"seq":99,"gr')
     with RolloutTable.open(folder) as table:
         counts = table.count()
         assert counts.groups >= 31
@@ -210,7 +210,7 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
         assert ["100 bytes are left out" in note for note in table.notes] == [True]
 
 
-@pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":3}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
+@pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":4}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
 def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: bytes) -> None:
     write_groups(tmp_path, 0, 1, 2)
     (path,) = tmp_path.glob("*.jsonl")
@@ -286,8 +286,8 @@ def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
 def test_stores_of_other_versions_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path, 0)
     (path,) = tmp_path.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"schema":3', b'"schema":9'))
-    with pytest.raises(RunError, match=r"has format 9 .*this version reads 3"):
+    path.write_bytes(path.read_bytes().replace(b'"schema":4', b'"schema":9'))
+    with pytest.raises(RunError, match=r"has format 9 .*this version reads 4"):
         RolloutTable.open(tmp_path)
 
 

@@ -22,6 +22,7 @@ from tests.store.builders import (
     OpenStore,
     append,
     append_simple,
+    build_branched_rollout,
     build_failed_rollout,
     build_group,
     build_rollout,
@@ -206,3 +207,23 @@ def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_roll
     assert "user: count to 3" in page("count to 3", "count to 3")
     assert 'add({"a": 1})' in page("count to 3")
     assert "user: what is 1 + 1?" in page("count to 3", "count to 4")  # each its own: the data's prompt stands for all
+
+
+def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: Path, open_store: OpenStore) -> None:
+    row = _stored(tmp_path, open_store, build_group(7, [build_branched_rollout("g7-r0")]))
+    with RolloutTable.open(tmp_path) as table:
+        group, branch = table.rollout("g7-r0.b2")
+    page = _render(rollout_page(row, row.rollouts[0], "no tokenizer"))
+    tree = page[page.index("calls in all branches") :].splitlines()[1:7]
+    assert [line.rstrip() for line in tree] == [
+        "  g7-r0 · 1 call · 3 tokens · reward -",
+        "    +0.5 s · 0.5 s · 3 tokens · stop · user: what is 1 + 1? → two",
+        "    g7-r0.b1 · 1 call · 2 tokens · reward 0.250 · behind 3 tokens",
+        "      +1.0 s · 0.5 s · 2 tokens · stop · user: ask b1 → one",
+        "      g7-r0.b2 · 1 call · 2 tokens · reward - · behind 3 tokens",
+        "        +2.0 s · 0.5 s · 2 tokens · stop · user: ask b2 → nine",
+    ]
+    own_page = _render(rollout_page(group, branch, "no tokenizer"))
+    assert "rollout g7-r0.b2" in own_page
+    assert "ask b2" in own_page
+    assert "calls in all branches" not in own_page

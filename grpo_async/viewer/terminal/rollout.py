@@ -19,8 +19,19 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin
 from grpo_async.store import GroupRow, RolloutRow, TurnRow
+from grpo_async.store.rows import root_id
 from grpo_async.utils.text import duration
-from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, versions
+from grpo_async.viewer.format import (
+    STATUS_STYLES,
+    call_text,
+    call_tree,
+    count,
+    number,
+    or_dash,
+    prompt_of,
+    signed,
+    versions,
+)
 from grpo_async.viewer.safe_text import one_line, quoted
 from grpo_async.viewer.terminal.base import RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.lines import Line, PageView, Span, flow_text, flow_tokens
@@ -152,6 +163,11 @@ class RolloutPage:
         if not rollout.turns:
             yield Line()
             yield from flow_text("nothing was generated", width, style="dim italic")
+        if rollout.branches:
+            yield self._heading("calls in all branches; b shows the next one")
+            for each in call_tree(self.group, rollout):
+                style = "bold" if each.is_path else ""
+                yield from flow_text(each.text, width, indent=_INDENT * (each.depth + 1), style=style)
 
     def _heading(self, text: str, fold: str = "") -> Line:
         shown = one_line(text, self.width - 4)
@@ -219,6 +235,7 @@ class RolloutScreen(RowScreen):
         ),
         key("T", "fold_all", "unfold everything, or fold it"),
         key("m", "prompt", "the whole prompt, or its first lines", "prompt"),
+        key("b", "branch", "the next branch of an agent that changed its history, then the rollout again", "branch"),
     ]
     TITLE_OF_HELP = "A rollout"
 
@@ -242,13 +259,16 @@ class RolloutScreen(RowScreen):
         self.watch(self.page, "cursor", self._show_details)
 
     def show_row(self, group: GroupRow) -> None:
-        self._unfolded = frozenset()
-        self._rollout = next(each for each in group.rollouts if each.rollout_id == self.rollout_id)
+        self._show(group, next(each for each in group.rollouts if each.rollout_id == self.rollout_id))
+
+    def _show(self, group: GroupRow, rollout: RolloutRow) -> None:
+        """The rollout, or one of its branches."""
+        self._rollout, self._unfolded = rollout, frozenset()
         self._lay_out()
         self.page.action_end(-1)
         self._show_details(self.page.cursor)  # of another rollout, perhaps at the same place
         self._recolour()
-        self.query_one("#head", Static).update(_head(group, self._rollout))
+        self.query_one("#head", Static).update(_head(group, rollout))
 
     def on_resize(self) -> None:
         self._lay_out()
@@ -321,8 +341,19 @@ class RolloutScreen(RowScreen):
 
     # -- onwards
 
+    def action_branch(self) -> None:
+        if self.group is None or self._rollout is None:
+            return
+        paths = next(each for each in self.group.rollouts if each.rollout_id == self.rollout_id).paths
+        if len(paths) == 1:
+            self.notify("this rollout has no branches")
+            return
+        at = next(i for i, path in enumerate(paths) if path.rollout_id == self._rollout.rollout_id)
+        self._show(self.group, paths[(at + 1) % len(paths)])
+
     def subject(self) -> tuple[str, list[str]] | None:
-        return self.rollout_id, ["--rollout", self.rollout_id]
+        shown = self.rollout_id if self._rollout is None else self._rollout.rollout_id
+        return shown, ["--rollout", shown]
 
 
 def _style(name: str, is_dark: bool) -> Style:
@@ -336,10 +367,10 @@ def _style(name: str, is_dark: bool) -> Style:
 
 
 def _head(group: GroupRow, rollout: RolloutRow) -> Text:
-    index = next(i for i, each in enumerate(group.rollouts) if each.rollout_id == rollout.rollout_id)
+    index = next(i for i, each in enumerate(group.rollouts) if each.rollout_id == root_id(rollout.rollout_id))
     text = Text.assemble(
         (f"rollout {one_line(rollout.rollout_id, 40)}", "bold"),
-        f" ({index + 1} of {len(group.rollouts)})  group {group.group_id} ",
+        f" ({'' if rollout.parent is None else 'a branch, '}{index + 1} of {len(group.rollouts)})  group {group.group_id} ",
         (group.status.value, STATUS_STYLES.get(group.status, "")),
         f"  step {or_dash(group.step)}  ",
         (rollout.status.value, STATUS_STYLES.get(rollout.status, "")),

@@ -26,13 +26,13 @@ from starlette.staticfiles import StaticFiles
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
 from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.query_names import HELP, NAMES
-from grpo_async.store.rows import GroupRow, RolloutRow
+from grpo_async.store.rows import GroupRow, RolloutRow, root_id
 from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.differences import differences
-from grpo_async.viewer.format import conversation
+from grpo_async.viewer.format import call_tree, conversation
 from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.safe_text import visible
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
@@ -168,7 +168,7 @@ def _find_rollout(source: Source, question: Question) -> tuple[GroupRow, Rollout
             group, _ = table.rollout(wanted, with_superseded=question.superseded)
     except RunError as error:
         raise NotFoundError(str(error)) from error
-    rollout = next((each for each in group.rollouts if each.rollout_id == wanted), None)
+    rollout = group.path(wanted)
     if rollout is None:
         raise NotFoundError(f"the group with seq {group.seq} has no rollout {wanted}")
     return group, rollout
@@ -180,9 +180,15 @@ def _described(source: Source, group: GroupRow, rollout: RolloutRow) -> dict[str
 
 
 def _rollout(source: Source, question: Question) -> dict[str, Any]:
-    """One rollout with all its tokens."""
+    """One rollout, or a branch of one, with all its tokens; `tree` has the calls of all branches, where there are any."""
     group, rollout = _find_rollout(source, question)
-    return {**_described(source, group, rollout), "tokens": token_view(rollout, source.texts())}
+    root = group.path(root_id(rollout.rollout_id)) or rollout
+    return {
+        **_described(source, group, rollout),
+        "root": root.rollout_id,
+        "tree": list(call_tree(group, root)) if root.branches else [],
+        "tokens": token_view(rollout, source.texts()),
+    }
 
 
 def _compare(source: Source, question: Question) -> dict[str, Any]:
@@ -279,7 +285,8 @@ def _without_rollouts(group: GroupRow) -> dict[str, Any]:
 
 
 def _without_tokens(rollout: RolloutRow) -> dict[str, Any]:
-    return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__ if name not in _TOKEN_FIELDS}
+    left_out = {*_TOKEN_FIELDS, "branches"}
+    return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__ if name not in left_out}
 
 
 def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from grpo_async.viewer.terminal.lines import PageView
 from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode
 from grpo_async.viewer.token_text import TokenTexts
-from tests.store.builders import OpenStore, append, build_group, build_rollout, build_sample
+from tests.store.builders import (
+    OpenStore,
+    append,
+    build_branched_rollout,
+    build_group,
+    build_rollout,
+    build_sample,
+)
 from tests.support.stored import read_groups
 from tests.viewer.support import byte_tokenizer
 from tests.viewer.terminal.support import SIZES, drive, on, press, shown
@@ -197,3 +204,20 @@ def test_every_token_is_on_the_unfolded_page_once_in_its_turn_and_details_say_wh
     assert {details[name] for name in ("trainer", "proximal", "ratio", "weight", "entropy")} == {"-"}
     assert details["flags"].startswith("not recorded")
     assert details["sampler"] == "-0.2500 (77.9%)"
+
+
+def test_b_goes_through_the_branches_of_an_agent(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path / "rollouts")
+    append(store, build_group(7, [build_branched_rollout("g7-r0")]), [], GroupStatus.FILTERED, 1)
+    store.flush()
+
+    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
+        await press(pilot, "enter", "enter")
+        assert "g7-r0.b1 · 1 call · 2 tokens · reward 0.250 · behind 3 tokens" in shown(app)
+        await press(pilot, "b")
+        assert "rollout g7-r0.b1 (a branch, 1 of 1)" in shown(app)
+        assert "ask b1" in shown(app)
+        await press(pilot, "b", "b")
+        assert "rollout g7-r0 (1 of 1)" in shown(app)
+
+    drive(tmp_path, scenario, size=(140, 45))

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index, Sql
@@ -27,6 +28,7 @@ from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_own_port, _open_in_browser, listen, own_port, serve
 from grpo_async.viewer.web.sources import Library
+from tests.store.builders import build_branched_rollout, build_group
 from tests.viewer.web.serving import (
     HOSTILE,
     LIMIT_S,
@@ -402,3 +404,17 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(tmp_path: Path, monkeyp
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
     assert "no browser" in said[0]
+
+
+def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:
+    with RolloutStore(tmp_path / "run" / "rollouts", seals_at_close=False) as store:
+        store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
+    with serving(tmp_path / "run") as inspector:
+        whole = inspector.json("api/rollout", run="run", id="g7-r0")
+        branch = inspector.json("api/rollout", run="run", id="g7-r0.b1")
+        assert inspector.get("api/rollout", run="run", id="g7-r0.b9").status_code == 404
+    assert [line["rollout_id"] for line in whole["tree"] if line["is_path"]] == ["g7-r0", "g7-r0.b1", "g7-r0.b2"]
+    assert (whole["root"], branch["root"], branch["rollout"]["parent"]) == ("g7-r0", "g7-r0", "g7-r0")
+    assert branch["tokens"]["completion_ids"] == [8, 9]
+    assert branch["summaries"][0]["rollout_id"] == "g7-r0"
+    assert "branches" not in whole["rollout"]

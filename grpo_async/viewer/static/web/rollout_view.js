@@ -12,8 +12,8 @@ const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
 
 export async function rolloutView({ main, parameters, signal }) {
   const { run, id, seq, superseded } = parameters;
-  const { group, rollout, summaries, tokens: data } = await get("rollout", { run, id, seq, superseded }, signal);
-  const at = summaries.findIndex((each) => each.rollout_id === rollout.rollout_id);
+  const { group, rollout, root, tree, summaries, tokens: data } = await get("rollout", { run, id, seq, superseded }, signal);
+  const at = summaries.findIndex((each) => each.rollout_id === root);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
   const modes = data.modes.map((each) => each.name);
@@ -69,6 +69,17 @@ export async function rolloutView({ main, parameters, signal }) {
     ];
   }
 
+  /** The calls of all branches; each branch is a link to its own page. */
+  function drawTree() {
+    const line = (each) =>
+      h(
+        "li",
+        { class: "small", vars: { "--depth": each.depth } },
+        each.is_path ? link(address("rollout", { run, id: each.rollout_id, seq: group.seq, superseded }), oneLine(each.text)) : oneLine(each.text),
+      );
+    return h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Calls in all branches")), h("ul", { class: "call-tree" }, tree.map(line)));
+  }
+
   function drawTurn(turn, index, { first, sampled, last }) {
     const level = turn.finish_reason === "stop" ? "" : "warning";
     return h(
@@ -117,6 +128,7 @@ export async function rolloutView({ main, parameters, signal }) {
       ["Rollout ", text(rollout.rollout_id)],
       badge(rollout.status),
       supersededBadge(summary),
+      rollout.parent ? hint("a branch of ", link(address("rollout", { run, id: root, seq: group.seq, superseded }), oneLine(root)), ", ") : null,
       hint("of ", link(groupAddress, `group ${group.group_id}`), " ", badge(group.status)),
       spacer(),
       button("‹", () => goTo(-1), { disabled: at <= 0, title: "the one before in its group ([)" }),
@@ -125,7 +137,7 @@ export async function rolloutView({ main, parameters, signal }) {
       copyLink(),
     ),
     rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
-    h("div", { class: "columns" }, h("div", {}, tools, body), aside({ run, superseded, group, rollout, summary, summaries, ids: data.completion_ids })),
+    h("div", { class: "columns" }, h("div", {}, tools, body, tree.length ? drawTree() : null), aside({ run, superseded, group, rollout, summary, summaries, ids: data.completion_ids })),
     tokens.tip,
   );
   drawBody();
