@@ -238,7 +238,7 @@ class _Findings:
         self.notes.extend(loaded.notes)
         return loaded.train, loaded.evaluation
 
-    # ---- tools, environments, the rollout function ----
+    # ---- tools, environments, the rollout function, the agent ----
 
     def check_participants(self, train: Rows | None, held_out: Rows | None) -> Participants | None:
         """Against the rows of each source; None when one cannot be used."""
@@ -253,18 +253,40 @@ class _Findings:
                     "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s "
                     "and tool_calling are not used"
                 )
+            self.check_agent(participants)
             if participants.environments is not None:
                 for key, rows in {"data.train": train, "evaluation.data": held_out}.items():
                     found = participants.environments.check_rows(rows or ())
                     self.problems.extend(f"{key}, {problem}" for problem in found)
         return participants
 
+    def check_agent(self, participants: Participants) -> None:
+        """What a run with an agent does, and where the endpoint listens."""
+        section, rollout = self.config.rollout.agent, self.config.rollout
+        if section is None or participants.agent is None:
+            return
+        what = section.function or section.environment or f"the command {' '.join(section.command or ())}"
+        where = " in the sandbox" if section.sandbox else ""
+        self.notes.append(
+            f"rollout.agent: {what} makes the rollouts{where}, {rollout.group_size} of each row, "
+            f"{participants.agent.max_concurrent} at once, each in at most {section.timeout_s:g} s; it calls the model at an "
+            f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
+            "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
+        )
+        if rewards := [reward.name or reward.function for reward in self.config.rewards]:
+            self.notes.append(
+                f"rollout.agent: its own reward (`agent`, weight {section.reward_weight:g}) is added to that of "
+                f"{', '.join(rewards)}; where its result has none, they judge alone"
+            )
+        if problem := _cannot_bind(section.host, section.port):
+            self.problems.append(f"rollout.agent.host: {problem}; it is where the endpoint is to listen")
+
     def measured_prompts(self, rows: Rows | None) -> list[Prompt]:
-        """Evenly over the data; none where a rollout function makes its own."""
+        """Evenly over the data; none where a rollout function or an agent makes its own."""
         from grpo_async.data import make_prompt
 
         prompts: list[Prompt] = []
-        if rows and self.config.rollout_function is None:
+        if rows and self.config.rollout_function is None and self.config.rollout.agent is None:
             with self.collecting():
                 chosen = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED)))
                 prompts += [make_prompt(row, 0, self.config.data.train.system_prompt) for row in chosen]
@@ -317,21 +339,19 @@ class _Findings:
         if rows:
             self.problems.extend(reward_problems(config, rewards, rows[0]))
         environments = participants.environments if participants else None
-        of_environments = environments.reward_weights.keys() if environments is not None else set()
+        own = participants.reward_weights.keys() if participants is not None else set()
         names = {reward.name for reward in rewards}
         if not rewards and environments is not None and not environments.all_have_rewards:
             self.problems.append(
                 "rewards: there are none, and not every environment has a `get_reward`; name at least one"
             )
         self.problems.extend(
-            f"rewards: `{name}` is also the reward of an environment; give the function a `name`"
-            for name in sorted(of_environments & names)
+            f"rewards: `{name}` is also the reward of an environment or of the agent; give the function another `name`"
+            for name in sorted(own & names)
         )
         best = config.checkpoint.best_metric
-        if best.partition("/")[0] == "rewards" and best.split("/")[1:2] not in [
-            [name] for name in names | of_environments
-        ]:
-            known = sorted(names | of_environments)
+        if best.partition("/")[0] == "rewards" and best.split("/")[1:2] not in [[name] for name in names | own]:
+            known = sorted(names | own)
             self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; there are {known}")
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.collecting(f"reward {reward.name!r}: "):
@@ -370,12 +390,21 @@ class _Findings:
         except ConfigError as error:  # the server may still be about to come
             self.notes.append(str(error))
             return
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((host, 0))
-            except OSError as error:
-                where = f"{host} cannot be bound on this machine ({error})"
-                self.problems.append(f"weights.host: {where}; it is the trainer's own address")
+        if problem := _cannot_bind(host):
+            self.problems.append(f"weights.host: {problem}; it is the trainer's own address")
+
+
+def _cannot_bind(host: str, port: int = 0) -> str:
+    """Why nothing can listen at an address; "" where it can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as a server: a port that was in use a moment ago is free
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return f"{host}{f' port {port}' if port else ''} cannot be bound on this machine ({error})"
+    return ""
 
 
 def _no_cuda() -> str:
@@ -404,7 +433,7 @@ def _is_small(source: Source) -> bool:
 def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
     """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
     function would get."""
-    if config.rollout_function is not None:
+    if config.rollout_function is not None or config.rollout.agent is not None:
         return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
     hidden = [

@@ -84,12 +84,12 @@ class PreflightContext:
 
     @cached_property
     def rendered_prompts(self) -> list[list[int]]:
-        """Token ids of the prompts as rollouts begin with them; empty where a rollout function makes its own.
+        """Token ids of the prompts as rollouts begin with them; empty where a rollout function or an agent makes its own.
 
         Raises:
             ChatError: the chat template refuses a prompt.
         """
-        if self.config.rollout_function is not None:
+        if self.config.rollout_function is not None or self.config.rollout.agent is not None:
             return []
         tools = self.tool_sets[0] if len(self.tool_sets) == 1 else ()
         return [

@@ -117,6 +117,8 @@ def _notes(config: ExperimentConfig, prompts: Sequence[Prompt], gold_column: str
         )
     if config.environments:
         notes.append("The rewards of environments (`get_reward`) are not checked here.")
+    if config.rollout.agent is not None:
+        notes.append("The reward that the agent gives itself is not checked here.")
     return notes
 
 
@@ -133,8 +135,9 @@ def _without_those_that_need_a_run(
         lack = function.lack(prompts[0].columns, has_environments=bool(config.environments))
         if function.needs_environments and config.environments:
             notes.append(f"{function.name} is skipped: it needs `environments`, which only a rollout has.")
-        elif lack is not None and config.rollout_function is not None:
-            notes.append(f"{function.name} is skipped: it {lack}; your rollout function may return them.")
+        elif lack is not None and (config.rollout_function is not None or config.rollout.agent is not None):
+            maker = "rollout function" if config.rollout_function is not None else "agent"
+            notes.append(f"{function.name} is skipped: it {lack}; your {maker} may return them.")
         elif lack is not None:
             problems.append(f"reward {function.name!r} {lack}")
         else:

@@ -13,7 +13,7 @@ def prepare_quickstart(
         str,
         typer.Option(
             "--task",
-            help="think (quickstart.yaml), tool (tools.yaml), game (environment.yaml), code (code.yaml) or "
+            help="think (quickstart.yaml), tool (tools.yaml, agent.yaml), game (environment.yaml), code (code.yaml) or "
             "reasoning_gym (reasoning-gym.yaml).",
         ),
     ] = "think",

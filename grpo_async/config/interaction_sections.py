@@ -1,15 +1,16 @@
-"""What takes part in a rollout beside the policy, and what judges it: tools, environments, rollout functions, rewards.
+"""What takes part in a rollout beside the policy, and what judges it: tools, environments, rollout functions, agents, rewards.
 
-All of it is the user's code, named as `module:attribute`.
+All of it is the user's code, named as `module:attribute`; an agent may also be a command, or an environment of a library.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, StringConstraints, model_validator
 
-from grpo_async.config.base import Count, Processes, Reference, Seconds, StrictModel, Weight
+from grpo_async.config.base import Count, FilePath, Host, Processes, Reference, Seconds, StrictModel, Weight
+from grpo_async.config.server_sections import TlsOptions
 
 
 class ToolSection(StrictModel):
@@ -57,6 +58,78 @@ class RolloutFunctionSection(StrictModel):
     """Calls that may run at once, each in a thread of its own."""
     timeout_s: Seconds = 300.0
     """Time limit of one call; then its groups fail, and its `trainer` answers no more."""
+
+
+class AgentSection(StrictModel):
+    """Exactly one of `function`, `command` and `environment`. Whichever it is, it calls the model at an endpoint that speaks
+    the APIs of OpenAI and Anthropic."""
+
+    function: Reference | None = None
+    """`module:attribute` of `run(row, client, **arguments) -> float | dict | None`, sync or async. `client` has `base_url`,
+    `api_key`, `model` and `openai`, a ready client of that package (AsyncOpenAI for an async function). It returns its reward, or a
+    dict with `reward` and what else reward functions are to get, or nothing where they judge alone."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """A process for each rollout, without a shell: [node, agent.js]. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY, and the row as JSON on stdin; the last line of its stdout is its result, as JSON."""
+    environment: Annotated[str, StringConstraints(pattern=r"^(verifiers|openenv|nemo_gym):.+")] | None = None
+    """An environment of a library: `verifiers:NAME`, `openenv:URL` or `openenv:MODULE`, `nemo_gym:NAME`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the function, or of the environment."""
+    timeout_s: Seconds = 300.0
+    """Time limit of one rollout; then it fails, its key is refused, and its process is killed with all that it started."""
+    max_concurrent: Count | None = None
+    """Most agents that run at once; null = `rollout.max_in_flight`."""
+    reward_weight: Weight = 1.0
+    """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
+    host: Host = "127.0.0.1"
+    """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Of the endpoint; 0 = a free one."""
+    tls: TlsOptions | None = None
+    """Certificate and key of the endpoint, which then speaks HTTPS only. `client.openai` of a function trusts `authority`, else the
+    certificate; any other client has to be told."""
+    sandbox: bool = False
+    """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
+    files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
+    packages. Takes Linux with user namespaces."""
+    read_paths: list[FilePath] = Field(default_factory=list)
+    """Further files and folders that a command in the sandbox may read, under the same paths."""
+    memory_mb: int | None = Field(default=None, ge=16)
+    """Most memory, in MiB, that each process of a command may allocate; null = no limit, in the sandbox 2048."""
+    max_output_kb: int = Field(default=1024, ge=1, le=1 << 20)
+    """Most that a command may write to stdout; then it is killed. Of stderr the end is kept."""
+
+    @property
+    def kind(self) -> Literal["function", "command", "environment"]:
+        """Which of the three it is."""
+        return "function" if self.function is not None else "command" if self.command is not None else "environment"
+
+    @model_validator(mode="after")
+    def _is_one_kind_of_agent(self) -> Self:
+        named = [name for name in ("function", "command", "environment") if getattr(self, name) is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"an agent is one of function, command and environment; {' and '.join(named) or 'none of them'} is set"
+            )
+        if self.command is not None and self.arguments:
+            raise ValueError("arguments: a command has none; write them into `command`")
+        # compared with the defaults, for the configuration that a run writes down names every setting
+        fields = type(self).model_fields
+        of_commands = ("sandbox", "read_paths", "memory_mb", "max_output_kb") if self.command is None else ()
+        for name in of_commands:
+            if getattr(self, name) != fields[name].get_default(call_default_factory=True):
+                raise ValueError(f"{name}: applies to the process of a `command` only; leave it out")
+        if self.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+            raise ValueError(
+                f"host: {self.host} is no address that an agent could connect to; write one of this machine"
+            )
+        if self.read_paths and not self.sandbox:
+            raise ValueError("read_paths: without `sandbox: true` a command may read everything; leave it out")
+        if self.tls is not None and self.tls.certificate is None:
+            raise ValueError("tls: the endpoint needs a certificate and its key; set both")
+        if self.tls is not None and self.sandbox:
+            raise ValueError("tls: a command in the sandbox reaches the endpoint without a network; leave it out")
+        return self
 
 
 class RewardSection(StrictModel):

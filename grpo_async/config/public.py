@@ -1,7 +1,7 @@
 """What of a configuration may leave this machine: into a model card that people upload, and to trackers on the web.
 
 A value that was written as `${NAME}` stands resolved in a configuration, and it may be a secret. Such values are for the user's
-code (keys that end in "arguments"), or they say where a run is and whom it talks to.
+code (keys that end in "arguments", an agent's command), or they say where a run is and whom it talks to.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 
 _LEFT_OUT = {"launch", "inference", "tracking"}
+_OF_AN_AGENT = {"command", "environment", "host", "port", "tls", "read_paths"}
 _HIDDEN = "..."
 
 
 def public_config(config: ExperimentConfig) -> dict[str, Any]:
     """The configuration in plain JSON types, without `launch`, `inference` and `tracking`, and with "..." for each value of
-    `arguments`.
+    `arguments` and of what says how an agent is started and where.
 
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "sk-1"}}]} ->
     {"rewards": [{"function": "mine:judge", "arguments": {"api_key": "..."}}]}
@@ -32,7 +33,11 @@ def public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def _public(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _hidden(below) if key.endswith("arguments") else _public(below) for key, below in value.items()}
+        found = {key: _hidden(below) if key.endswith("arguments") else _public(below) for key, below in value.items()}
+        if isinstance(agent := found.get("agent"), dict):
+            hidden = {key: _HIDDEN for key in _OF_AN_AGENT if agent.get(key)}
+            found["agent"] = agent | hidden
+        return found
     if isinstance(value, list):
         return [_public(below) for below in value]
     return value

@@ -38,14 +38,14 @@ _SET_BY_US = {
 
 def conflicts(config: ExperimentConfig) -> list[str]:
     """What does not go together in this experiment; empty when everything does."""
-    parts = (_of_the_pipeline, _of_the_loss, _of_evaluation, _of_machines)
+    parts = (_of_the_pipeline, _of_the_agent, _of_the_loss, _of_evaluation, _of_machines)
     return [problem for part in parts for problem in part(config)]
 
 
 def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
     """Rollouts, their time limits, batches, servers."""
     rollout, training, inference = config.rollout, config.training, config.inference
-    if not config.rewards and not config.environments:
+    if not config.rewards and not config.environments and rollout.agent is None:
         yield ("rewards: there are none; name at least one, or an environment that has a `get_reward`")
     if config.rollout_function is not None and (config.tools or config.environments):
         yield (
@@ -78,6 +78,8 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
     limits |= {f"environments.{name}.timeout_s": section.timeout_s for name, section in config.environments.items()}
     if config.rollout_function is not None:
         limits["rollout_function.timeout_s"] = config.rollout_function.timeout_s
+    if rollout.agent is not None:
+        limits["rollout.agent.timeout_s"] = rollout.agent.timeout_s
     for path, limit_s in limits.items():
         if limit_s >= training.queue_timeout_s:
             yield (
@@ -130,6 +132,21 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
         name = argument.split("=", 1)[0]
         if name in _SET_BY_US:
             yield (f"inference.vllm.extra_args: {name} is set by grpo-async; {_SET_BY_US[name]}")
+
+
+def _of_the_agent(config: ExperimentConfig) -> Iterator[str]:
+    """What an agent of the user's cannot be combined with."""
+    agent = config.rollout.agent
+    if agent is None:
+        return
+    reasons = {
+        "tools": "the agent calls its own tools, and sends the model their schemas with each request",
+        "environments": "the agent acts in its own; one of a library is `rollout.agent.environment`",
+        "rollout_function": "each of the two makes whole rollouts",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name):
+            yield f"rollout.agent.{agent.kind}: `{name}` would not be used beside an agent: {reason}; remove one of the two"
 
 
 def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `rules`.
 Elsewhere: `model_sections` (model, optimizer), `data_sections` (data, evaluation), `interaction_sections` (tools, environments,
-rollout function, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `record_sections` (record,
-tracking).
+rollout function, agent, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `record_sections`
+(record, tracking).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, StringConstraints, field_validator
 
 from grpo_async.config.base import Count, FilePath, Processes, Seconds, Seed, StrictModel
+from grpo_async.config.interaction_sections import AgentSection
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
@@ -61,6 +62,8 @@ class RolloutSection(StrictModel):
     """Wall time of one rollout; then it fails and its group goes on with the survivors."""
     shutdown_timeout_s: Seconds = 10.0
     """Time the rollout thread has to end its tasks when the run stops."""
+    agent: AgentSection | None = None
+    """An agent of yours, which calls the model over HTTP, as the rollout: no tools, no environments, any framework."""
 
 
 class TrainingSection(StrictModel):

@@ -7,6 +7,7 @@
 |-----------------|--------------------------------------------------------|----------------------------|
 | `think`         | to work a sum out in <think> before answering          | configs/quickstart.yaml    |
 | `tool`          | to ask a calculator, in a conversation of two turns    | configs/tools.yaml         |
+|                 | the same, by an agent (agent.py)                       | configs/agent.yaml         |
 | `game`          | to search in a guessing game, an environment           | configs/environment.yaml   |
 | `code`          | to write Python that passes tests in a sandbox         | configs/code.yaml          |
 | `reasoning_gym` | to work out a task whose rows a package makes          | configs/reasoning-gym.yaml |

@@ -1,4 +1,4 @@
-"""Who takes part in a rollout beside the policy: tools, environments, or a rollout function in place of all of them."""
+"""Who takes part in a rollout beside the policy: tools, environments, or a rollout function or an agent in place of all of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from grpo_async.agents.agent import Agent
+from grpo_async.agents.command import load_command_agent
+from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Prompt
+from grpo_async.records import AGENT_REWARD, Prompt
+from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_output import OutputReader
@@ -36,6 +40,7 @@ class Participants:
     tools: Sequence[Tool]
     environments: Environments | None
     function: Callable[..., Any] | None
+    agent: AgentHost | None = None
 
     def schemas_for(self, columns: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Tools that the model is offered in rollouts of a row with these columns."""
@@ -51,6 +56,13 @@ class Participants:
         return [[tool.schema for tool in self.tools]] if self.tools else []
 
     @property
+    def reward_weights(self) -> dict[str, float]:
+        """Weight, by name, of each reward that is none of a reward function."""
+        if self.agent is not None:
+            return {AGENT_REWARD: self.agent.section.reward_weight}
+        return self.environments.reward_weights if self.environments is not None else {}
+
+    @property
     def notes(self) -> list[str]:
         """What the user should know at start-up, each line once."""
         found: list[str] = []
@@ -61,12 +73,16 @@ class Participants:
         for tool, section in zip(self.tools, self.config.tools, strict=True):
             found += startup_notes(tool.function, section.arguments)
         found += startup_notes(self.function)
+        if self.agent is not None:
+            found += self.agent.agent.notes()
         return list(dict.fromkeys(found))
 
     async def aclose(self) -> None:
-        """Close the environments' instances."""
+        """Close the environments' instances, and the agent's endpoint."""
         if self.environments is not None:
             await self.environments.close()
+        if self.agent is not None:
+            await self.agent.aclose()
 
 
 def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> list[str]:
@@ -95,7 +111,7 @@ def token_counter(renderer: ChatRenderer, participants: Participants) -> Callabl
 
 
 def load_participants(config: ExperimentConfig) -> Participants:
-    """Import tools, environments and the rollout function; one instance of each environment is made.
+    """Import tools, environments, the rollout function and the agent; one instance of each environment is made.
 
     Raises:
         ConfigError: something cannot be found, imported or used; one line for each.
@@ -112,11 +128,12 @@ def load_participants(config: ExperimentConfig) -> Participants:
     tools = attempt(lambda: load_tools(config.tools)) or []
     environments = attempt(lambda: load_environments(config.environments, tools)) if config.environments else None
     function = attempt(lambda: _load_function(config))
+    agent = attempt(lambda: _load_agent(config))
     if problems:
         if environments is not None:
             asyncio.run(environments.close())
         raise ConfigError("\n".join(problems))
-    return Participants(config=config, tools=tools, environments=environments, function=function)
+    return Participants(config=config, tools=tools, environments=environments, function=function, agent=agent)
 
 
 def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
@@ -129,6 +146,23 @@ def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
     except TypeError as error:
         raise ConfigError(f"{where}: it is called as f(prompts, trainer), but: {error}") from error
     return function
+
+
+def _load_agent(config: ExperimentConfig) -> AgentHost | None:
+    section = config.rollout.agent
+    if section is None:
+        return None
+    max_concurrent = section.max_concurrent or config.rollout.max_in_flight
+    agent: Agent
+    if section.function is not None:
+        agent = load_function_agent(section, max_concurrent=max_concurrent)
+    elif section.command is not None:
+        agent = load_command_agent(section)
+    else:
+        raise ConfigError(
+            f"rollout.agent.environment: {section.environment}: environments of libraries cannot be used yet"
+        )
+    return AgentHost(agent, section, max_concurrent=max_concurrent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +192,16 @@ class ProducerParts:
         )
         if self.participants.function is not None:
             return self._function_producer(self.participants.function, settings, temperature, group_size)
+        if self.participants.agent is not None:
+            return AgentProducer(
+                self.participants.agent,
+                self.client,
+                self.renderer,
+                settings,
+                needs_reward=not config.rewards,
+                errors=self.errors,
+                tracks=self.timeline.slots(self.track),
+            )
         return ConversationProducer(
             self.client,
             self.renderer,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from grpo_async.sandbox.execution import SandboxError, SandboxLimits, SandboxResult, SandboxStatus
 from grpo_async.sandbox.restrictions import Capability, capabilities
-from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, startup_notes
+from grpo_async.sandbox.sandbox import REQUIRED, Sandbox, has_loopback, startup_notes
 
 __all__ = [
     "REQUIRED",
@@ -26,5 +26,6 @@ __all__ = [
     "SandboxResult",
     "SandboxStatus",
     "capabilities",
+    "has_loopback",
     "startup_notes",
 ]

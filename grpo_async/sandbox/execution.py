@@ -221,6 +221,8 @@ class Job:
     interpreter: Interpreter
     mechanisms: frozenset[str]
     pass_descriptors: Sequence[int] = ()
+    read_paths: Sequence[str] = ()  # what the code may read beside the interpreter; absolute, without links
+    loopback: int | None = None  # a Unix socket; see `inside.loopback`
 
     def plan(self, base: str) -> bytes:
         """What the launcher reads."""
@@ -233,12 +235,13 @@ class Job:
                 "python": self.interpreter.executable,
                 "flags": list(FLAGS),
                 "environment": self.interpreter.code_environment,
-                "read_paths": list(self.interpreter.read_paths),
+                "read_paths": [*self.interpreter.read_paths, *sorted(self.read_paths)],
                 "base": base,
                 "mount_point": tempfile.gettempdir(),
                 "code": self.code.encode("utf-8", "replace"),
                 "files": dict(self.files),
                 "keep_descriptors": list(self.pass_descriptors),
+                "loopback": self.loopback,
             }
         )
 
@@ -345,7 +348,12 @@ async def _start(job: Job, base: str, report_in: int, stack: contextlib.ExitStac
                 *command,
                 env=job.interpreter.launcher_environment,
                 cwd="/",
-                pass_fds=[plan.fileno(), report_in, *job.pass_descriptors],
+                pass_fds=[
+                    plan.fileno(),
+                    report_in,
+                    *job.pass_descriptors,
+                    *([] if job.loopback is None else [job.loopback]),
+                ],
                 start_new_session=True,
             )
     except OSError as error:

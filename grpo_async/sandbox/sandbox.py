@@ -28,6 +28,7 @@ class Sandbox:
         limits: most that each run may take.
         require: names of capabilities without which it refuses to work; see `restrictions`.
         with_site_packages: whether the code can import the packages of this environment (numpy, ...).
+        read_paths: further files and folders that it may read.
 
     Raises:
         ConfigError: a required capability is not to be had on this machine, or its name is unknown.
@@ -39,8 +40,10 @@ class Sandbox:
         *,
         require: Iterable[str] = REQUIRED,
         with_site_packages: bool = False,
+        read_paths: Sequence[str] = (),
     ) -> None:
         self.limits = limits or SandboxLimits()
+        self._read_paths = read_paths
         self._interpreter = find_interpreter(with_site_packages=with_site_packages)
         _check(require)
 
@@ -51,6 +54,7 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
+        loopback: int | None = None,
     ) -> SandboxResult:
         """Run code as the main program of a fresh interpreter. Cancelling it kills the code and all its processes first.
 
@@ -61,6 +65,8 @@ class Sandbox:
             stdin: all that it can read from its standard input.
             files: content by path relative to the working directory, which holds nothing else.
             pass_descriptors: file descriptors that it gets beside its three streams, under the same numbers.
+            loopback: descriptor of a Unix socket. The code may then use sockets, and reaches one address, the port of
+                `inside.loopback`: the socket that listens there comes through this one. Takes namespaces (`has_loopback`).
 
         Raises:
             SandboxError: the sandbox failed; whatever the code does is a result.
@@ -77,8 +83,16 @@ class Sandbox:
             interpreter=self._interpreter,
             mechanisms=findings().mechanisms,
             pass_descriptors=pass_descriptors,
+            read_paths=self._read_paths,
+            loopback=loopback,
         )
         return (await execute(job))[0]
+
+
+def has_loopback() -> bool:
+    """Whether code in the sandbox can have a network of its own on this machine, in which it reaches its owner and nobody else.
+    Without namespaces it has no sockets at all."""
+    return "namespaces" in findings().mechanisms
 
 
 def _check(require: Iterable[str]) -> None:

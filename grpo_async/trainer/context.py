@@ -80,6 +80,7 @@ def build_context(
             config.inference.longest_startup_s,
             config.rollout.rollout_timeout_s,
             config.rollout_function.timeout_s if config.rollout_function else 0.0,
+            config.rollout.agent.timeout_s if config.rollout.agent else 0.0,
             config.weights.drain_timeout_s,
             config.weights.timeout_s,
             _MARGIN_S,

@@ -84,7 +84,7 @@ def load_rollout_inputs(
         advantage=config.advantage,
         train_zero_variance=config.rollout.zero_variance == "train",
         train_truncated=config.rollout.overlong == "train",
-        environment_weights=participants.environments.reward_weights if participants.environments else {},
+        environment_weights=participants.reward_weights,
         max_steps=config.training.max_steps,
         timeline=timeline,
     )

@@ -72,6 +72,28 @@ def test_a_function_named_like_an_environments_reward_is_refused(tmp_path: Path)
         check_inputs(config, engine=EMBEDDED)
 
 
+def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_path: Path) -> None:
+    reward = "grpo_async.rewards.text:exact_match"
+    agent = {"function": "grpo_async.quickstart.agent:run", "max_concurrent": 3}
+    config = make_config(tmp_path, rollout={"agent": agent}, rewards=[{"function": reward}])
+    notes = "\n".join(check_inputs(config, engine=EMBEDDED))
+    assert "rollout.agent: grpo_async.quickstart.agent:run makes the rollouts" in notes
+    assert "3 at once, each in at most 300 s; it calls the model at an endpoint on 127.0.0.1" in notes
+    assert "its own reward (`agent`, weight 1) is added to that of grpo_async.rewards.text:exact_match" in notes
+    for section, told in (
+        ({"function": "grpo_async.quickstart.agent:rnu"}, r"rollout\.agent\.function: .*did you mean that"),
+        ({"function": "no_such_module:run"}, r"rollout\.agent\.function: no_such_module:run: there is no module"),
+        ({"command": ["no-such-program"]}, r"there is no program 'no-such-program' on PATH"),
+        ({"command": ["true"], "host": "192.0.2.7"}, r"rollout\.agent\.host: 192\.0\.2\.7 cannot be bound"),
+    ):
+        broken = make_config(tmp_path, rollout={"agent": section}, rewards=[{"function": reward}])
+        with pytest.raises(ConfigError, match=told):
+            check_inputs(broken, engine=EMBEDDED)
+    twice = make_config(tmp_path, rollout={"agent": agent}, rewards=[{"function": reward, "name": "agent"}])
+    with pytest.raises(ConfigError, match="`agent` is also the reward of an environment or of the agent"):
+        check_inputs(twice, engine=EMBEDDED)
+
+
 def test_what_a_reward_requires_of_the_sandbox_is_checked_at_start(tmp_path: Path) -> None:
     reward = {"function": "grpo_async.rewards.code:code_tests", "arguments": {"require": ["telepathy"]}}
     rows = [{**_row(1), "tests": ["assert f(1) == 2"]}]

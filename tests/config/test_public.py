@@ -17,7 +17,7 @@ def _config() -> ExperimentConfig:
                 "train": {"type": "generator", "function": "a:rows", "arguments": {"login": {"password": SECRET}}}
             },
             "rewards": [{"function": "a:b", "weight": 2.0, "arguments": {"api_key": SECRET, "urls": [SECRET]}}],
-            "tools": [{"function": "a:search", "arguments": {"api_key": SECRET}}],
+            "rollout": {"agent": {"command": ["agent", f"--key={SECRET}"]}},
             "inference": {"urls": [f"http://{SECRET}"]},
             "tracking": [{"type": "wandb", "project": SECRET, "mode": "offline"}],
         }
@@ -40,5 +40,5 @@ def test_servers_launch_and_trackers_are_left_out_and_the_rest_stays() -> None:
     config = _config()
     public, whole = public_config(config), config.model_dump(mode="json")
     assert whole.keys() - public.keys() == {"launch", "inference", "tracking"}
-    for section in ("run", "training", "optimizer", "loss", "rollout"):
+    for section in ("run", "training", "optimizer", "loss"):
         assert public[section] == whole[section]

@@ -38,6 +38,30 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
         ({"loss": {"type": "cispo", "delta": 4.0}}, "delta"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
+        # agents
+        ({"rollout": {"agent": {}}}, "an agent is one of function, command and environment; none of them is set"),
+        ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "function and command is set"),
+        ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
+        ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "sandbox: applies to the process of a `command` only"),
+        ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
+        ({"rollout": {"agent": {"command": ["x"], "sandbox": True, "tls": TLS}}}, "reaches the endpoint without a network"),
+        ({"rollout": {"agent": {"function": "a:b", "tls": {"authority": "c"}}}}, "needs a certificate and its key"),
+        ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
+        ({"rollout": {"agent": {"environment": "gym:x"}}}, "rollout.agent.environment"),
+        ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
+        (
+            {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
+            "rollout.agent.command: `tools` would not be used beside an agent: the agent calls its own tools",
+        ),
+        (
+            {"rollout": {"agent": {"function": "a:b"}}, "environments": {"maze": {"factory": "a:B"}}},
+            "one of a library is `rollout.agent.environment`",
+        ),
+        (
+            {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
+            "`rollout_function` would not be used beside an agent: each of the two makes whole rollouts",
+        ),
+        ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
         ({"inference": {"urls": ["http://[::1]:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
@@ -113,6 +137,9 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
         {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
+        {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}, "tls": TLS}}, "rewards": []},
+        {"rollout": {"agent": {"command": ["x"], "sandbox": True, "read_paths": ["d"], "memory_mb": 64}}},
+        {"rollout": {"agent": {"environment": "verifiers:wordle"}}, "rewards": []},
     ],
 )
 def test_its_neighbours_are_allowed(sections: dict[str, Any]) -> None:

@@ -58,6 +58,10 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
         with report.problems("namespaces"):
             has_other_user = namespaces.enter()
             _die_with(plan["owner"])  # a change of credentials clears it
+            if plan["loopback"] is not None:
+                from grpo_async.sandbox.inside import loopback  # here: few runs need its imports
+
+                loopback.listen(plan["loopback"])
         child = _fork(report, lambda: _init(plan, report, has_other_user))
         _release_streams(plan)
         _wait_or_kill(child, plan, os.kill)
@@ -119,7 +123,11 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
             # Outside namespaces the kernel counts all that the user runs, and root not at all: only a user of its own can
             # be held to a number of threads.
             with_threads = in_namespaces or user is not None
-            seccomp.install(with_namespaces=in_namespaces, with_threads=with_threads)
+            seccomp.install(
+                with_namespaces=in_namespaces,
+                with_threads=with_threads,
+                with_sockets=in_namespaces and plan["loopback"] is not None,
+            )
     with report.problems("user" if "user" in mechanisms else "start"):  # another user may not reach the interpreter
         for descriptor in plan["keep_descriptors"]:
             os.set_inheritable(descriptor, True)

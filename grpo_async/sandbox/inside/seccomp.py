@@ -1,8 +1,9 @@
 """The system call filter: a list of what Python programs need. All else fails with "operation not permitted", and what is newer
 than this list with "no such call", which libraries know how to do without.
 
-Not on it: sockets (`socketpair` works), namespaces and mounts, looking into other processes, kernel modules and the like,
-io_uring (it would go round this filter), and memory that no limit counts (memfd, System V, message queues).
+Not on it: sockets (`socketpair` works; all work where the code has a loopback of its own), namespaces and mounts, looking into
+other processes, kernel modules and the like, io_uring (it would go round this filter), and memory that no limit counts (memfd,
+System V, message queues).
 With namespaces also what these make harmless: new processes, signals to others, changes to others' files.
 """
 
@@ -97,23 +98,27 @@ _WITH_NAMESPACES = """
     setxattr 188 5               lsetxattr 189 6              fsetxattr 190 7              removexattr 197 14
     lremovexattr 198 15          fremovexattr 199 16
 """
+_WITH_SOCKETS = """
+    connect 42 203    bind 49 200    listen 50 201    accept 43 202    accept4 288 242
+"""
+_SOCKET, _SOCKET_FAMILIES = (41, 198), (1, 2, 10)  # Unix, IPv4, IPv6; no netlink, no packets
 _SOCKETPAIR, _CLONE, _CLONE3, _PRCTL = (53, 199), (56, 220), (435, 435), (157, 167)
 _KILL, _TGKILL, _PRLIMIT = (62, 129), (234, 131), (302, 261)
 
 
-def install(*, with_namespaces: bool, with_threads: bool) -> None:
+def install(*, with_namespaces: bool, with_threads: bool, with_sockets: bool = False) -> None:
     """Filter the system calls of this process and of what it starts. OSError if refused."""
     machine = os.uname().machine
     if machine not in _AUDIT:
         raise OSError(f"the system call numbers of {machine} are not known")
-    program = _program(machine, with_namespaces=with_namespaces, with_threads=with_threads)
+    program = _program(machine, with_namespaces=with_namespaces, with_threads=with_threads, with_sockets=with_sockets)
     prctl("no_new_privs", PR_SET_NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     prctl("seccomp", PR_SET_SECCOMP, 2, ctypes.create_string_buffer(head, len(head)), 0, 0)
 
 
-def _program(machine: str, *, with_namespaces: bool, with_threads: bool) -> bytes:
+def _program(machine: str, *, with_namespaces: bool, with_threads: bool, with_sockets: bool = False) -> bytes:
     column = 0 if machine == "x86_64" else 1
     lines = [_line(_LOAD, _MACHINE_AT), _line(_EQUAL, _AUDIT[machine], 1, 0), _fail(_EPERM)]
     lines.append(_line(_LOAD, _NUMBER_AT))
@@ -121,12 +126,18 @@ def _program(machine: str, *, with_namespaces: bool, with_threads: bool) -> byte
         lines += [_line(_AT_LEAST, _X32, 0, 1), _fail(_EPERM)]
     lines += [_line(_AT_LEAST, _NEWEST + 1, 0, 1), _fail(_ENOSYS)]
     tables = [_READING_AND_WRITING, _FILES, _MEMORY, _ITSELF, _TIME_AND_SIGNALS]
-    words = "".join([*tables, _WITH_NAMESPACES] if with_namespaces else tables).split()
+    tables += [_WITH_NAMESPACES] if with_namespaces else []
+    tables += [_WITH_SOCKETS] if with_sockets else []
+    words = "".join(tables).split()
     for number in words[1 + column :: 3]:
         if number != "-":
             lines += [_line(_EQUAL, int(number), 0, 1), _line(_RETURN, _ALLOW)]
     lines += [_line(_EQUAL, _CLONE3[column], 0, 1), _fail(_ENOSYS)]  # its flags are out of reach; libc then uses clone
     lines += _if_argument(_SOCKETPAIR[column], [_line(_EQUAL, _UNIX, 1, 0), _fail(_EPERM)])
+    if with_sockets:
+        families = [_line(_EQUAL, family, 0, 1) for family in _SOCKET_FAMILIES]
+        allowed = [line for each in families for line in (each, _line(_RETURN, _ALLOW))]
+        lines += _if_argument(_SOCKET[column], [*allowed, _fail(_EPERM)])
     limits = [_line(_EQUAL, 0, 1, 0), _fail(_EPERM)]  # 0: of itself; init may run as the same user
     if with_namespaces:
         lines += _if_argument(_CLONE[column], [_line(_ANY_BIT, _NEW_NAMESPACE_FLAGS, 0, 1), _fail(_EPERM)])

@@ -1,0 +1,438 @@
+"""Agents that are a command: a process for each rollout, which calls the model by the variables in its environment.
+
+    row as JSON -> stdin | keeper -> command -> ... | stdout -> last line: the result as JSON
+                                                    | stderr -> its end, for the message about a rollout that failed
+
+Invariant: when a run is over (it ended, failed, took too long, was cancelled, or this process was killed), the command and all that
+it has started are dead; `keeper` sees to that, in the sandbox its namespaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import orjson
+
+from grpo_async.agents.agent import AgentError, AgentResult, read_result
+from grpo_async.agents.keeper import CANNOT_START
+from grpo_async.agents.session import AgentSession
+from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.errors import ConfigError
+from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus, has_loopback
+from grpo_async.sandbox import startup_notes as sandbox_notes
+from grpo_async.sandbox.execution import find_interpreter
+from grpo_async.sandbox.inside.loopback import PORT
+
+SETTING = "rollout.agent.command"
+
+_END_TIMEOUT_S = 10.0
+"""From the order to end until everything is dead; then the keeper is killed, too."""
+_CHUNK = 65536
+_MAX_STDERR = 4096  # bytes of its end that are kept
+_MAX_SHOWN = 500  # characters of it in a message
+_HIDDEN_VARIABLES = (
+    TOKEN_VARIABLE,
+    "ANTHROPIC_AUTH_TOKEN",
+)  # the servers' token; what Anthropic's client would prefer to the key
+_SCRIPTS = (".py", ".js", ".mjs", ".ts", ".sh", ".rb", ".pl")
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_SANDBOX_MEMORY_MB = 2048
+_SANDBOX_REQUIRES = ("limits", "network", "filesystem", "processes")
+
+
+class CommandAgent:
+    """See the module's docstring; implements agents.agent.Agent.
+
+    Args:
+        command: the program and its arguments.
+        section: limits and sandbox.
+    """
+
+    def __init__(self, command: Sequence[str], section: AgentSection) -> None:
+        self._command = list(command)
+        self._section = section
+        self._sandbox = _Sandboxed(command, section) if section.sandbox else None
+
+    async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
+        stdin = orjson.dumps(row, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+        run = self._run if self._sandbox is None else self._sandbox.run
+        stdout = await run(stdin, session)
+        return read_result(_last_json(stdout))
+
+    def notes(self) -> list[str]:
+        return sandbox_notes(_SANDBOX_REQUIRES) if self._sandbox is not None else []
+
+    async def aclose(self) -> None:
+        """Nothing is kept between rollouts."""
+
+    async def _run(self, stdin: bytes, session: AgentSession) -> str:
+        """What it writes to stdout; raises AgentError."""
+        section, problem = self._section, ""
+        stdout, stderr = bytearray(), bytearray()
+        async with _started(self._command, section.memory_mb or 0, _environment(session)) as (process, exited):
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
+            reading = asyncio.create_task(_read(process.stdout, stdout, limit=section.max_output_kb << 10))
+            reading_end = asyncio.create_task(_read_end(process.stderr, stderr))
+            ending = asyncio.create_task(exited.wait())
+            tasks = {reading, reading_end, ending}
+            try:
+                process.stdin.write(stdin)
+                process.stdin.close()  # once all of it is written, or nobody reads it any more
+                async with asyncio.timeout(section.timeout_s):
+                    await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+                    if not reading.done() or reading.result():
+                        await ending
+            except TimeoutError:
+                problem = _too_late(section)
+            finally:
+                await _end(process, exited)
+                await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
+                for task in tasks:
+                    task.cancel()
+            code = process.returncode or 0
+        if reading.done() and not reading.cancelled() and not reading.result():
+            problem = _too_much(section)
+        problem = problem or _problem_of(code, self._command[0])
+        if problem:
+            raise _failed(problem, stderr.decode(errors="replace"))
+        return stdout.decode(errors="replace")
+
+
+# -- a process with its keeper
+
+
+class _Protocol(SubprocessStreamProtocol):
+    """Knows that the process has exited although an orphan of it may still hold its streams."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=_CHUNK, loop=asyncio.get_running_loop())
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+@asynccontextmanager
+async def _started(
+    command: Sequence[str], memory_mb: int, environment: Mapping[str, str]
+) -> AsyncIterator[tuple[Process, asyncio.Event]]:
+    """The keeper of a command, in a session of its own, and what is set when it has exited; end it before the block is left."""
+    loop = asyncio.get_running_loop()
+    keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(memory_mb)]
+    try:
+        transport, protocol = await loop.subprocess_exec(
+            _Protocol,
+            *keeper,
+            *command,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise AgentError(
+            f"no process can be started for the agent: {error}; lower rollout.agent.max_concurrent"
+        ) from error
+    try:
+        yield Process(transport, protocol, loop), protocol.exited
+    finally:
+        transport.close()  # asyncio's own `create_subprocess_exec` leaves that to the garbage collector
+
+
+async def _end(process: Process, exited: asyncio.Event) -> None:
+    """End the keeper, and with it the command and all that it started; without effect on one that has ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        if process.returncode is None:
+            os.kill(process.pid, signal.SIGTERM)
+    try:
+        async with asyncio.timeout(_END_TIMEOUT_S):
+            await exited.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        await exited.wait()  # killed
+    if process.returncode == -signal.SIGKILL:  # the keeper itself, perhaps, which then ended nothing
+        _kill_session(process.pid)
+
+
+def _kill_session(session: int) -> None:
+    """Kill what is left of a session; its leader is dead. On other systems than Linux nothing is found."""
+    for name in os.listdir("/proc") if sys.platform == "linux" else ():
+        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
+            if os.getsid(int(name)) == session:
+                os.kill(int(name), signal.SIGKILL)
+
+
+async def _read(stream: asyncio.StreamReader, into: bytearray, *, limit: int) -> bool:
+    """Read to the end; False when there is more than `limit` bytes. The caller has a time limit."""
+    while data := await stream.read(_CHUNK):
+        into += data
+        if len(into) > limit:
+            return False
+    return True
+
+
+async def _read_end(stream: asyncio.StreamReader, into: bytearray) -> None:
+    """Read to the end and keep the last bytes. Ends with the process."""
+    while data := await stream.read(_CHUNK):
+        into += data
+        del into[:-_MAX_STDERR]
+
+
+def _environment(session: AgentSession) -> dict[str, str]:
+    """This process's own, without its secrets, and where the model is."""
+    kept = {name: value for name, value in os.environ.items() if name not in _HIDDEN_VARIABLES}
+    host = urlsplit(session.base_url).hostname or ""
+    for name in ("no_proxy", "NO_PROXY"):  # a proxy could not reach the endpoint
+        kept[name] = ",".join(filter(None, (kept.get(name), host)))
+    return kept | _model_variables(session, session.base_url, session.anthropic_base_url)
+
+
+def _model_variables(session: AgentSession, base_url: str, anthropic_base_url: str) -> dict[str, str]:
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,  # older libraries
+        "OPENAI_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": anthropic_base_url,
+        "ANTHROPIC_API_KEY": session.key,
+        "GRPO_ASYNC_MODEL": session.model,
+        "GRPO_ASYNC_ROLLOUT": session.rollout_id,
+    }
+
+
+# -- what became of it
+
+
+def _too_late(section: AgentSection) -> str:
+    return f"did not end within rollout.agent.timeout_s = {section.timeout_s:g} s and was killed"
+
+
+def _too_much(section: AgentSection) -> str:
+    return f"wrote more than rollout.agent.max_output_kb = {section.max_output_kb} to stdout and was killed"
+
+
+def _problem_of(code: int, program: str) -> str:
+    """What is wrong with an exit code; "" for 0."""
+    if code == 0:
+        return ""
+    if code < 0:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"({program}) ended with exit code {code}" + (": it could not be started" if code == CANNOT_START else "")
+
+
+def _failed(problem: str, stderr: str) -> AgentError:
+    said = stderr.strip()[-_MAX_SHOWN:]
+    return AgentError(
+        f"the agent's command {problem}; " + (f"its stderr ends: {said}" if said else "its stderr is empty")
+    )
+
+
+def _last_json(stdout: str) -> Any:
+    """The last line that is not empty, or all of it, as JSON; None where nothing was written.
+
+    "step 1\\n{"reward": 0.5}\\n" -> {"reward": 0.5}
+    """
+    lines = [line for line in stdout.splitlines() if line.strip()]
+    if not lines:
+        return None
+    for text in (lines[-1], stdout):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    raise AgentError(
+        f"the last line that the agent's command wrote to stdout is no JSON: {lines[-1].strip()[:200]!r}; its result belongs "
+        'there, such as {"reward": 1.0}, and logs on stderr; a command without a result prints nothing'
+    )
+
+
+# -- in the sandbox
+
+_START = """
+import os, sys
+os.environ.update({variables!r})
+try:
+    os.execv({program!r}, {command!r})
+except OSError as error:
+    sys.stderr.write({program!r} + " cannot be started: " + str(error))
+    os._exit({cannot_start})
+"""
+
+
+class _Sandboxed:
+    """Runs a command in the sandbox, where it has a loopback of its own with one port: that of the endpoint.
+
+    Raises:
+        ConfigError: the sandbox of this machine cannot hold that.
+    """
+
+    def __init__(self, command: Sequence[str], section: AgentSection) -> None:
+        if not has_loopback():
+            raise ConfigError(
+                "rollout.agent.sandbox: without user namespaces, which this machine does not give, the sandbox denies every "
+                "connection, that to the model too; allow them (sysctl user.max_user_namespaces > 0, kernel.apparmor_"
+                "restrict_unprivileged_userns=0), or set sandbox: false and start the run in a container"
+            )
+        self._program, self._arguments, named = _resolve(command)
+        self._name = command[0]
+        self._section = section
+        self._sandbox = Sandbox(
+            SandboxLimits(
+                wall_s=section.timeout_s,
+                cpu_s=section.timeout_s,
+                memory_mb=section.memory_mb or _SANDBOX_MEMORY_MB,
+                file_mb=256,
+                directory_mb=1024,
+                max_processes=128,
+                max_output_chars=section.max_output_kb << 10,
+            ),
+            require=_SANDBOX_REQUIRES,
+            with_site_packages=True,
+            read_paths=[*named, *(os.path.realpath(path) for path in section.read_paths)],
+        )
+
+    async def run(self, stdin: bytes, session: AgentSession) -> str:
+        """What it writes to stdout; raises AgentError."""
+        own_url = f"http://127.0.0.1:{PORT}"
+        code = _START.format(
+            variables=_model_variables(session, f"{own_url}/v1", own_url),
+            program=self._program,
+            command=[self._program, *self._arguments],
+            cannot_start=CANNOT_START,
+        )
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            async with _forwarding(ours, urlsplit(session.base_url)):
+                try:
+                    result = await self._sandbox.run(code, stdin=stdin.decode(), loopback=theirs.fileno())
+                except SandboxError as error:
+                    raise AgentError(f"the agent's command could not be run in the sandbox: {error}") from error
+        problems = {
+            SandboxStatus.OK: "",
+            SandboxStatus.TIMEOUT: _too_late(self._section),
+            SandboxStatus.OUTPUT: _too_much(self._section),
+            SandboxStatus.MEMORY: f"took more memory than rollout.agent.memory_mb = {self._sandbox.limits.memory_mb}",
+            SandboxStatus.CPU: f"took more than {self._section.timeout_s:g} s of CPU time and was killed",
+        }
+        problem = problems.get(result.status, _problem_of(result.exit_code or 0, self._name))
+        if problem:
+            raise _failed(problem, result.stderr)
+        return result.stdout
+
+
+@asynccontextmanager
+async def _forwarding(channel: socket.socket, endpoint: SplitResult) -> AsyncIterator[None]:
+    """While the block runs, connections to the port in the sandbox go to the endpoint. `channel` brings the listening socket."""
+    task = asyncio.create_task(_forward(channel, endpoint))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_END_TIMEOUT_S)
+
+
+async def _forward(channel: socket.socket, endpoint: SplitResult) -> None:
+    """Runs until it is cancelled."""
+    loop = asyncio.get_running_loop()
+    channel.setblocking(False)
+    is_here = asyncio.Event()
+    loop.add_reader(channel, is_here.set)
+    try:
+        await is_here.wait()  # cancelled with the run, which has wall_s
+    finally:
+        loop.remove_reader(channel)
+    _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
+    listener = socket.socket(fileno=descriptors[0])
+    listener.setblocking(False)
+    connections: set[asyncio.Task[None]] = set()  # tasks of streams' servers are referred to weakly
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        task.add_done_callback(connections.discard)
+        try:
+            to_reader, to_writer = await asyncio.open_connection(endpoint.hostname, endpoint.port)  # on this machine
+        except OSError:  # it is closed: the run ends
+            writer.close()
+            return
+        await asyncio.gather(_pump(reader, to_writer), _pump(to_reader, writer))
+
+    server = await asyncio.start_server(connect, sock=listener)
+    try:
+        await asyncio.Event().wait()  # until it is cancelled
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """From one connection into another until either ends; then both are closed."""
+    try:
+        while data := await reader.read(_CHUNK):  # until the sandbox ends, which has wall_s
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass  # hung up
+    finally:
+        writer.close()
+
+
+# -- before anything starts
+
+
+def load_command_agent(section: AgentSection) -> CommandAgent:
+    """Look for the program.
+
+    Raises:
+        ConfigError: it is not there, or the sandbox cannot hold what an agent needs on this machine.
+    """
+    command = section.command
+    assert command is not None
+    is_python = section.sandbox and _PYTHON.fullmatch(command[0])
+    if not is_python and shutil.which(command[0]) is None:
+        path = Path(command[0])
+        if path.parent != Path():
+            problem = "is not executable; chmod +x it" if path.is_file() else "does not exist"
+            raise ConfigError(f"{SETTING}: {command[0]} {problem} (working directory: {Path.cwd()})")
+        raise ConfigError(f"{SETTING}: there is no program {command[0]!r} on PATH; install it, or write its whole path")
+    if len(command) > 1 and command[1].endswith(_SCRIPTS) and not Path(command[1]).exists():
+        raise ConfigError(f"{SETTING}: {command[1]} does not exist (working directory: {Path.cwd()})")
+    return CommandAgent(command, section)
+
+
+def _resolve(command: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """The program and its arguments for another working directory and root, and the files that they name: absolute, without links.
+
+    ["python", "agents/mine.py", "--fast"] -> "/usr/bin/python3.12", ["/home/me/agents/mine.py", "--fast"], [both of these files]
+    """
+    if _PYTHON.fullmatch(command[0]):
+        program = find_interpreter().executable  # that of the run; what PATH has may be a script that looks for one
+    else:
+        found = shutil.which(command[0])
+        assert found is not None  # see load_command_agent
+        program = os.path.realpath(found)
+    arguments = [os.path.realpath(each) if _is_path(each) else each for each in command[1:]]
+    return program, arguments, [program, *(each for each in arguments if os.path.isabs(each) and os.path.exists(each))]
+
+
+def _is_path(argument: str) -> bool:
+    return os.path.isfile(argument) or ("/" in argument and os.path.exists(argument))

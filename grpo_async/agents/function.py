@@ -1,0 +1,166 @@
+"""Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
+
+A plain function runs in a thread, an async one on an event loop that all calls of it share, apart from the run's, so that it may
+block without holding up the rollouts of others. What it has in hand when its time is up is of no use any more: its key is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import ssl
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from grpo_async.agents.agent import AgentError, AgentResult, read_result
+from grpo_async.agents.session import AgentSession
+from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.errors import ConfigError
+from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
+from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.references import resolve_function
+from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
+
+SETTING = "rollout.agent.function"
+
+
+class FunctionAgent:
+    """See the module's docstring; implements agents.agent.Agent.
+
+    Args:
+        max_concurrent: most calls at once, for the threads of a plain function.
+    """
+
+    def __init__(self, function: Callable[..., Any], section: AgentSection, *, max_concurrent: int) -> None:
+        self._function = function
+        self._section = section
+        self._loop = UserLoop("async agents")  # one for all: an HTTP client that they share belongs to one loop
+        threads = ThreadRunner("agent", max_threads=max_concurrent)
+        self._caller = TimedCaller(threads, section.timeout_s, loop=self._loop)
+        self._clients = OpenAiClients(
+            timeout_s=section.timeout_s, authority=None if section.tls is None else section.tls.trusted
+        )
+
+    async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
+        client = AgentClient(session, self._clients, is_async=is_async(self._function))
+        call = UserCall(partial(self._function, row, client), self._section.arguments, finish=read_result)
+        limit = f"rollout.agent.timeout_s = {self._section.timeout_s:g} s"
+        try:
+            outcome = await self._caller.run(call)
+        except LoopHeldError as error:
+            raise AgentError(
+                f"the agent did not end within {limit}, and holds its event loop at {error.where}; an async function must await "
+                "what takes time, so use AsyncOpenAI (`client.openai`), or write it as a plain `def`"
+            ) from error
+        except TimeoutError as error:
+            raise AgentError(f"the agent did not end within {limit}; raise that if it is expected") from error
+        except ThreadsExhaustedError as error:
+            raise AgentError(
+                f"{error}; give the agent's own calls time limits, or make it a `command`: processes are killed"
+            ) from error
+        if not isinstance(outcome, Raised):
+            return outcome
+        if isinstance(outcome.error, AgentError):
+            raise outcome.error
+        raise AgentError(f"the agent raised {outcome.summary}{outcome.place}") from outcome.error
+
+    def notes(self) -> list[str]:
+        return []
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(self._loop.close)
+
+
+class AgentClient:
+    """What a function gets as `client`: where the model is, for whatever library it uses, and a client that is ready.
+
+    Attributes:
+        base_url: of the APIs of OpenAI; ends in /v1.
+        anthropic_base_url: of Anthropic's.
+        api_key: of this rollout; refused when the rollout is over.
+        model: a name to call the model by; the endpoint takes any.
+    """
+
+    def __init__(self, session: AgentSession, clients: OpenAiClients, *, is_async: bool) -> None:
+        self.base_url: str = session.base_url
+        self.anthropic_base_url: str = session.anthropic_base_url
+        self.api_key: str = session.key
+        self.model: str = session.model
+        self._clients = clients
+        self._is_async = is_async
+
+    @cached_property
+    def openai(self) -> Any:
+        """`openai.AsyncOpenAI` in an async function, else `openai.OpenAI`, with this rollout's key. It does not retry: each retry
+        would be a call of its own.
+
+        Raises:
+            ConfigError: the package openai is not installed.
+        """
+        make = self._clients.for_running_loop if self._is_async else self._clients.for_threads
+        return make(self.base_url, self.api_key)
+
+
+class OpenAiClients:
+    """Ready clients of the package openai. Those of one event loop share their connections, and so do those of threads."""
+
+    def __init__(self, *, timeout_s: float, authority: Path | None = None) -> None:
+        self._timeout_s = timeout_s
+        self._authority = authority
+        self._lock = threading.Lock()
+        self._of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+        self._of_threads: Any = None
+
+    def for_running_loop(self, base_url: str, api_key: str) -> Any:
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._of_loops:
+                self._of_loops[loop] = self._make(base_url, is_async=True)
+            shared = self._of_loops[loop]
+        return shared.with_options(api_key=api_key)
+
+    def for_threads(self, base_url: str, api_key: str) -> Any:
+        with self._lock:
+            if self._of_threads is None:
+                self._of_threads = self._make(base_url, is_async=False)
+        return self._of_threads.with_options(api_key=api_key)
+
+    def _make(self, base_url: str, *, is_async: bool) -> Any:
+        try:
+            import openai  # here: it takes a second, and only functions that ask for it need it
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "`client.openai` needs the package openai, which is not installed: pip install 'grpo-async[agents]'; or use "
+                "client.base_url and client.api_key with a client of your own"
+            ) from error
+        # the endpoint is on this machine or beside it: not through a proxy that the environment names
+        transport: dict[str, Any] = {
+            "trust_env": False,
+            "timeout": self._timeout_s,
+            "verify": True if self._authority is None else ssl.create_default_context(cafile=self._authority),
+        }
+        options: dict[str, Any] = {"base_url": base_url, "api_key": "-", "max_retries": 0, "timeout": self._timeout_s}
+        if is_async:
+            return openai.AsyncOpenAI(http_client=openai.DefaultAsyncHttpxClient(**transport), **options)
+        return openai.OpenAI(http_client=openai.DefaultHttpxClient(**transport), **options)
+
+
+def load_function_agent(section: AgentSection, *, max_concurrent: int) -> FunctionAgent:
+    """Import and check the function.
+
+    Raises:
+        ConfigError: it cannot be found or imported, or does not take what it would be given.
+    """
+    assert section.function is not None
+    where = f"{SETTING}: {section.function}"
+    function = resolve_function(section.function, where)
+    try:
+        inspect.signature(function).bind({}, None, **section.arguments)
+    except TypeError as error:
+        given = "".join(f", {name}=..." for name in section.arguments)
+        raise ConfigError(f"{where}: it is called as f(row, client{given}), but: {error}") from error
+    return FunctionAgent(function, section, max_concurrent=max_concurrent)

@@ -1,0 +1,207 @@
+"""Makes groups of rollouts with an agent of the user: for each a session at the endpoint, a run of the agent, a completion.
+
+    open a session -> agent.run(row, session) -> close it -> session.completion
+
+Invariant: however a run of the agent ends, its session is closed then, so its key is refused and its requests are cancelled; and
+the rollout is a completion, FAILED with the reason where there is one. A rollout whose budget of tokens was used up counts as
+truncated, whatever the agent made of that. A resume goes on with the rollouts of a group that were over, and begins the others
+anew: an agent's own state cannot be restored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from grpo_async.agents.agent import Agent, AgentError, AgentResult
+from grpo_async.agents.calls import AgentRefusal
+from grpo_async.agents.endpoint import AgentEndpoint
+from grpo_async.agents.session import AgentSession
+from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.server_sections import TlsOptions
+from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.inference.client import InferenceClient
+from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.records import RolloutCompletion, RolloutStatus
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.tracking.timeline import NO_TIMELINE, Slots
+
+_OWN_LIMIT_FIRST_S = 5.0
+"""After `timeout_s`: an agent that has a limit of its own says more about what it was doing."""
+
+
+class AgentHost:
+    """The agent of a run and the endpoint that it calls. One in a process, for training and evaluation.
+
+    Args:
+        agent: what runs.
+        max_concurrent: most of its runs at once.
+
+    Raises:
+        ConfigError: the certificate of the endpoint, or its key, cannot be used.
+    """
+
+    def __init__(self, agent: Agent, section: AgentSection, *, max_concurrent: int) -> None:
+        self.agent = agent
+        self.section = section
+        self.max_concurrent = max_concurrent
+        self.slots = asyncio.Semaphore(max_concurrent)
+        self._starting = asyncio.Lock()
+        self._certificates = None if section.tls is None else _certificates(section.tls)
+        self._endpoint: AgentEndpoint | None = None
+
+    async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
+        """The endpoint, which listens from the first call on, on the loop of that call.
+
+        Raises:
+            RolloutContractError: it cannot listen at its address, so that no rollout can be made.
+        """
+        section = self.section
+        async with self._starting:  # binding a port takes no time
+            if self._endpoint is None:
+                self._endpoint = AgentEndpoint(
+                    client, renderer, host=section.host, port=section.port, tls=self._certificates
+                )
+            try:
+                await self._endpoint.start()  # without effect on one that listens
+            except RunError as error:  # so it will be for every group
+                raise RolloutContractError(str(error)) from error
+        return self._endpoint
+
+    async def aclose(self) -> None:
+        """Stop listening, and let go of what the agent's runs share."""
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            await endpoint.aclose()
+        await self.agent.aclose()
+
+
+def _certificates(tls: TlsOptions) -> ssl.SSLContext:
+    assert tls.certificate is not None  # AgentSection sees to it
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(tls.certificate, tls.key)
+    except OSError as error:  # an SSLError is one too
+        raise ConfigError(f"rollout.agent.tls: {tls.certificate} and {tls.key} cannot be used: {error}") from error
+    return context
+
+
+class AgentProducer:
+    """See the module's docstring; implements rollout.producer.GroupProducer.
+
+    Args:
+        host: the agent.
+        client: generates.
+        renderer: of the run.
+        settings: sampling and limits in tokens.
+        needs_reward: there are no reward functions, so a run without a reward of its own has failed.
+        errors: counts failures.
+        tracks: of the timeline; each rollout in progress has one.
+    """
+
+    def __init__(
+        self,
+        host: AgentHost,
+        client: InferenceClient,
+        renderer: ChatRenderer,
+        settings: SamplingSettings,
+        *,
+        needs_reward: bool,
+        errors: ErrorLog,
+        tracks: Slots | None = None,
+    ) -> None:
+        self._host = host
+        self._client = client
+        self._renderer = renderer
+        self._settings = settings
+        self._needs_reward = needs_reward
+        self._errors = errors
+        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
+
+    @asynccontextmanager
+    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+        endpoint = await self._host.endpoint(self._client, self._renderer)
+        completions = await asyncio.gather(*(self._rollout(endpoint, request, index) for index in range(request.size)))
+        yield Produced(completions=completions)
+
+    async def _rollout(self, endpoint: AgentEndpoint, request: GroupRequest, index: int) -> RolloutCompletion:
+        """One completion; never raises anything but cancellation."""
+        progress, on_tokens = request.progress, request.on_tokens
+        over: RolloutCompletion | None = None
+        if progress is not None:
+            restored = progress.restored.get(index)
+            if isinstance(restored, RolloutCompletion):
+                progress.snapshots[index] = lambda: restored
+                return restored
+            progress.snapshots[index] = lambda: over
+        rollout_id = f"{request.name}-r{index}"
+        async with self._host.slots:  # those that have one have a time limit
+            with self._tracks.span("rollout", rollout=rollout_id, group=request.name) as (track, span):
+                session = endpoint.open(
+                    rollout_id,
+                    settings=self._settings,
+                    seed=seed_of(request.seed, index),
+                    affinity=f"{request.name}/{index}",
+                    on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
+                    track=track,
+                )
+                try:
+                    over = await self._run(request, session)
+                finally:
+                    session.close()
+                span.details |= {
+                    "status": str(over.status),
+                    "calls": len(over.all_turns),
+                    "branches": len(over.branches),
+                    "tokens": over.num_sampled_tokens,
+                }
+        return over
+
+    async def _run(self, request: GroupRequest, session: AgentSession) -> RolloutCompletion:
+        section, prompt = self._host.section, request.prompt
+        # the agent may change what it gets
+        row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
+        try:
+            async with asyncio.timeout(section.timeout_s + _OWN_LIMIT_FIRST_S):
+                result = await self._host.agent.run(row, session)
+            self._check(result, session)
+        except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
+            if session.is_out_of_budget:  # what it then raised, most likely, is that it got no further answer
+                self._errors.count("agent out of tokens")
+                return session.completion(RolloutStatus.TRUNCATED, reward_columns={"result": None})
+            self._errors.note("rollout", error)
+            message = str(error) or type(error).__name__
+            if isinstance(error, TimeoutError):
+                message = f"the agent did not end within rollout.agent.timeout_s = {section.timeout_s:g} s"
+            if session.last_error is not None:
+                message = f"{message} (its last call of the model failed: {session.last_error})"
+            return session.completion(RolloutStatus.FAILED, error=message)
+        return session.completion(
+            RolloutStatus.FINISHED, reward=result.reward, reward_columns={**result.columns, "result": result.value}
+        )
+
+    def _check(self, result: AgentResult, session: AgentSession) -> None:
+        """Take what the result says of single answers; AgentError where nothing can be learned from the rollout."""
+        for reply_id, reward in result.rewards.items():
+            try:
+                session.set_reward(reward, reply_id)
+            except AgentRefusal as error:
+                raise AgentError(f"`rewards` of the agent's result: {error}") from error
+        completion = session.completion(RolloutStatus.FINISHED, reward=result.reward)
+        if completion.num_sampled_tokens == 0 and not session.is_truncated:
+            raise AgentError(
+                "the agent ended without a call of the model that was answered; it has to call the endpoint of its rollout, with "
+                "its key (in a function: client.openai, or client.base_url and client.api_key; in a command: $OPENAI_BASE_URL and "
+                "$OPENAI_API_KEY, or $ANTHROPIC_BASE_URL and $ANTHROPIC_API_KEY)"
+            )
+        if self._needs_reward and not completion.environment_rewards:
+            raise AgentError(
+                f"the agent's result has no reward, and the run has no other; it is {result.value!r:.200}. Return a number or "
+                '{"reward": number}, or name functions in `rewards`'
+            )

@@ -1,0 +1,286 @@
+"""Agents that are commands: what they get, what becomes of those that fail, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from grpo_async.agents.agent import AgentError, AgentResult
+from grpo_async.agents.command import load_command_agent
+from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.errors import ConfigError
+from grpo_async.sandbox import has_loopback
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+MARK = "GRPO_ASYNC_TEST_MARK"
+DAEMON = "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+SELF_DAEMONIZING = (
+    "import os, time\n"
+    "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n    os._exit(0)\nos.wait()\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In the environment of whatever a test starts; nothing that has it is left when the test ends."""
+    value = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, value)
+    yield value
+    left = _marked(value)
+    for process in left:
+        process.kill()
+    assert not left
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+async def _until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    async with asyncio.timeout(timeout_s):
+        while not (found := condition()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+def _session(base_url: str = "http://127.0.0.1:9/v1") -> Any:
+    return SimpleNamespace(
+        base_url=base_url,
+        anthropic_base_url=base_url.removesuffix("/v1"),
+        key="secret",
+        model="policy",
+        rollout_id="g7-r0",
+    )
+
+
+def _run(command: list[str], row: dict[str, Any] | None = None, **section: Any) -> Awaitable[AgentResult]:
+    agent = load_command_agent(AgentSection(command=command, **{"timeout_s": 20.0, **section}))
+    return agent.run(row or {"prompt": "hi"}, _session())
+
+
+def test_a_command_gets_the_row_and_the_model_and_says_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ASYNC_TOKEN", "of the servers")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    code = """
+        import json, os, sys
+        row = json.load(sys.stdin)
+        names = [n for n in os.environ if n.startswith(("OPENAI", "ANTHROPIC", "GRPO_ASYNC", "NO_PROXY"))]
+        print("step 1\\n", file=sys.stderr)
+        print("thinking\\n\\n" + json.dumps({"reward": 0.5, "row": row, "env": {n: os.environ[n] for n in names}}) + "\\n")
+    """
+    row = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
+    result = asyncio.run(_run([*PYTHON, textwrap.dedent(code)], row))
+    assert result.reward == 0.5
+    assert result.columns["row"] == row
+    given = result.columns["env"]
+    assert given.pop(MARK)
+    assert given == {
+        "OPENAI_BASE_URL": "http://127.0.0.1:9/v1",
+        "OPENAI_API_BASE": "http://127.0.0.1:9/v1",
+        "OPENAI_API_KEY": "secret",
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
+        "ANTHROPIC_API_KEY": "secret",
+        "GRPO_ASYNC_MODEL": "policy",
+        "GRPO_ASYNC_ROLLOUT": "g7-r0",
+        "NO_PROXY": "example.org,127.0.0.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("printed", "reward", "columns"),
+    [
+        ("", None, {}),
+        ("0.25", 0.25, {}),
+        ('{"reward": null, "tests": 3}', None, {"tests": 3}),
+        ('{\n  "reward": 1\n}', 1.0, {}),  # the whole of it
+    ],
+)
+def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float | None, columns: dict[str, Any]) -> None:
+    result = asyncio.run(_run(["printf", "%s\n", printed]))
+    assert (result.reward, result.columns) == (reward, columns)
+
+
+@pytest.mark.parametrize(
+    ("code", "section", "told"),
+    [
+        ("import sys; sys.exit('no disk')", {}, r"exit code 1; its stderr ends: no disk"),
+        ("import os; os._exit(3)", {}, r"ended with exit code 3; its stderr is empty"),
+        ("import os; os.kill(os.getpid(), 9)", {}, r"was killed by signal 9 \(SIGKILL\)"),
+        (DAEMON + "import time; time.sleep(1000)", {"timeout_s": 2.0}, r"rollout\.agent\.timeout_s = 2 s and was killed"),
+        ("print('done, I think')", {}, r"is no JSON: 'done, I think'; its result belongs there"),
+        ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
+        ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
+        ("while True: print('x' * 1000)", {"max_output_kb": 4}, r"more than rollout\.agent\.max_output_kb = 4"),
+        ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"MemoryError"),
+    ],
+)  # fmt: skip
+def test_a_command_that_fails_says_why(code: str, section: dict[str, Any], told: str) -> None:
+    with pytest.raises(AgentError, match=told):
+        asyncio.run(_run([*PYTHON, code], **section))
+
+
+def test_a_program_that_cannot_be_started_fails_the_rollout(tmp_path: Path) -> None:
+    program = tmp_path / "agent"
+    program.write_text("#!/no/such/interpreter\n")
+    program.chmod(0o755)
+    with pytest.raises(AgentError, match=r"exit code 126: it could not be started; its stderr ends: .*agent cannot be"):
+        asyncio.run(_run([str(program)]))
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["no-such-program"], r"rollout\.agent\.command: there is no program 'no-such-program' on PATH"),
+        (["./nowhere/agent"], r"\./nowhere/agent does not exist \(working directory"),
+        (["python3", "no_such_agent.py"], r"no_such_agent\.py does not exist"),
+    ],
+)
+def test_a_command_that_is_not_there_is_named_at_the_start(command: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_command_agent(AgentSection(command=command))
+
+
+@pytest.mark.parametrize("code", [DAEMON, SELF_DAEMONIZING])
+def test_what_a_command_leaves_running_ends_with_it(code: str) -> None:
+    """The fixture looks for it."""
+    assert asyncio.run(_run([*PYTHON, code + "print(1.0)"])).reward == 1.0
+
+
+def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
+    async def run() -> None:
+        running = asyncio.ensure_future(_run([*PYTHON, SELF_DAEMONIZING + DAEMON + "time.sleep(1000)"]))
+        await _until(lambda: len(_marked(mark)) >= 4)  # the keeper, the command, two daemons
+        running.cancel()
+        await asyncio.wait({running}, timeout=20.0)
+        assert running.cancelled()
+        assert not _marked(mark)
+
+    asyncio.run(run())
+
+
+def test_the_keeper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
+    async def run() -> None:
+        code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
+        running = asyncio.ensure_future(_run([*PYTHON, code]))
+        await _until(lambda: len(_marked(mark)) == 3)
+        (keeper,) = [each for each in _marked(mark) if "keeper.py" in " ".join(each.cmdline())]
+        keeper.kill()
+        with pytest.raises(AgentError, match="killed by signal 9"):
+            await running
+        await _until(lambda: not _marked(mark))
+
+    asyncio.run(run())
+
+
+def test_kill_nine_of_the_process_that_runs_agents_ends_them(mark: str) -> None:
+    code = """
+        import asyncio
+        from tests.agents.test_command import PYTHON, SELF_DAEMONIZING, _run
+        asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "time.sleep(1000)"]))
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=Path(__file__).parents[2])
+
+    async def run() -> None:
+        await _until(lambda: len(_marked(mark)) >= 4, timeout_s=60.0)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait(10.0)
+        await _until(lambda: not _marked(mark))
+
+    asyncio.run(run())
+
+
+def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: Path, mark: str) -> None:
+    assert has_loopback(), "this machine gives no user namespaces"
+    script = tmp_path / "agent.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, os, socket, sys, urllib.request
+        def tries(action):
+            try:
+                action()
+            except OSError as error:
+                return type(error).__name__
+            return "worked"
+        url = os.environ["OPENAI_BASE_URL"] + "/models"
+        told = urllib.request.urlopen(url, timeout=20).read().decode()
+        row = json.load(sys.stdin)
+        print(json.dumps({
+            "reward": 1.0, "told": told, "mark": os.environ.get("GRPO_ASYNC_TEST_MARK"),
+            "outside": tries(lambda: socket.create_connection(("127.0.0.1", row["port"]), 5)),
+            "other file": tries(lambda: open(row["other"])), "own folder": tries(lambda: open("x", "w")),
+        }))
+        """)
+    )
+    other = tmp_path / "other"
+    other.write_text("secret")
+
+    async def run() -> AgentResult:
+        requests = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            requests.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\npong")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            section = AgentSection(command=["python3", str(script)], sandbox=True, timeout_s=60.0)
+            row = {"prompt": "hi", "port": port, "other": str(other)}
+            result = await load_command_agent(section).run(row, _session(f"http://127.0.0.1:{port}/v1"))
+            assert len(requests) == 1
+            return result
+
+    result = asyncio.run(run())
+    assert result.columns == {
+        "told": "pong",
+        "mark": None,
+        "outside": "ConnectionRefusedError",
+        "other file": "FileNotFoundError",
+        "own folder": "worked",
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import os; os._exit(3)", "ended with exit code 3"),
+        ("import time; time.sleep(1000)", r"rollout\.agent\.timeout_s = 3 s and was killed"),
+    ],
+)
+def test_a_command_that_fails_in_the_sandbox_says_why(code: str, told: str) -> None:
+    with pytest.raises(AgentError, match=told):
+        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0))
+
+
+def test_without_namespaces_the_sandbox_is_refused_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.agents.command.has_loopback", lambda: False)
+    with pytest.raises(ConfigError, match=r"rollout\.agent\.sandbox: without user namespaces"):
+        load_command_agent(AgentSection(command=["true"], sandbox=True))
+
+
+def test_the_row_may_hold_what_json_does_not_know() -> None:
+    from datetime import date
+
+    code = "import json, sys; print(json.dumps(json.load(sys.stdin)))"
+    result = asyncio.run(_run([*PYTHON, code], {"prompt": "hi", "day": date(2026, 1, 2), 3: "three"}))  # type: ignore[dict-item]
+    assert result.value == json.loads('{"prompt": "hi", "day": "2026-01-02", "3": "three"}')

@@ -1,0 +1,119 @@
+"""Whole runs with agents: kill -9 of an agent, of the server, of everything; nothing is left, and the ledger closes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.support import (
+    REPOSITORY,
+    SMALL,
+    Run,
+    assert_ledger_closes_at_every_step,
+    finish,
+    make_run,
+    rows_of,
+    run_command,
+    wait_for,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = REPOSITORY / "tests" / "agents" / "command_agent.py"
+
+
+def _run(folder: Path, *overrides: str) -> Run:
+    settings = ("training.max_steps=4", "evaluation.num_prompts=4", "rollout.max_completion_tokens=24", *overrides)
+    return make_run(folder, "quickstart.yaml", (*SMALL, *settings))
+
+
+def _command(seconds: float = 0.0) -> str:
+    command = [sys.executable, "-I", "-S", str(SCRIPT), str(seconds)]
+    return f"rollout.agent={json.dumps({'command': command, 'timeout_s': 60.0})}"
+
+
+def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
+    run = _run(
+        tmp_path,
+        'rollout.agent={"function": "tests.e2e.agents:length", "reward_weight": 0.5}',
+        'rewards=[{"function": "tests.e2e.agents:branches_are_seen"}]',
+    )
+    run.complete()
+    last = run.metrics()[-1]
+    assert last["rewards/agent/mean"] > 0.0
+    assert last["rewards/branches_are_seen/mean"] == 1.0
+    assert_ledger_closes_at_every_step(run.metrics())
+    rollouts = [each for row in rows_of(run.folder) if row["status"] == "trained" for each in row["rollouts"]]
+    assert rollouts
+    for each in rollouts:
+        (branch,) = each["branches"]
+        assert branch["rollout_id"] == each["rollout_id"] + ".b1"
+        assert branch["parent"] == each["rollout_id"]
+        assert branch["advantage"] == each["advantage"]
+        assert len(branch["trainer_logprobs"]) == len(branch["completion_ids"])
+    name = rollouts[0]["branches"][0]["rollout_id"]
+    shown = run_command("inspect-rollouts", str(run.folder), "--rollout", name, "--plain", timeout_s=60.0)
+    assert shown.returncode == 0, shown.stderr
+    assert name in shown.stdout
+
+
+@pytest.mark.nightly
+def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
+    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16")
+    process = run.start()
+    chance = random.Random(0)
+    for _ in range(3):
+        run.wait_for(lambda: len(run.processes("command_agent")) >= 4, process, what="agents")
+        victims = [p for p in run.processes("command_agent") if "keeper.py" not in " ".join(p.cmdline())]
+        if victims:
+            chance.choice(victims).kill()
+    done = finish(process, timeout_s=300.0)
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    assert run.summary()["ledger_closed"]
+    assert_ledger_closes_at_every_step(run.metrics())
+    errors = [each["error"] for row in rows_of(run.folder) for each in row["rollouts"] if each["error"]]
+    assert any("was killed by signal 9 (SIGKILL)" in each for each in errors), errors
+
+
+@pytest.mark.nightly
+def test_kill_nine_of_the_server_is_waited_for_by_the_agents(tmp_path: Path) -> None:
+    run = _run(tmp_path, _command(), "rewards=[]", "rollout.max_in_flight=16", "inference.restart_delay_s=0.2",
+               "inference.max_restarts=5", "training.max_steps=8")  # fmt: skip
+    process = run.start()
+    run.wait_for_step(2, process)
+    run.processes("serve-embedded")[0].kill()
+    done = finish(process, timeout_s=300.0)
+    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
+    run.assert_nothing_is_left()
+    summary = run.summary()
+    assert summary["ledger_closed"]
+    assert summary["ledger"]["groups"]["failed"] == 0
+    assert len(summary["server_failures"]) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["trainer", "launcher"])
+def test_kill_nine_of_the_trainer_or_the_launcher_leaves_no_agent_and_a_resume_goes_on(
+    tmp_path: Path, victim: str
+) -> None:
+    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.max_in_flight=16", "checkpoint.every_steps=1",
+               "training.max_steps=6")  # fmt: skip
+    process = run.start()
+    run.wait_for(lambda: bool(run.checkpoints()), process, what="a checkpoint")
+    run.wait_for(lambda: len(run.processes("sleep 1000")) >= 2, process, what="daemons of agents")
+    if victim == "launcher":
+        process.send_signal(signal.SIGKILL)
+    else:
+        (trainer,) = [p for p in run.processes("grpo_async.trainer.main") if "torchrun" not in " ".join(p.cmdline())]
+        trainer.kill()
+    finish(process, timeout_s=60.0)
+    wait_for(lambda: not run.processes(), what="every process of the run to end", timeout_s=30.0)
+    summary, _ = run.complete("--resume")
+    assert summary["steps"] == 6
+    assert_ledger_closes_at_every_step(run.metrics())

@@ -1,0 +1,252 @@
+"""Groups made by agents, over the real endpoint and a policy without a model: what a rollout becomes, however its agent ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from grpo_async.agents.agent import Agent, AgentError, AgentResult
+from grpo_async.agents.calls import Call
+from grpo_async.agents.session import AgentSession
+from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.errors import RolloutContractError, ServerUnavailableError
+from grpo_async.inference.api import GenerateRequest
+from grpo_async.records import (
+    AGENT_REWARD,
+    Origin,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
+    TaggedMessage,
+)
+from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
+from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.in_flight import OpenGroup
+from grpo_async.rollout.producer import GroupRequest
+from tests.agents.support import FakePolicy, check_exact, renderer, settings, user
+
+PROMPT = Prompt(
+    prompt_id=7,
+    messages=[TaggedMessage(role="user", content="1 + 1 =", origin=Origin.PROMPT)],
+    columns={"answer": "2", "tags": ["a"]},
+)
+Run = Callable[[dict[str, Any], AgentSession, int], Awaitable[AgentResult]]
+
+
+class ScriptedAgent(Agent):
+    """Runs `run`, which also gets the number of the rollout in its group."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.sessions: list[AgentSession] = []
+
+    async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
+        self.sessions.append(session)
+        return await self._run(dict(row), session, int(session.rollout_id.rpartition("r")[2]))
+
+    def notes(self) -> list[str]:
+        return []
+
+    async def aclose(self) -> None:
+        self.sessions.clear()
+
+
+async def _ask(session: AgentSession, text: str = "1 + 1 =") -> str:
+    return (await session.complete(Call(messages=[user(text)]))).content
+
+
+def _policy(say: Callable[[GenerateRequest], str] = lambda _: "two") -> FakePolicy:
+    return FakePolicy(renderer(), say)
+
+
+def _produce(
+    run: Run,
+    *,
+    size: int = 2,
+    policy: FakePolicy | None = None,
+    needs_reward: bool = False,
+    progress: OpenGroup | None = None,
+    on_tokens: Callable[[int, int, int], None] | None = None,
+    section: Mapping[str, Any] | None = None,
+    **limits: Any,
+) -> tuple[list[RolloutCompletion], ErrorLog]:
+    policy = policy or _policy()
+    errors = ErrorLog()
+
+    async def produce() -> list[RolloutCompletion]:
+        agent = ScriptedAgent(run)
+        host = AgentHost(agent, AgentSection(function="a:b", **(section or {})), max_concurrent=2)
+        client: Any = policy
+        producer = AgentProducer(
+            host,
+            client,
+            policy.chat,
+            settings(stop_token_ids=policy.chat.end_of_turn_ids, **limits),
+            needs_reward=needs_reward,
+            errors=errors,
+        )
+        request = GroupRequest(
+            name="g7",
+            prompt=PROMPT,
+            size=size,
+            seed=5,
+            served_version=lambda: 0,
+            on_tokens=on_tokens,
+            progress=progress,
+        )
+        try:
+            async with asyncio.timeout(30.0), producer.produce(request) as produced:
+                assert all(session.is_closed for session in agent.sessions)
+                return list(produced.completions)
+        finally:
+            await host.aclose()
+
+    return asyncio.run(produce()), errors
+
+
+def test_a_rollout_is_what_its_agent_called_and_said() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        assert row == {"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": "2", "tags": ["a"]}
+        row["tags"].append("b")  # its own copy
+        first = await _ask(session)
+        await _ask(session, "something else")
+        rewards = {"chatcmpl-" + session._history.answers[0].id: 0.25} if number else {}
+        return AgentResult(value={"said": first}, reward=float(number), columns={"said": first}, rewards=rewards)
+
+    tokens: list[tuple[int, int, int]] = []
+    policy = _policy()
+    completions, errors = _produce(run, policy=policy, on_tokens=lambda *each: tokens.append(each))
+    assert [each.rollout_id for each in completions] == ["g7-r0", "g7-r1"]
+    for number, each in enumerate(completions):
+        assert each.status is RolloutStatus.FINISHED
+        assert each.environment_rewards == {AGENT_REWARD: float(number)}
+        assert each.reward_columns == {"said": "two", "result": {"said": "two"}}
+        assert [message.content for message in each.prompt_messages or ()] == ["something else"]
+        assert len(each.branches) == 1  # the first call, which the second did not go on from
+        assert sum(count for index, count, _ in tokens if index == number) == each.num_sampled_tokens
+    assert [each.branches[0].reward for each in completions] == [None, 0.25]
+    assert errors.counts == {}
+    served = {each.request.request_id: each for each in policy.served}
+    assert len(served) == 4
+    only_first = FakePolicy(policy.chat, policy.say, served=[e for n, e in served.items() if n.startswith("g7-r0")])
+    check_exact(only_first, completions[0])
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (AgentError("the agent raised KeyError: 'x'"), "the agent raised KeyError: 'x'"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+    ],
+)
+def test_an_agent_that_fails_fails_its_rollout_alone(error: Exception, told: str) -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        await _ask(session)
+        if number == 0:
+            raise error
+        return AgentResult(reward=1.0)
+
+    completions, errors = _produce(run, size=3)
+    assert [each.status for each in completions] == [
+        RolloutStatus.FAILED, RolloutStatus.FINISHED, RolloutStatus.FINISHED,
+    ]  # fmt: skip
+    assert completions[0].error == told
+    assert completions[0].num_sampled_tokens > 0  # what led to it
+    assert errors.counts == {f"rollout: {type(error).__name__}": 1}
+
+
+def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_async.rollout.agent_producer._OWN_LIMIT_FIRST_S", 0.0)
+
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        await _ask(session)
+        await asyncio.sleep(1000)
+        return AgentResult()
+
+    completions, _ = _produce(run, section={"timeout_s": 0.3})
+    assert {each.error for each in completions} == {"the agent did not end within rollout.agent.timeout_s = 0.3 s"}
+
+
+def test_an_agent_that_never_calls_the_model_has_failed() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        return AgentResult(reward=1.0)
+
+    completions, _ = _produce(run)
+    assert completions[0].status is RolloutStatus.FAILED
+    assert "ended without a call of the model that was answered" in (completions[0].error or "")
+
+
+def test_without_reward_functions_the_agent_has_to_say_its_reward() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        await _ask(session)
+        return AgentResult(value={"tests": 3}, columns={"tests": 3})
+
+    completions, _ = _produce(run, needs_reward=True)
+    assert "has no reward, and the run has no other; it is {'tests': 3}" in (completions[0].error or "")
+    completions, _ = _produce(run)
+    assert completions[0].status is RolloutStatus.FINISHED
+    assert completions[0].environment_rewards == {}
+
+
+def test_an_agent_that_fails_because_its_tokens_are_used_up_is_truncated() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        for _ in range(10):
+            await _ask(session)
+        return AgentResult(reward=1.0)
+
+    completions, errors = _produce(run, max_turns=3)
+    assert {each.status for each in completions} == {RolloutStatus.TRUNCATED}
+    assert all(each.truncated and each.num_sampled_tokens > 0 for each in completions)
+    assert errors.counts == {"agent out of tokens": 2}
+
+
+def test_an_agent_that_fails_because_no_server_answers_says_so() -> None:
+    def say(request: GenerateRequest) -> str:
+        raise ServerUnavailableError("connection refused")
+
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            answer = await client.post(
+                f"{session.base_url}/chat/completions",
+                headers={"authorization": f"Bearer {session.key}"},
+                json={"messages": row["prompt"]},
+                timeout=20.0,
+            )
+        raise AgentError(f"answered {answer.status_code}")
+
+    completions, _ = _produce(run, policy=_policy(say))
+    assert completions[0].error == (
+        "answered 503 (its last call of the model failed: ServerUnavailableError: connection refused)"
+    )
+
+
+def test_a_resume_goes_on_with_the_rollouts_that_were_over() -> None:
+    calls = []
+
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        calls.append(number)
+        await _ask(session)
+        return AgentResult(reward=1.0)
+
+    group = OpenGroup(group=RolloutGroup(group_id=7, prompt=PROMPT, completions=[]))
+    first, _ = _produce(run, progress=group)
+    snapshot = group.snapshot()
+    assert snapshot.rollouts == {0: first[0], 1: first[1]}
+    again = OpenGroup(group=group.group)
+    again.restore({1: first[1]})
+    second, _ = _produce(run, progress=again)
+    assert second[1] is first[1]
+    assert calls == [0, 1, 0]
+
+
+def test_an_endpoint_that_cannot_listen_ends_the_run() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        return AgentResult()
+
+    with pytest.raises(RolloutContractError, match=r"rollout\.agent\.host, port: cannot listen at 192\.0\.2\.7"):
+        _produce(run, section={"host": "192.0.2.7"})
