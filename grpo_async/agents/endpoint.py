@@ -51,6 +51,25 @@ _END_TIMEOUT_S = 5.0
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
 
+class _Connection(web.RequestHandler):
+    """A connection whose task may be cancelled between two requests, as all tasks of the rollout loop are before the last
+    evaluation: it is closed then, where aiohttp would leave the client waiting for an answer to its next request."""
+
+    __slots__ = ()
+
+    async def start(self) -> None:
+        try:
+            await super().start()
+        finally:
+            if self.transport is not None:
+                self.transport.close()
+
+
+class _Server(web.Server):
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
 class AgentEndpoint:
     """See the module's docstring. An async context; `start` and `aclose` may be called instead, `start` more than once.
 
@@ -103,7 +122,7 @@ class AgentEndpoint:
             if self._listener is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._server = web.Server(
+            self._server = _Server(
                 self._handle,
                 request_factory=_make_request,
                 handler_cancellation=True,

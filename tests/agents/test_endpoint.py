@@ -347,6 +347,22 @@ def test_an_end_of_the_rollout_ends_a_stream_with_an_error() -> None:
     asyncio.run(main())
 
 
+def test_a_client_goes_on_after_all_tasks_of_the_loop_were_cancelled() -> None:
+    """As before the last evaluation of a run: connections that wait for their next request are closed, not left waiting."""
+
+    async def agent(session: AgentSession) -> str | None:
+        client = _openai(session, timeout=20.0)
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "Go."}])
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=20.0)
+        return answer.choices[0].message.content
+
+    assert _run(_policy("one", "two"), agent, num_branches=1) == "two"
+
+
 def test_rewards_by_http() -> None:
     policy = _policy("a")
 
