@@ -150,7 +150,7 @@ def test_setup_runs_before_the_tests_and_may_use_the_code() -> None:
         ("def f(x, *, y=1): return x + y", "assert f(1, y=2) == 3"),
         ("print('noise')\ndef f():\n    print('more')\n    return 1", "assert f() == 1"),
         ("f = len", "assert f([1, 2]) == 2"),
-        ("def f(): return 1", "print('noise')\nassert f() == 1"),
+        ("def f(): return 1", "print('noise', flush=True)\nassert f() == 1"),
     ],
 )  # fmt: skip
 def test_honest_code_passes_across_the_border(code: str, test: str) -> None:
