@@ -85,6 +85,16 @@ for path in glob.glob('/proc/*/environ'):
     assert "True" not in others
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give up groups")
+def test_no_group_of_this_process_is_inherited(run_strongest: Run) -> None:
+    before = os.getgroups()
+    os.setgroups([4242])
+    try:
+        assert run_strongest("import os; print(os.getgroups())").stdout == "[]\n"
+    finally:
+        os.setgroups(before)
+
+
 def test_no_descriptor_of_this_process_is_inherited(run: Run, tmp_path: Path) -> None:
     with open(tmp_path / "open", "w", encoding="utf-8") as file:
         os.set_inheritable(file.fileno(), True)
