@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
+from grpo_async.agents.environments import load_environment_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
@@ -159,9 +160,7 @@ def _load_agent(config: ExperimentConfig) -> AgentHost | None:
     elif section.command is not None:
         agent = load_command_agent(section)
     else:
-        raise ConfigError(
-            f"rollout.agent.environment: {section.environment}: environments of libraries cannot be used yet"
-        )
+        agent = load_environment_agent(section, max_concurrent=max_concurrent)
     return AgentHost(agent, section, max_concurrent=max_concurrent)
 
 

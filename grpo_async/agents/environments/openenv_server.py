@@ -1,0 +1,289 @@
+"""Environments of the library OpenEnv: a server that is already there (a URL), or one that is started here (MODULE:APP).
+
+    reset(columns of the row) -> observation -> model -> action -> step -> observation, reward -> ... until it is done
+
+An environment that offers tools by MCP offers them to the model. Any other takes actions of one form: the model is offered one
+tool with that form's fields (`tool: NAME`), or answers in text, which is the action's only required field, or its JSON
+(`tool: null`). The reward is the sum of the steps' rewards, as TRL and verifiers take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import aiohttp
+from openenv import GenericEnvClient
+from pydantic import ValidationError
+
+from grpo_async.agents.agent import REWARD, AgentError
+from grpo_async.agents.function import AgentClient
+from grpo_async.config.base import Count, Seconds, StrictModel
+from grpo_async.errors import ConfigError
+from grpo_async.inference.api import TOKEN_VARIABLE
+
+_OWN_FIELDS = ("done", "reward", "metadata")
+"""Of every observation."""
+_MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Titles of the schema of actions where an environment has tools."""
+_POLL_S = 0.1
+_END_TIMEOUT_S = 10.0
+
+
+class OpenEnvOptions(StrictModel):
+    """`rollout.agent.arguments` of an environment of OpenEnv."""
+
+    tool: str | None = "act"
+    """Name of the tool whose arguments are an action; null: the action is the text of the answer."""
+    max_steps: Count = 100
+    """An episode ends after so many steps, done or not."""
+    start_timeout_s: Seconds = 60.0
+    """Until a server that is started here answers."""
+    message_timeout_s: Seconds = 60.0
+    """Of one reset or step."""
+
+
+class OpenEnvEnvironment:
+    """See the module's docstring; implements agents.environments.Environment.
+
+    Args:
+        name: http://HOST:PORT, or MODULE:APP of a FastAPI application that `openenv.core.env_server.create_app` made.
+        arguments: see `OpenEnvOptions`.
+
+    Raises:
+        ConfigError: there is no such module, or no such argument.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+        try:
+            self._options = OpenEnvOptions.model_validate(dict(arguments))
+        except ValidationError as error:
+            raise ConfigError(f"rollout.agent.arguments: {error}") from error
+        self._url = name if "://" in name else ""
+        self._app = "" if self._url else name
+        if self._app:
+            module, _, app = name.partition(":")
+            if not app or importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"{name!r} names no server: write http://HOST:PORT, or MODULE:APP of a server's application that this "
+                    "machine can import (the working directory is importable)"
+                )
+        self._server: Process | None = None
+        self._actions: Mapping[str, Any] | None = None
+        self._starting = asyncio.Lock()
+
+    def tasks(self) -> Iterator[dict[str, Any]]:
+        raise ConfigError(
+            "an environment of OpenEnv makes its task at `reset`: use data.train.type: environment, whose rows have a `seed`, or "
+            "data of yours, whose columns `reset` gets"
+        )
+
+    async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
+        actions = await self._start()
+        async with GenericEnvClient(
+            base_url=self._url, message_timeout_s=self._options.message_timeout_s
+        ) as environment:
+            episode = _Episode(environment, client, actions, self._options)
+            try:
+                await episode.play(row)
+            except RuntimeError as error:  # the client's, for errors of the server
+                hint = (
+                    "; let its application have more sessions (max_concurrent_envs), or lower rollout.agent.max_concurrent"
+                    if "CAPACITY" in str(error)
+                    else ""
+                )
+                raise AgentError(f"{self._url}: {error}{hint}") from error
+        return {REWARD: episode.reward, "steps": episode.num_steps, "done": episode.is_done}
+
+    async def aclose(self) -> None:
+        server, self._server = self._server, None
+        if server is not None and server.returncode is None:
+            server.terminate()
+            try:
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await server.wait()
+            except TimeoutError:
+                server.kill()
+
+    async def _start(self) -> Mapping[str, Any]:
+        """Start the server, if it is to be; returns the schema of its actions."""
+        async with self._starting:
+            if self._app and (self._server is None or self._server.returncode is not None):
+                self._actions = None
+                self._server, self._url = await _serve(self._app)
+            if self._actions is None:
+                self._actions = await self._read_actions()
+            return self._actions
+
+    async def _read_actions(self) -> Mapping[str, Any]:
+        limit_s = self._options.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True) as http:
+                while self._server is None or self._server.returncode is None:
+                    try:
+                        async with http.get(f"{self._url.rstrip('/')}/schema") as response:
+                            schema: Mapping[str, Any] = (await response.json())["action"]
+                            return schema
+                    except aiohttp.ClientConnectionError:
+                        if self._server is None:
+                            raise
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as error:
+            raise AgentError(
+                f"{self._app or self._url} did not answer within {limit_s:g} s (rollout.agent.arguments.start_timeout_s)"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise AgentError(f"there is no server of OpenEnv at {self._url}: {error}") from error
+        raise AgentError(
+            f"the server {self._app} ended with exit code {self._server.returncode}; see what it wrote, or start it by hand: "
+            f"python -m uvicorn {self._app}"
+        )
+
+
+class _Episode:
+    """One conversation between the policy and a session of the environment's server."""
+
+    def __init__(
+        self, environment: Any, client: AgentClient, actions: Mapping[str, Any], options: OpenEnvOptions
+    ) -> None:
+        self.reward = 0.0
+        self.num_steps = 0
+        self.is_done = False
+        self._environment = environment
+        self._client = client
+        self._actions = actions
+        self._options = options
+        self._has_own_tools = actions.get("title") in _MCP_ACTIONS
+
+    async def play(self, row: Mapping[str, Any]) -> None:
+        start = await self._environment.reset(**{name: value for name, value in row.items() if name != "prompt"})
+        self.is_done = bool(start.done)
+        messages = _with_text(row["prompt"], _text(start.observation))
+        tools = await self._tools()
+        while not self.is_done and self.num_steps < self._options.max_steps:
+            completion = await self._client.openai.chat.completions.create(
+                model=self._client.model, messages=messages, **({"tools": tools} if tools else {})
+            )
+            choice = completion.choices[0]
+            messages.append(choice.message.model_dump(exclude_none=True))
+            if tools:
+                if not choice.message.tool_calls:
+                    return
+                for call in choice.message.tool_calls:
+                    text = await self._call(call.function)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            elif choice.finish_reason == "length" or not choice.message.content:
+                return
+            else:
+                messages.append({"role": "user", "content": await self._step(self._action(choice.message.content))})
+
+    async def _tools(self) -> list[dict[str, Any]]:
+        if self._has_own_tools:
+            listed = (await self._environment.step({"type": "list_tools"})).observation["tools"]
+            schemas = [(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+        elif self._options.tool is not None:
+            properties = {
+                name: form for name, form in self._actions.get("properties", {}).items() if name != "metadata"
+            }
+            schemas = [
+                (self._options.tool, self._actions.get("description", ""), {**self._actions, "properties": properties})
+            ]
+        else:
+            return []
+        return [
+            {"type": "function", "function": {"name": name, "description": description, "parameters": form}}
+            for name, description, form in schemas
+        ]
+
+    async def _call(self, function: Any) -> str:
+        """The result of a tool call; also what is wrong with the call, which costs no step."""
+        try:
+            arguments = json.loads(function.arguments or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are no JSON: {error}"
+        if not isinstance(arguments, dict):
+            return f"error: the arguments must be a JSON object, not {arguments!r}"
+        if self.is_done:
+            return "error: the episode is over"
+        if self._has_own_tools:
+            return await self._step({"type": "call_tool", "tool_name": function.name, "arguments": arguments})
+        if function.name != self._options.tool:
+            return f"error: there is no tool {function.name!r}, only {self._options.tool!r}"
+        return await self._step(arguments)
+
+    async def _step(self, action: Mapping[str, Any]) -> str:
+        """The observation as text. An action that the server refuses is told to the model, and ends nothing."""
+        try:
+            result = await self._environment.step(action)
+        except RuntimeError as error:  # what the client raises for the server's own errors
+            self.num_steps += 1
+            return f"error: {error}"
+        self.num_steps += 1
+        self.reward += float(result.reward or 0.0)
+        self.is_done = bool(result.done)
+        return _text(result.observation)
+
+    def _action(self, answer: str) -> Mapping[str, Any]:
+        """`{"guess": "crane"}`, with or without a fence, as it is; `crane` where `guess` is the only field that is required."""
+        text = answer.strip()
+        if text.startswith("```") and text.endswith("```"):
+            text = "\n".join(text.splitlines()[1:-1])
+        try:
+            action = json.loads(text)
+        except json.JSONDecodeError:
+            action = text
+        required = self._actions.get("required", [])
+        if not isinstance(action, dict) and len(required) == 1:
+            return {required[0]: text}
+        return action if isinstance(action, dict) else {"answer": text}
+
+
+def _text(observation: Mapping[str, Any]) -> str:
+    """{"result": "42", "done": false, "reward": 0} -> `42`; of several their JSON; of a tool of MCP its data, or the error."""
+    fields = {name: value for name, value in observation.items() if name not in _OWN_FIELDS and value is not None}
+    if "tool_name" in fields:
+        if "error" in fields:
+            return f"error: {fields['error'].get('message', fields['error'])}"
+        result = fields.get("result")
+        data = result.get("data", result) if isinstance(result, Mapping) else result
+        return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    if len(fields) == 1 and isinstance(only := next(iter(fields.values())), str):
+        return only
+    return json.dumps(fields, ensure_ascii=False) if fields else ""
+
+
+def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
+    """The row's prompt as messages, with the first observation at the end of the last one."""
+    messages = [dict(message) for message in prompt] if not isinstance(prompt, str) else []
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if text:
+        before = messages[-1]["content"]
+        messages[-1]["content"] = f"{before}\n\n{text}" if before else text
+    return messages
+
+
+async def _serve(app: str) -> tuple[Process, str]:
+    """A process that serves the application at a free port of this machine's loopback."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "grpo_async.agents.environments.openenv_process",
+            app,
+            str(listening.fileno()),
+            stdin=DEVNULL,
+            pass_fds=[listening.fileno()],
+            env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
+        )
+    return process, f"http://127.0.0.1:{port}"

@@ -1,0 +1,57 @@
+"""The files of docs/agents.md, and a rollout of one with a policy whose answers are given."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_async.agents.agent import Agent, AgentResult
+from grpo_async.quickstart.prepare import default_folder, prepare
+from grpo_async.records import RolloutCompletion, RolloutStatus
+from tests.agents.support import FakePolicy, check_exact, renderer, serving
+from tests.e2e.support import REPOSITORY, make_run
+
+FILES = {
+    name: text
+    for text, name in re.findall(
+        r"^```(?:python|javascript)\n((?:#|//) ([\w.]+).*?)^```$",
+        (REPOSITORY / "docs" / "agents.md").read_text(),
+        re.M | re.S,
+    )
+}
+"""Name -> text: the first line of a block names the file."""
+
+
+def calls(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def play(
+    agent: Agent, row: Mapping[str, Any], *answers: str, **limits: Any
+) -> tuple[AgentResult, RolloutCompletion]:
+    """One rollout in which the policy's n-th answer is the n-th of `answers`; its tokens are checked."""
+    said = iter(answers)
+    policy = FakePolicy(renderer(), lambda _: next(said))
+    try:
+        async with serving(policy, **limits) as (_, session):
+            result = await agent.run(dict(row), session)
+            completion = session.completion(RolloutStatus.FINISHED)
+    finally:
+        await agent.aclose()
+    check_exact(policy, completion)
+    return result, completion
+
+
+def learn(folder: Path, *overrides: str) -> None:
+    """A run of the tiny tool model in the embedded engine, the files of the page at hand, whose reward rises clearly."""
+    prepare(REPOSITORY / default_folder(task="tool"), task="tool")
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    run = make_run(folder, "tools.yaml", ["tools=[]", "rewards=[]", "evaluation=null", *overrides])
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    summary, _ = run.complete(timeout_s=900.0, environment={"PYTHONPATH": os.pathsep.join(paths)})
+    assert summary["reward_last"] > summary["reward_first"] + 0.2, summary
