@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout that is streamed")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=64, help="of a conversation, or of an agent")
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--agents", type=int, default=256, help="at once")
     options = parser.parse_args(arguments)

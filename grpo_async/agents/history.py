@@ -22,7 +22,8 @@ text of earlier answers is context, and is not trained.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
@@ -46,6 +47,9 @@ from grpo_async.records import (
 )
 
 Message = Mapping[str, Any]
+
+_NUM_NEWEST = 4
+"""Calls whose keys are kept: an agent and its sub-agents take turns."""
 
 _ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
 """Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
@@ -184,6 +188,7 @@ class History:
         self._renderer = renderer
         self._by_key: dict[bytes, list[Answer]] = {}
         self._requests: dict[tuple[bytes, str], Request] = {}
+        self._newest: deque[tuple[Call, list[bytes]]] = deque(maxlen=_NUM_NEWEST)
         self.answers: list[Answer] = []
 
     def prepare(self, call: Call) -> Request:
@@ -196,7 +201,8 @@ class History:
             return self._raw(call.prompt)
         if not call.messages:
             raise refuse("there are no messages", param="messages")
-        keys = list(_keys(self._renderer.chat, call))
+        keys = _keys(self._renderer.chat, call, self._newest)
+        self._newest.append((call, keys))
         length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
         if length:
             answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
@@ -379,24 +385,36 @@ def _tag(message: Message) -> TaggedMessage:
     return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
 
 
-def _keys(renderer: ChatRenderer, call: Call) -> Iterator[bytes]:
-    """Of the tools, and then of all messages up to each one. [1 + num_messages]"""
-    key = _next_key(b"", [_comparable(tool) for tool in call.tools])
-    yield key
-    places: dict[Any, int] = {}
-    for message in call.messages:
+def _keys(renderer: ChatRenderer, call: Call, known: Sequence[tuple[Call, list[bytes]]]) -> list[bytes]:
+    """Of the tools, and then of all messages up to each one. [1 + num_messages]
+
+    `known` are earlier calls with their keys: most calls repeat the messages of one, and comparing them costs a tenth of making
+    the keys again.
+    """
+    keys: list[bytes] = []
+    for other, found in known:
+        if other.tools == call.tools:
+            pairs = zip(call.messages, other.messages, strict=False)
+            length = next((n for n, (mine, its) in enumerate(pairs) if mine != its), len(found) - 1)
+            length = min(length, len(call.messages))
+            keys = max(keys, found[: length + 1], key=len)
+    if not keys:
+        keys = [_next_key(b"", [_comparable(tool) for tool in call.tools])]
+    asking = (message for message in reversed(call.messages[: len(keys) - 1]) if message["role"] == "assistant")
+    calls = next(asking, {}).get("tool_calls") or ()
+    for message in call.messages[len(keys) - 1 :]:
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or ()
-            places = {each.get("id"): place for place, each in enumerate(calls)}
             _, said = renderer.split_thinking(message["content"], is_sampled=False)
             value = _answer_value(said, [(c["function"]["name"], c["function"].get("arguments")) for c in calls])
         elif message["role"] == "tool":
             answered = message.get("tool_call_id")
+            places = {each.get("id"): place for place, each in enumerate(calls)}
             value = ["tool", places.get(answered, answered), message["content"]]
         else:
             value = [message["role"], message["content"], message.get("name")]
-        key = _next_key(key, value)
-        yield key
+        keys.append(_next_key(keys[-1], value))
+    return keys
 
 
 def _answer_value(said: str, calls: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -328,10 +328,12 @@ class AgentSession:
         """Read the answer, add it to the tree."""
         chat = self._setup.renderer.chat
         calls: Sequence[ToolCall] = ()
-        text = chat.completion_text(generation.token_ids)
         parse_error: str | None = None
-        if call.tools and call.tool_choice == "auto":
+        if not call.tools or call.tool_choice == "none":
+            text = chat.completion_text(generation.token_ids)
+        else:
             turn = chat.parse(generation.token_ids, turn=number)
+            text = turn.text
             problems = [each.error for each in turn.tool_calls if each.error is not None]
             parse_error = turn.parse_error or next(iter(problems), None)
             if not problems:  # else the client gets the whole text: it cannot make half of the calls
