@@ -400,8 +400,8 @@ def _keys(renderer: ChatRenderer, call: Call, known: Sequence[tuple[Call, list[b
             keys = max(keys, found[: length + 1], key=len)
     if not keys:
         keys = [_next_key(b"", [_comparable(tool) for tool in call.tools])]
-    asking = (message for message in reversed(call.messages[: len(keys) - 1]) if message["role"] == "assistant")
-    calls = next(asking, {}).get("tool_calls") or ()
+    said_before = [message for message in call.messages[: len(keys) - 1] if message["role"] == "assistant"]
+    calls = (said_before[-1].get("tool_calls") or ()) if said_before else ()
     for message in call.messages[len(keys) - 1 :]:
         if message["role"] == "assistant":
             calls = message.get("tool_calls") or ()
