@@ -93,8 +93,9 @@ class CommandAgent:
             ending = asyncio.create_task(exited.wait())
             tasks = {reading, reading_end, ending}
             try:
-                process.stdin.write(stdin)
-                process.stdin.close()  # once all of it is written, or nobody reads it any more
+                if not process.stdin.is_closing():  # it was killed at once: uvloop takes no write then
+                    process.stdin.write(stdin)
+                    process.stdin.close()  # once all of it is written, or nobody reads it any more
                 async with asyncio.timeout(section.timeout_s):
                     await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
                     if not reading.done() or reading.result():

@@ -42,6 +42,7 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
         tmp_path,
         'rollout.agent={"function": "tests.e2e.agents:length", "reward_weight": 0.5}',
         'rewards=[{"function": "tests.e2e.agents:branches_are_seen"}]',
+        "rollout.max_turn_tokens=16",  # leaves some for the second call
     )
     run.complete()
     last = run.metrics()[-1]
@@ -64,8 +65,10 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
-    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16")
+    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16",
+               "training.max_steps=8")  # fmt: skip
     process = run.start()
+    run.wait_for_step(1, process)  # an evaluation of four prompts would not stand it
     chance = random.Random(0)
     for _ in range(3):
         run.wait_for(lambda: len(run.processes("command_agent")) >= 4, process, what="agents")
