@@ -1,4 +1,4 @@
-"""A model with random weights and a server of it, started as `train` starts one: for push and against_trl."""
+"""A model with random weights and a server of it, started as `train` starts one: for push, gpu and against_trl."""
 
 from __future__ import annotations
 

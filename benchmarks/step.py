@@ -2,7 +2,7 @@
 
     python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --hidden 2048 --layers 28 --heads 16 --kv-heads 8 --head-dim 128
-                              --vocab 151936 --micro-batch-tokens 32768 --completion-tokens 4096 --chunk 4096 --peak-tflops 989
+                              --vocab 151936 --micro-batch-tokens 32768 --completion-tokens 4096 --chunk 4096
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
@@ -15,10 +15,9 @@ DistributedDataParallel):
     sorted    the same loop, samples sorted by length before
 
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; what is shared of prompts, which packed
-computes once for the samples of a group in a micro-batch, is not needed. MFU: FLOPs that the samples need without padding and
-without sharing / time / --peak-tflops (of all GPUs together, dense, in the dtype that computes). Exit code 1 when the step is not
-as fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the
-time of a step goes is in every run's timeline (`events.jsonl`).
+computes once for the samples of a group in a micro-batch, is not needed; `gpu` says the MFU. Exit code 1 when the step is not as
+fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time
+of a step goes is in every run's timeline (`events.jsonl`).
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
 them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
@@ -67,7 +66,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
-    parser.add_argument("--peak-tflops", type=float, help="of the machine: MFU is reported")
     parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
     if options.ranks > 1 and "RANK" not in os.environ:
@@ -122,27 +120,11 @@ def _measure(options: argparse.Namespace) -> int:
             dist.barrier()
             seconds[name].append(seconds_of(partial(step_of, sides[name])))
     _report_speed(report, seconds, outcomes, trained=trained, real=real)
-    num_parameters = sum(parameter.numel() for parameter in ours.policy.parameters())
-    if options.peak_tflops:
-        lengths = [len(sample.token_ids) for sample in samples]
-        width = options.heads * options.head_dim
-        flops = training_flops(lengths, num_parameters=num_parameters, layers=options.layers, width=width)
-        for name, values in seconds.items():
-            report.row(f"{name}: MFU", [flops / value / (1e12 * options.peak_tflops) for value in values], "fraction")
     report.note(
         f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
-        f"each, {kind}; {num_parameters / 1e6:.1f} M parameters"
+        f"each, {kind}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
     )
     return report.finish() if rank == 0 else 0
-
-
-def training_flops(lengths: Sequence[int], *, num_parameters: int, layers: int, width: int) -> float:
-    """Of forward and backward over samples of these lengths: 6 N + 6 L A (length + 1) for a token, N parameters, L layers, A the
-    width of all heads together (causal attention; PaLM, arXiv 2204.02311, appendix B).
-
-    Worked example: N = 328, L = 2, A = 4, length 9: 1968 + 480 = 2448 for a token, 22032 for the sample.
-    """
-    return sum(length * 6.0 * (num_parameters + layers * width * (length + 1)) for length in lengths)
 
 
 def _measure_before_forward(options: argparse.Namespace) -> int:

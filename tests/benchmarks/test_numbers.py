@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _step_sides, asynchrony, push, step
+from benchmarks import _step_sides, asynchrony, gpu, push, step
 from benchmarks._step_sides import StepOutcome
 from benchmarks.report import Report, Row, in_turns, median_interval, ratios
 from grpo_async.records import RolloutSample
@@ -77,6 +77,61 @@ def test_variants_take_turns_ratios_are_within_a_round_and_the_interval_of_a_med
     assert median_interval([5.0]) == (5.0, 5.0)
 
 
+# --------------------------------------------------------------------------------------------------------------------- gpu
+
+SMALL = gpu.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
+PEAKS = gpu.Peaks(flops=1e6, memory=1e4, source="test")
+
+
+def test_parameters_and_flops_are_those_of_the_formula() -> None:
+    # a layer: q 4x4, o 4x4, k 4x2, v 4x2 = 48; MLP 3 x 4 x 8 = 96; two layers 288; head 10 x 4 = 40
+    assert SMALL.num_parameters == 328
+    assert SMALL.forward_flops(5) == 656 + 160  # 2 x 328 + 4 x 2 layers x 4 x 5 tokens
+    assert SMALL.training_flops(9) == 1968 + 480  # 6 x 328 + 6 x 2 x 4 x (9 + 1)
+    assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
+
+
+def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many() -> None:
+    # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
+    bound_s = 2 * 0.0736 + 4 * 720 / 1e6
+    one = gpu.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
+    assert one == pytest.approx(bound_s)
+    fast_memory = gpu.Peaks(flops=1e6, memory=1e12, source="test")
+    many = gpu.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
+    assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
+    report = Report("gpu", Namespace())
+    options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
+    gpu._report_generation(report, {1: [0.5], 100: [4.0, 8.0]}, SMALL, PEAKS, options)
+    rows = _rows(report)
+    assert rows["generate: 1 in flight"] == (4.0,)
+    assert rows["generate: 100 in flight"] == (50.0, 25.0)
+    assert rows["generate: 1 in flight, bound"] == pytest.approx((2 / bound_s,))
+    assert rows["generate: 1 in flight, of the bound"] == pytest.approx((bound_s / 0.5,))
+
+
+def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
+    """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
+    report = Report("gpu", Namespace())
+    found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
+    gpu._report_training(report, found, SMALL, PEAKS)
+    rows = _rows(report)
+    assert rows["train: tokens of the samples"] == pytest.approx((180.0, 90.0))
+    assert rows["train: bound"] == pytest.approx((18 / 0.044064,))
+    assert rows["train: MFU"] == pytest.approx((0.44064, 0.22032))
+    assert rows["train: packing efficiency"] == pytest.approx((0.75, 0.75))
+    assert rows["train: memory, peak"] == (3.0,)
+
+
+def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [gpu.listed_peaks(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU")]
+    assert [peaks and peaks.flops for peaks in found] == [989e12, 756e12, None]
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
+    assert gpu.main([]) == 2
+    assert "torch sees none here; `--device cpu" in capsys.readouterr().err
+
+
 # -------------------------------------------------------------------------------------------------------------------- push
 
 
@@ -132,11 +187,6 @@ def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None
     assert rows["padded: needed / computed tokens"] == (0.5,)
     (target,) = report.targets
     assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)
-
-
-def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
-    """6 x 328 + 6 x 2 x 4 x (9 + 1) = 2448 for a token of 9; two such samples."""
-    assert step.training_flops([9, 9], num_parameters=328, layers=2, width=4) == 2 * 9 * 2448
 
 
 def test_padding_keeps_what_a_sample_is_and_the_grid_is_what_is_computed() -> None:

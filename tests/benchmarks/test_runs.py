@@ -54,6 +54,17 @@ def test_rollouts_and_turns_of_a_conversation_have_a_cost(run: Run) -> None:
     assert [target["at_most"] for target in report["targets"]] == [1.5]
 
 
+def test_the_code_for_gpus_runs_on_a_cpu(run: Run) -> None:
+    small = "--rounds 1 --in-flight 2 --completion-tokens 4 --samples 2"
+    report = run("gpu", f"--device cpu --parts generate train {small}")
+    found = _medians(report)
+    assert found["generate: 2 in flight"] > 0
+    assert found["train: tokens of the samples"] > 0
+    assert 0 < found["generate: 2 in flight, of the bound"] < 1
+    assert 0 < found["train: MFU"] < 1
+    assert any("says nothing of a GPU" in note for note in report["notes"])
+
+
 @pytest.mark.slow
 def test_chunks_and_full_logits_compute_the_same_and_are_compared(run: Run) -> None:
     """512 x 30000 x 4 bytes = 61 MB, of which full logits hold at least two at a time; chunks of 16 hold 2 MB, and the process's
@@ -86,13 +97,12 @@ def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(run: Ru
     """What differs raises SystemExit."""
     sizes = (
         "--samples 32 --group-size 8 --prompt-tokens 8 --completion-tokens 32 --micro-batch-tokens 128 --vocab 256 --hidden 32 "
-        "--layers 2 --heads 2 --kv-heads 1 --head-dim 16 --chunk 16 --rounds 2 --device cpu --minibatches 2 --peak-tflops 1"
+        "--layers 2 --heads 2 --kv-heads 1 --head-dim 16 --chunk 16 --rounds 2 --device cpu --minibatches 2"
     )
     found = _medians(run("step", sizes))
     for side in ("packed", "padded", "sorted"):
         assert found[f"{side}: trained tokens/s"] > 0.0
         assert 0.0 < found[f"{side}: needed / computed tokens"] <= 1.0
-        assert 0.0 < found[f"{side}: MFU"] < 1.0
     assert found["packed: needed / computed tokens"] > found["padded: needed / computed tokens"]
     assert found["packed: computed tokens"] < found["padded: computed tokens"]
 

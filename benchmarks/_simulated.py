@@ -1,0 +1,357 @@
+"""What a simulated run has in place of models: servers that take virtual seconds instead of computing, and what hangs on them.
+
+worker -> SimulatedProducer -> SimulatedServer (slots, continuous batching, pauses)
+
+One thread has both sides. The trainer's side is ordinary blocking code; where it would block, it lets the VirtualLoop run:
+
+    run_for(s)     the trainer computes for s seconds: the loop goes on meanwhile
+    run_until_call the trainer waits: the loop goes on until somebody calls `give_back`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+import selectors
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from math import log
+from typing import Any
+
+from grpo_async.buffer.sample_buffer import SampleBuffer
+from grpo_async.records import (
+    FinishReason,
+    GroupStatus,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutSample,
+    RolloutStatus,
+    ScoredGroup,
+    TurnRecord,
+)
+from grpo_async.rollout.producer import GroupRequest, Produced
+
+_LENGTH = "simulated_length"
+
+
+class StandstillError(RuntimeError):
+    """Nothing will ever happen again: everybody waits for somebody else."""
+
+
+class _Selector(selectors.SelectSelector):
+    """Never blocks: it moves the clock on to the next timer instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise StandstillError("no timer is set and nothing is ready")
+        self.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop whose seconds pass only when nothing is left to do: hours are over in a second, the same each time. Not for
+    sockets, threads or processes: they know nothing of its seconds."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        self._failure: Mapping[str, Any] | None = None
+        self._is_asked_for = False
+        super().__init__(self._virtual)
+        self.set_exception_handler(self._note_failure)
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._virtual.now
+
+    def run_for(self, seconds: float) -> None:
+        """Let this many seconds pass. Raises: what a callback raised."""
+        handle = self.call_later(seconds, self.stop)
+        try:
+            self._run()
+        finally:
+            handle.cancel()
+
+    def run_until_call(self) -> None:
+        """Go on until `give_back`. Raises: StandstillError; what a callback raised."""
+        self._is_asked_for = True
+        try:
+            self._run()
+        finally:
+            self._is_asked_for = False
+
+    def give_back(self) -> None:
+        """Let `run_until_call` return after what is ready now; `run_for` goes on."""
+        if self._is_asked_for:
+            self.stop()
+
+    def _run(self) -> None:
+        self.run_forever()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure.get("exception") or RuntimeError(failure["message"])
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        self._failure = self._failure or context
+        self.stop()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpeed:
+    """A decode step of n rows takes `decode_s + n * row_s` seconds; `prefill_s` a token, paid again after new weights."""
+
+    slots: int
+    decode_s: float
+    row_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of a completion: lognormal with this mean and sigma, cut at `longest`; sigma 0: always the mean."""
+
+    mean: int
+    sigma: float
+    longest: int
+
+    def draw(self, seed: int) -> int:
+        """The same for the same seed. Mean 2000, sigma 1: half are below 1213, one in a hundred above 12400."""
+        if self.sigma == 0.0:
+            return self.mean
+        value = random.Random(seed).lognormvariate(log(self.mean) - self.sigma**2 / 2, self.sigma)
+        return max(1, min(self.longest, round(value)))
+
+
+@dataclass(order=True, slots=True)
+class _Row:
+    ends_at: float  # in decode steps of its server
+    number: int
+    done: asyncio.Future[None] = field(compare=False)
+    began_at: float = field(compare=False)
+
+
+class SimulatedServer:
+    """Continuous batching: every row gains a token in every decode step, which takes longer the more rows there are."""
+
+    def __init__(self, loop: VirtualLoop, speed: ServerSpeed) -> None:
+        self._loop, self._speed = loop, speed
+        self._rows: list[_Row] = []  # a heap
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+        self._steps = 0.0  # decoded so far
+        self._since = 0.0
+        self._paused = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._resume_timer: asyncio.TimerHandle | None = None
+        self._busy_s = 0.0
+        self.load = 0
+        """Requests here, with a slot or waiting."""
+
+    def busy_s(self) -> float:
+        """Seconds in which it was generating so far."""
+        self._catch_up()
+        return self._busy_s
+
+    async def generate(self, length: int, on_start: Callable[[], None], on_cut: Callable[[int], None]) -> None:
+        """Take a slot, then `length` decode steps. `on_cut` gets the tokens made so far where it is cancelled."""
+        self.load += 1
+        try:
+            await self._slot()
+            self._catch_up()
+            row = _Row(self._steps + length, next(self._numbers), self._loop.create_future(), self._steps)
+            on_start()
+            heapq.heappush(self._rows, row)
+            self._plan()
+            try:
+                await row.done
+            except asyncio.CancelledError:
+                self._catch_up()
+                on_cut(int(self._steps - row.began_at))
+                if row in self._rows:
+                    self._rows.remove(row)
+                    heapq.heapify(self._rows)
+                self._changed()
+                raise
+        finally:
+            self.load -= 1
+
+    async def _slot(self) -> None:
+        if len(self._rows) < self._speed.slots and not self._waiting:
+            return
+        place = self._loop.create_future()
+        self._waiting.append((next(self._numbers), place))
+        try:
+            await place
+        except asyncio.CancelledError:
+            self._loop.call_soon(self._changed)  # the slot may have been given to it already
+            raise
+        finally:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not place]
+
+    def pause(self) -> None:
+        """Rows stand still until `resume`."""
+        self._catch_up()
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+        self._paused = True
+        self._plan()
+
+    def resume(self) -> None:
+        """Go on, once the keys and values of all rows are computed with the new weights."""
+        tokens = sum(self._steps - row.began_at for row in self._rows)
+        self._resume_timer = self._loop.call_later(tokens * self._speed.prefill_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._catch_up()
+        self._paused = False
+        self._plan()
+
+    def _decode_s(self) -> float:
+        return self._speed.decode_s + len(self._rows) * self._speed.row_s
+
+    def _catch_up(self) -> None:
+        now = self._loop.time()
+        if self._rows and not self._paused:
+            self._steps += (now - self._since) / self._decode_s()
+            self._busy_s += now - self._since
+        self._since = now
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._rows and not self._paused:
+            left = max(0.0, self._rows[0].ends_at - self._steps)
+            self._timer = self._loop.call_later(left * self._decode_s(), self._finish)
+
+    def _finish(self) -> None:
+        self._catch_up()
+        while self._rows and self._rows[0].ends_at <= self._steps + 1e-6:
+            row = heapq.heappop(self._rows)
+            if not row.done.done():
+                row.done.set_result(None)
+        self._changed()
+
+    def _changed(self) -> None:
+        free = self._speed.slots - len(self._rows)
+        for _, place in self._waiting[: max(0, free)]:
+            if not place.done():
+                place.set_result(None)
+        self._plan()
+
+
+class SimulatedProducer:
+    """rollout.producer.GroupProducer: each rollout goes to the server with the fewest requests."""
+
+    def __init__(self, servers: Sequence[SimulatedServer], lengths: Lengths) -> None:
+        self._servers, self._lengths = servers, lengths
+
+    @asynccontextmanager
+    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+        """See GroupProducer."""
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = [tasks.create_task(self._rollout(request, index)) for index in range(request.size)]
+        yield Produced(completions=[task.result() for task in rollouts])
+
+    async def _rollout(self, request: GroupRequest, index: int) -> RolloutCompletion:
+        length = self._lengths.draw(request.seed * 1000 + index)
+        first: list[int] = []
+        assert request.on_tokens is not None
+        tell = request.on_tokens
+
+        def on_start() -> None:
+            first.append(request.served_version())
+            tell(index, 1, first[0])
+
+        def on_cut(made: int) -> None:
+            tell(index, max(0, made - 1), first[0])
+
+        server = min(self._servers, key=lambda each: each.load)
+        await server.generate(length, on_start, on_cut)
+        last = request.served_version()
+        tell(index, length - 1, last)
+        turn = TurnRecord(  # two tokens stand for all: the oldest and the newest
+            output_ids=[1, 2],
+            output_logprobs=[-1.0, -1.0],
+            policy_versions=[first[0], last],
+            finish_reason=FinishReason.STOP,
+        )
+        return RolloutCompletion(
+            rollout_id=f"{request.name}-r{index}",
+            prompt_ids=[0],
+            turns=[turn],
+            status=RolloutStatus.FINISHED,
+            reward_columns={_LENGTH: length},
+        )
+
+
+def num_tokens_of(group: ScoredGroup) -> int:
+    """Simulated tokens of a group."""
+    return sum(completion.reward_columns[_LENGTH] for completion in group.group.completions)
+
+
+class SimulatedScorer:
+    """Rewards at once; a fraction of the groups, drawn by their ids, has nothing to learn from."""
+
+    def __init__(self, *, filtered: float, seed: int) -> None:
+        self._filtered, self._seed = filtered, seed
+
+    def set_step(self, step: int) -> None: ...
+
+    async def score(self, group: RolloutGroup, environments: object = None) -> ScoredGroup:
+        """See scoring.Scorer."""
+        is_filtered = random.Random(self._seed * 1_000_003 + group.group_id).random() < self._filtered
+        count = len(group.completions)
+        return ScoredGroup(
+            group=group,
+            samples=[] if is_filtered else [_sample(group.group_id, completion) for completion in group.completions],
+            rewards=[1.0] * count if is_filtered else [float(index % 2) for index in range(count)],
+            reward_parts=[{} for _ in range(count)],
+        )
+
+
+def _sample(group_id: int, completion: RolloutCompletion) -> RolloutSample:
+    turn = completion.turns[0]
+    return RolloutSample(
+        group_id=group_id,
+        rollout_id=completion.rollout_id,
+        token_ids=[0, *turn.output_ids],
+        loss_mask=[0, 1, 1],
+        sampler_logprobs=[0.0, *turn.output_logprobs],
+        policy_versions=[-1, *turn.policy_versions],
+        advantage=1.0,
+        rewards={},
+        reward=1.0,
+        truncated=False,
+    )
+
+
+class SimulatedStore:
+    """Keeps nothing."""
+
+    def stores(self, group_id: int, status: GroupStatus) -> bool:
+        return False
+
+    def append(self, *args: object, **kwargs: object) -> None: ...
+
+
+class TellingBuffer(SampleBuffer):
+    """The real one; gives the thread back to the trainer, which may wait for a group, whenever one came or a failure did."""
+
+    def __init__(self, loop: VirtualLoop, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._virtual_loop = loop
+
+    async def put(self, scored: ScoredGroup) -> None:
+        await super().put(scored)
+        self._virtual_loop.give_back()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        self._virtual_loop.give_back()
