@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from math import log
 from typing import Any
 
+import numpy as np
+
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.records import (
     FinishReason,
@@ -277,14 +279,14 @@ class SimulatedProducer:
         last = request.served_version()
         tell(index, length - 1, last)
         turn = TurnRecord(  # two tokens stand for all: the oldest and the newest
-            output_ids=[1, 2],
-            output_logprobs=[-1.0, -1.0],
-            policy_versions=[first[0], last],
+            output_ids=np.array([1, 2], np.int32),
+            output_logprobs=np.array([-1.0, -1.0], np.float32),
+            policy_versions=np.array([first[0], last], np.int32),
             finish_reason=FinishReason.STOP,
         )
         return RolloutCompletion(
             rollout_id=f"{request.name}-r{index}",
-            prompt_ids=[0],
+            prompt_ids=np.zeros(1, np.int32),
             turns=[turn],
             status=RolloutStatus.FINISHED,
             reward_columns={_LENGTH: length},
@@ -321,10 +323,10 @@ def _sample(group_id: int, completion: RolloutCompletion) -> RolloutSample:
     return RolloutSample(
         group_id=group_id,
         rollout_id=completion.rollout_id,
-        token_ids=[0, *turn.output_ids],
-        loss_mask=[0, 1, 1],
-        sampler_logprobs=[0.0, *turn.output_logprobs],
-        policy_versions=[-1, *turn.policy_versions],
+        token_ids=np.append(np.int32(0), turn.output_ids),
+        loss_mask=np.array([False, True, True]),
+        sampler_logprobs=np.append(np.float32(0), turn.output_logprobs),
+        policy_versions=np.append(np.int32(-1), turn.policy_versions),
         advantage=1.0,
         rewards={},
         reward=1.0,
