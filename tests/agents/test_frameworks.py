@@ -18,6 +18,7 @@ ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"
 SUM = calls("calculator", expression="12 + 7 - 30")
 PACKAGES = {"agent_openai_agents": "agents", "agent_langgraph": "langgraph", "agent_smolagents": "smolagents"}
 AGENTS = [name.removesuffix(".py") for name in FILES if name.startswith("agent_")]
+APPENDING = [name for name in AGENTS if name != "agent_smolagents"]
 
 
 def _require(name: str) -> None:
@@ -43,7 +44,7 @@ def test_the_page_has_the_files_that_it_speaks_of() -> None:
     assert set(FILES) == {f"{name}.py" for name in AGENTS} | {"agent.js", "sums_taskset.py", "sums_server.py"}
 
 
-@pytest.mark.parametrize("name", [name for name in AGENTS if name != "agent_smolagents"] + ["agent"])
+@pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_an_agent_that_only_appends_is_one_sample(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = _load(name, tmp_path, monkeypatch)
     result, completion = asyncio.run(play(agent, ROW, SUM, "-11"))
@@ -64,16 +65,11 @@ def test_smolagents_writes_its_history_anew_so_that_each_step_is_a_branch(
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("name", [*AGENTS, "agent"])
+@pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_a_model_learns_inside_of_the_agent(name: str, tmp_path: Path) -> None:
-    """The tiny tool model in the embedded engine: its reward rises clearly."""
+    """The tiny tool model in the embedded engine: its reward rises clearly. Not with smolagents, whose system prompt is longer than
+    the model's context."""
     _require(name)
     agent = f"command: [node, {tmp_path / 'agent.js'}]" if name == "agent" else f"function: '{name}:run'"
-    learn(tmp_path, f"rollout.agent={{{agent}, max_concurrent: 32}}", *LEARNING.get(name, ()))
-
-
-LEARNING = {
-    "agent_smolagents": ("inference.max_model_len=2048", "rollout.max_completion_tokens=512"),
-    "agent": ("rollout.groups_per_step=4",),
-}
-"""Of single agents: smolagents has a long prompt of its own, and a process for each rollout takes its time."""
+    fewer = ["rollout.groups_per_step=4"] if name == "agent" else []  # a process for each rollout takes its time
+    learn(tmp_path, f"rollout.agent={{{agent}, max_concurrent: 32}}", *fewer)
