@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import ssl
 import threading
 from collections.abc import Callable, Mapping
@@ -137,6 +138,8 @@ class OpenAiClients:
                 "`client.openai` needs the package openai, which is not installed: pip install 'grpo-async[agents]'; or use "
                 "client.base_url and client.api_key with a client of your own"
             ) from error
+        for name in ("httpx", "httpx2"):  # they log a line for each call of each agent
+            logging.getLogger(name).setLevel(logging.WARNING)
         # the endpoint is on this machine or beside it: not through a proxy that the environment names
         transport: dict[str, Any] = {
             "trust_env": False,
