@@ -31,6 +31,7 @@ from grpo_async.records import RolloutCompletion, RolloutStatus
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
+from grpo_async.utils.network import server_certificates
 
 _OWN_LIMIT_FIRST_S = 5.0
 """After `timeout_s`: an agent that has a limit of its own says more about what it was doing."""
@@ -84,12 +85,13 @@ class AgentHost:
 
 def _certificates(tls: TlsOptions) -> ssl.SSLContext:
     assert tls.certificate is not None  # AgentSection sees to it
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    assert tls.key is not None
     try:
-        context.load_cert_chain(tls.certificate, tls.key)
-    except OSError as error:  # an SSLError is one too
-        raise ConfigError(f"rollout.agent.tls: {tls.certificate} and {tls.key} cannot be used: {error}") from error
-    return context
+        return server_certificates(tls.certificate, tls.key)
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
+        raise ConfigError(
+            f"rollout.agent.tls: {tls.certificate} and {tls.key} cannot be used (the key must have no password): {error}"
+        ) from error
 
 
 class AgentProducer:

@@ -1,10 +1,12 @@
-"""Addresses of this machine, and sockets that listen on one of them alone."""
+"""Addresses of this machine, sockets that listen on one of them alone, and the certificates that they show."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
+import ssl
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +37,20 @@ def own_address_towards(address: str, port: int) -> str:
 def family_of(address: str) -> socket.AddressFamily:
     """IPv6 or IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def server_certificates(certificate: Path, key: Path) -> ssl.SSLContext:
+    """What a server shows of itself: a PEM certificate (and its chain) with its private key, one without a password.
+
+    Raises:
+        OSError: a file cannot be read.
+        ssl.SSLError: they are no certificate and key, do not fit, or the key has a password.
+        ValueError: the same.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # a key with a password would make OpenSSL ask for it on the terminal
+    context.load_cert_chain(certificate, key, password=lambda: "")
+    return context
 
 
 def listening_store(address: str, port: int, world_size: int, timeout: timedelta, **options: bool) -> TCPStore:

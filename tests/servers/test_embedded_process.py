@@ -18,7 +18,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -32,7 +31,7 @@ from grpo_async.servers.embedded.main import (
 )
 from tests.e2e.support import free_port
 from tests.servers.embedded_support import make_request, prompt
-from tests.support.tls import Certificates, make_certificates
+from tests.support.tls import Certificates, encrypt, make_certificates
 
 SERVE = """
 import sys
@@ -141,9 +140,7 @@ def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_
 
 def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_path: Path, tls: Certificates) -> None:
     encrypted, other = tmp_path / "encrypted.key", make_certificates(tmp_path / "other")
-    key = serialization.load_pem_private_key(tls.key.read_bytes(), password=None)
-    password = serialization.BestAvailableEncryption(b"password")
-    encrypted.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password))
+    encrypt(tls.key, encrypted)
     cases = [
         (
             {"certificate": tmp_path / "none.pem"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import trustme
+from cryptography.hazmat.primitives import serialization
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,10 @@ def make_certificates(folder: Path, *, names: tuple[str, ...] = ("127.0.0.1", ":
     signed.private_key_pem.write_to_path(made.key)
     made.key.chmod(0o600)
     return made
+
+
+def encrypt(key: Path, encrypted: Path) -> None:
+    """Write the private key `key` to `encrypted`, with a password."""
+    read = serialization.load_pem_private_key(key.read_bytes(), password=None)
+    password = serialization.BestAvailableEncryption(b"password")
+    encrypted.write_bytes(read.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password))

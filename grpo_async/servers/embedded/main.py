@@ -21,7 +21,7 @@ from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE, ServerInfo, token_from_environment
 from grpo_async.utils.lifetime import die_with_launcher
-from grpo_async.utils.network import family_of, is_loopback
+from grpo_async.utils.network import family_of, is_loopback, server_certificates
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
@@ -168,10 +168,8 @@ def check_certificate(inference: InferenceSection) -> None:
             path.read_bytes()
         except OSError as error:
             raise ConfigError(f"inference.tls.{setting}: {path} cannot be read: {error.strerror}") from error
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # a key with a password would make OpenSSL ask for it on the terminal
-        context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
+        server_certificates(tls.certificate, tls.key)
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
             f"inference.tls: {tls.certificate} and {tls.key} are no PEM certificate with its private key (one without a "
