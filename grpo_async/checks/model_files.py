@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from grpo_async.errors import ConfigError
+from grpo_async.weights.weight_files import no_weights, weight_files
 
 
 def model_problem(path: str) -> str | None:
@@ -23,15 +24,14 @@ def model_problem(path: str) -> str | None:
         return f"{path} is a file; name the folder with config.json, the tokenizer and *.safetensors"
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json, so it is no Hugging Face model folder"
-    if not any(folder.glob("*.safetensors")):
-        return f"{folder} has no *.safetensors file"
     try:
         text_config(folder)
-        for file in _weight_files(folder):
+        files = weight_files(folder)
+        for file in files:
             _read_shapes(file)
     except ConfigError as error:
         return str(error).removeprefix("model.path: ")
-    return None
+    return None if files else no_weights(folder)
 
 
 def count_parameters(model_path: str) -> int | None:
@@ -47,27 +47,11 @@ def count_parameters(model_path: str) -> int | None:
     if not folder.is_dir():
         return None
     shapes: dict[str, list[int]] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         shapes |= _read_shapes(file)
     if text_config(folder).get("tie_word_embeddings") is True and any("embed" in name for name in shapes):
         shapes = {name: shape for name, shape in shapes.items() if not name.endswith("lm_head.weight")}
     return sum(math.prod(shape) for shape in shapes.values()) or None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model: those of its index, else all.
-
-    Raises:
-        ConfigError: the index is broken.
-    """
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
-    return [folder / str(name) for name in sorted(names)]
 
 
 def _read_shapes(file: Path) -> dict[str, list[int]]:

@@ -7,7 +7,6 @@ for, and only as much as is asked for.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.weight_files import INDEX, SINGLE, names_in, no_weights, weight_files
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
@@ -106,35 +103,18 @@ def find_files(path: str, *, is_local: bool = False) -> list[Path]:
     folder = Path(path)
     if not folder.is_dir():
         return _find_on_hub(path, is_local=is_local)
-    if (folder / _INDEX).is_file():
-        files = [folder / name for name in _files_of_index(folder / _INDEX)]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ConfigError(f"model.path: {folder / _INDEX} names files that are not there: {missing[:5]}")
-        return files
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if any((folder / name).is_file() for name in _PICKLED):
-        raise ConfigError(
-            f"model.path: {path!r} holds its weights as pickled .bin files, which may run code when they are read; convert them "
-            "once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder) writes safetensors"
-        )
-    raise ConfigError(f"model.path: cannot load a model from {path!r}: neither {_SINGLE} nor {_INDEX} is there")
-
-
-def _files_of_index(index: Path) -> list[str]:
-    try:
-        return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+    files = weight_files(folder)
+    if not files:
+        raise ConfigError(f"model.path: {no_weights(folder)}")
+    return files
 
 
 def _find_on_hub(path: str, *, is_local: bool) -> list[Path]:
     from transformers.utils.hub import cached_file
 
     try:
-        index = cached_file(path, _INDEX, local_files_only=is_local, _raise_exceptions_for_missing_entries=False)
-        names = [_SINGLE] if index is None else _files_of_index(Path(index))
+        index = cached_file(path, INDEX, local_files_only=is_local, _raise_exceptions_for_missing_entries=False)
+        names = [SINGLE] if index is None else names_in(Path(index))
         return [Path(cached_file(path, name, local_files_only=is_local)) for name in names]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot load a model from {path!r}: {error}") from error

@@ -146,6 +146,10 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
         ),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
         ({"model": {"path": "{folder}/cut"}}, "model.safetensors is no whole safetensors file: "),
+        (
+            {"model": {"path": "{folder}/renamed"}},
+            "neither model.safetensors nor model.safetensors.index.json is there",
+        ),
         ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
         (
             {"model": {"path": "{folder}/gpt_oss"}},
@@ -169,6 +173,8 @@ def test_what_would_fail_later_is_told_before_anything_starts(
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     _model(tmp_path / "other", config='{"vocab_size": 9}')
     _model(tmp_path / "cut", weights=_CUT)
+    _model(tmp_path / "renamed")
+    (tmp_path / "renamed" / "model.safetensors").rename(tmp_path / "renamed" / "weights.safetensors")
     _model(tmp_path / "deep", config="[" * 100_000)
     _model(tmp_path / "gpt_oss", config='{"model_type": "gpt_oss", "sliding_window": 128, "num_local_experts": 1}')
     _model(tmp_path / "moe", config='{"model_type": "qwen3_moe", "num_experts": 8}')

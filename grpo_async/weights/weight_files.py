@@ -1,0 +1,50 @@
+"""Which files of a model's folder hold its weights. Without torch: the checks before a run and the loading itself ask the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from grpo_async.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder: those of its index, else the single one; none where it has neither.
+
+    Raises:
+        ConfigError: the index is broken, or names files that are not there.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    files = [folder / name for name in names_in(index)]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(f"model.path: {index} names files that are not there: {missing[:5]}")
+    return files
+
+
+def names_in(index: Path) -> list[str]:
+    """The names of files in an index.
+
+    Raises:
+        ConfigError: it is broken.
+    """
+    try:
+        return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+
+
+def no_weights(folder: Path) -> str:
+    """Why a folder without `weight_files` cannot be loaded."""
+    if any((folder / name).is_file() for name in _PICKLED):
+        return (
+            f"{folder} holds its weights as pickled .bin files, which may run code when they are read; convert them "
+            "once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder) writes safetensors"
+        )
+    return f"{folder} holds no weights that can be loaded: neither {SINGLE} nor {INDEX} is there"
