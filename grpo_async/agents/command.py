@@ -37,6 +37,7 @@ from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStat
 from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
+from grpo_async.utils.exits import describe_exit
 
 SETTING = "rollout.agent.command"
 
@@ -235,9 +236,7 @@ def _problem_of(code: int, program: str) -> str:
     """What is wrong with an exit code; "" for 0."""
     if code == 0:
         return ""
-    if code < 0:
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"({program}) ended with exit code {code}" + (": it could not be started" if code == CANNOT_START else "")
+    return f"({program}) {describe_exit(code)}" + (": it could not be started" if code == CANNOT_START else "")
 
 
 def _failed(problem: str, stderr: str) -> AgentError:

@@ -20,7 +20,8 @@ from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import TAG_VARIABLE, ProcessTree, adopting_orphans
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
-from grpo_async.processes.wording import describe_exit, tail
+from grpo_async.processes.wording import tail
+from grpo_async.utils.exits import describe_exit
 from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
 
 _OF_ANOTHER_RUN = {

@@ -1,10 +1,9 @@
-"""Text about what the operating system reports: exit statuses, and the last lines of a log made safe to print."""
+"""Text of others made safe to print, and the last lines of a log."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 from pathlib import Path
 
 _TAIL_BYTES = 64 * 1024
@@ -12,18 +11,6 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 
 _BREAKS = re.compile(r"\s*[\n\t]\s*")
 _DIRECTIONS = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def describe_exit(status: int) -> str:
-    """`status` as subprocess gives it: 3 -> "ended with status 3", -9 -> "was killed by SIGKILL (...)"."""
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    hint = " (often the kernel, out of memory: see `dmesg`)" if -status == signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
 
 
 def plain(text: str) -> str:

@@ -38,6 +38,7 @@ from grpo_async.rewards.call import (
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.exits import describe_exit
 from grpo_async.utils.lifetime import die_with_parent
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
@@ -127,7 +128,7 @@ class WorkerPool:
                 took = f"importing `{self._reference.partition(':')[0]}` in a worker process took over {START_TIMEOUT_S:.0f} s"
                 raise RewardTimeoutError(self._name, took) from error
             except (EOFError, OSError) as error:
-                ending = _ending(self._end(worker, hung_up=True))
+                ending = describe_exit(self._end(worker, hung_up=True))
                 if self._is_closed:
                     raise self._closed_error() from error
                 when = "while it started" if is_new else "during the call"
@@ -144,14 +145,6 @@ class WorkerPool:
 
     def _closed_error(self) -> RewardError:
         return RewardError(self._name, "was closed, and cannot be called any more")
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
 
 
 class Worker:

@@ -81,7 +81,7 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
     assert run.summary()["ledger_closed"]
     assert_ledger_closes_at_every_step(run.metrics())
     errors = [each["error"] for row in rows_of(run.folder) for each in row["rollouts"] if each["error"]]
-    assert any("was killed by signal 9 (SIGKILL)" in each for each in errors), errors
+    assert any("was killed by SIGKILL" in each for each in errors), errors
 
 
 @pytest.mark.nightly

@@ -114,7 +114,7 @@ def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tm
         error = launcher.output[launcher.output.index("error: ") :]
         assert (
             "the inference server was given up after 2 restarts in a row (inference.max_restarts): "
-            "it ended with status 3\n" in error
+            "it ended with exit code 3\n" in error
         )
         assert "  KV cache does not fit\n  giving up\n" in error
         assert "the card is on fire" not in error  # that was the first life's
