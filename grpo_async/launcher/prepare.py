@@ -20,7 +20,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of
+from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of, set_aside
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
 _FIXED = (
@@ -136,10 +136,7 @@ def writing(run_dir: RunDir) -> Iterator[None]:
 def set_aside_broken(run_dir: RunDir, start: Start) -> None:
     """Rename checkpoints that `check_start` found damaged to broken_step_N, where nothing takes them for whole ones."""
     for step in start.broken_steps:
-        checkpoint = run_dir.checkpoint(step)
-        target = checkpoint.with_name(f"broken_{checkpoint.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(checkpoint, target)
+        set_aside(run_dir.checkpoint(step), "broken")
 
 
 def empty(run_dir: RunDir, *, keeps_logs: bool = False) -> None:

@@ -50,6 +50,7 @@ from grpo_async.training.checkpoint_manifest import (
     FORMAT,
     STATE,
     read_manifest,
+    set_aside,
     sync_folder,
     write_manifest,
     write_synced,
@@ -178,14 +179,6 @@ def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
     for later in reversed(run_dir.checkpoint_steps()):
         if later > step:
             set_aside(run_dir.checkpoint(later), "replaced")
-
-
-def set_aside(checkpoint: Path, reason: str) -> Path:
-    """Rename step_N to {reason}_step_N, replacing what an earlier call left; returns the new path."""
-    target = checkpoint.with_name(f"{reason}_{checkpoint.name}")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(checkpoint, target)
-    return target
 
 
 def rng_state() -> tuple[Any, ...]:

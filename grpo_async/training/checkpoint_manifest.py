@@ -1,4 +1,5 @@
-"""Whether a checkpoint is whole: manifest.json lists its files with sizes and checksums, and is written last.
+"""Whether a checkpoint is whole: manifest.json lists its files with sizes and checksums, and is written last. One that is not to
+be taken for a whole one is set aside.
 
     {"format": 3, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,14 @@ def problem_of(folder: Path) -> str | None:
         except (OSError, KeyError, TypeError) as error:
             return f"{path} cannot be checked: {error}"
     return None
+
+
+def set_aside(checkpoint: Path, reason: str) -> Path:
+    """Rename step_N to {reason}_step_N, replacing what an earlier call left; returns the new path."""
+    target = checkpoint.with_name(f"{reason}_{checkpoint.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(checkpoint, target)
+    return target
 
 
 def sync_folder(folder: Path) -> None:
