@@ -12,7 +12,6 @@ import importlib.util
 import math
 import os
 import re
-import socket
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +37,7 @@ from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.network import binding_error
 
 if TYPE_CHECKING:
     from grpo_async.data import Rows
@@ -396,15 +396,8 @@ class _Findings:
 
 def _cannot_bind(host: str, port: int = 0) -> str:
     """Why nothing can listen at an address; "" where it can."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as a server: a port that was in use a moment ago is free
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return f"{host}{f' port {port}' if port else ''} cannot be bound on this machine ({error})"
-    return ""
+    error = binding_error(host, port)
+    return "" if error is None else f"{host}{f' port {port}' if port else ''} cannot be bound on this machine ({error})"
 
 
 def _no_cuda() -> str:

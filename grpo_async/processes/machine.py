@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
-from grpo_async.utils.network import family_of
+from grpo_async.utils.network import binding_error, family_of
 
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 _NVIDIA_SMI_TIMEOUT_S = 30.0  # a driver that has to wake up takes seconds
@@ -71,15 +71,11 @@ def check_can_listen(address: str, port: int, setting: str) -> None:
     Raises:
         ConfigError: it is no address of this machine, or the port is taken; `setting` is where it stands.
     """
-    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of "
-                "this machine and a port that nothing uses"
-            ) from error
+    if (error := binding_error(address, port)) is not None:
+        raise ConfigError(
+            f"{setting}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of "
+            "this machine and a port that nothing uses"
+        ) from error
 
 
 def _gpus() -> tuple[str, ...]:

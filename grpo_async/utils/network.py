@@ -39,6 +39,22 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def host_in_url(address: str) -> str:
+    """As it stands before a port: "::1" -> "[::1]", "127.0.0.1" as it is."""
+    return f"[{address}]" if ":" in address else address
+
+
+def binding_error(address: str, port: int = 0) -> OSError | None:
+    """Why no server can listen at `address`:`port` on this machine now (port 0: at any port of it); None where one can."""
+    with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server: a port in use a moment ago is free
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            return error
+    return None
+
+
 def server_certificates(certificate: Path, key: Path) -> ssl.SSLContext:
     """What a server shows of itself: a PEM certificate (and its chain) with its private key, one without a password.
 
