@@ -34,6 +34,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.utils.network import host_in_url
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +138,7 @@ class AgentEndpoint:
                     f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
                 ) from error
             port = self._listener.sockets[0].getsockname()[1]
-            name = f"[{self._address}]" if ":" in self._address else self._address
-            self.base_url = f"{'https' if self._tls else 'http'}://{name}:{port}/v1"
+            self.base_url = f"{'https' if self._tls else 'http'}://{host_in_url(self._address)}:{port}/v1"
 
     async def aclose(self) -> None:
         """Close all sessions, and every connection."""

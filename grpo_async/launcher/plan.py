@@ -29,6 +29,7 @@ from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Nod
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
+from grpo_async.utils.network import host_in_url
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
 
@@ -273,11 +274,10 @@ def _trainer(
         if sys.platform == "linux":
             alone["GLOO_SOCKET_IFNAME"] = "lo"
     else:
-        host = f"[{node.address}]" if ":" in node.address else node.address
         settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
         rendezvous = (
             *("--rdzv-backend", RENDEZVOUS_BACKEND),
-            *("--rdzv-endpoint", f"{host}:{node.store_port}", "--rdzv-conf", settings),
+            *("--rdzv-endpoint", f"{host_in_url(node.address)}:{node.store_port}", "--rdzv-conf", settings),
         )
     return ProcessSpec(
         name="trainer",
@@ -353,4 +353,4 @@ def _own_notes(
 
 def _url(scheme: str, host: str, port: int) -> str:
     host = _WILDCARDS.get(host, host)
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{scheme}://{host_in_url(host)}:{port}"

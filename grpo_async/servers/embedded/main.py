@@ -21,7 +21,7 @@ from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE, ServerInfo, token_from_environment
 from grpo_async.utils.lifetime import die_with_launcher
-from grpo_async.utils.network import family_of, is_loopback, server_certificates
+from grpo_async.utils.network import family_of, host_in_url, is_loopback, server_certificates
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
@@ -224,4 +224,4 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"{host_in_url(host)}:{port}"

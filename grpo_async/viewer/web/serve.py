@@ -18,7 +18,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
-from grpo_async.utils.network import is_loopback
+from grpo_async.utils.network import host_in_url, is_loopback
 from grpo_async.utils.threads import in_thread
 from grpo_async.viewer.web.api import Opening, build_app
 from grpo_async.viewer.web.sources import Library
@@ -129,8 +129,7 @@ def _listen_at_own_port(runs: Sequence[RunDir], host: str) -> socket.socket:
 
 def _in_url(host: str, bound: str) -> str:
     address = ipaddress.ip_address(bound)
-    name = host if not address.is_unspecified else "127.0.0.1" if address.version == 4 else "::1"
-    return f"[{name}]" if ":" in name else name
+    return host_in_url(host if not address.is_unspecified else "127.0.0.1" if address.version == 4 else "::1")
 
 
 def _open_in_browser(url: str, folder: Path, say: Callable[[str], None]) -> None:
