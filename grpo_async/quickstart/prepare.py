@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import random
 import shutil
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any, cast
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.tasks import TASKS, Task
 from grpo_async.quickstart.tasks.base import WarmupRecipe
+from grpo_async.utils.folders import put_in_place
 
 RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warm-up changes: prepared folders are then made again
 DEFAULT_TASK = "think"
@@ -91,7 +91,7 @@ def prepare(
         (building / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private
         if force or _read_marker(folder) != marker:  # another process may have made the same one meanwhile
-            _put_in_place(building, folder)
+            put_in_place(building, folder, aside=building.with_name(building.name + ".previous"))
     finally:
         shutil.rmtree(building, ignore_errors=True)  # gone already when it was put in place
     return _parts(folder)
@@ -172,15 +172,6 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _put_in_place(building: Path, folder: Path) -> None:
-    """Rename `building` to `folder`; what was there before is moved aside first, then removed."""
-    previous = building.with_name(building.name + ".previous")
-    if folder.exists():
-        os.replace(folder, previous)
-    os.replace(building, folder)
-    shutil.rmtree(previous, ignore_errors=True)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], *, seed: int) -> None:

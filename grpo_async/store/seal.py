@@ -14,6 +14,7 @@ from pathlib import Path
 from grpo_async.errors import RunError
 from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, sealed_name, sql_path
 from grpo_async.store.schema import SCHEMA, select_from_lines
+from grpo_async.utils.folders import sync
 from grpo_async.utils.lifetime import die_with_parent
 
 ROWS_PER_GROUP = 2048
@@ -51,10 +52,10 @@ def seal_block(path: Path, *, compression_level: int) -> Path:
     if num_groups != num_lines or path.name != open_name(first):
         temporary.unlink(missing_ok=True)
         raise RunError(f"cannot seal {path}: it has {num_lines} lines, and {num_groups} groups from seq {first} on")
-    _sync(temporary)
+    sync(temporary)
     sealed = folder / sealed_name(first, last)
     os.replace(temporary, sealed)
-    _sync(folder)
+    sync(folder)
     path.unlink(missing_ok=True)
     return sealed
 
@@ -84,14 +85,6 @@ def _quoted(path: Path) -> str:
 def _num_lines(path: Path) -> int:
     with path.open("rb") as file:
         return sum(len(re.findall(b"\n", part)) for part in iter(lambda: file.read(1 << 20), b""))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import random
 import shutil
 import threading
@@ -51,12 +50,12 @@ from grpo_async.training.checkpoint_manifest import (
     STATE,
     read_manifest,
     set_aside,
-    sync_folder,
     write_manifest,
     write_synced,
 )
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import give_state_to_all
+from grpo_async.utils.folders import put_in_place
 
 _PREFIX = "writing_"
 _SLICE_S = 20.0
@@ -357,12 +356,7 @@ class CheckpointWriter:
         write_state(partial, state)
         num_bytes = write_manifest(partial, step=step, world_size=dist.get_world_size())
         final = self._run_dir.checkpoint(step)
-        replaced = final.with_name(f"{_PREFIX}replaced_{final.name}")
-        if final.exists():
-            os.replace(final, replaced)
-        os.replace(partial, final)
-        sync_folder(final.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(partial, final, aside=final.with_name(f"{_PREFIX}replaced_{final.name}"))
         return num_bytes
 
 

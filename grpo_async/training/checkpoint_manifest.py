@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import CheckpointError
+from grpo_async.utils.folders import sync
 
 FORMAT = 3
 MANIFEST = "manifest.json"
@@ -36,7 +37,7 @@ def write_manifest(folder: Path, *, step: int, world_size: int) -> int:
     }
     content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
     write_synced(folder / MANIFEST, [json.dumps(content)])
-    sync_folder(folder)
+    sync(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -118,15 +119,6 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     os.replace(checkpoint, target)
     return target
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_format_1(folder: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,7 @@ from grpo_async.training.checkpoint import DCP_ERRORS
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
 from grpo_async.training.model import Policy
+from grpo_async.utils.folders import put_in_place
 from grpo_async.utils.threads import in_thread
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
@@ -134,8 +134,7 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         yield partial
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        put_in_place(partial, folder, aside=folder.with_name(f"replaced_{folder.name}"))
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
