@@ -33,6 +33,7 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
+from grpo_async.tools.results import encodable
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.utils.network import host_in_url
 
@@ -254,8 +255,8 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
 
 
 def _lenient(content: bytes, error: Exception) -> Any:
-    """JSON with half of a surrogate pair in it, or NaN, which clients in Python send; the halves become question marks, for no
-    tokenizer takes them."""
+    """JSON with half of a surrogate pair in it, or NaN, which clients in Python send; no tokenizer takes the halves (see
+    `encodable`)."""
     try:
         return _whole_letters(json.loads(content))
     except (ValueError, RecursionError):
@@ -264,7 +265,7 @@ def _lenient(content: bytes, error: Exception) -> Any:
 
 def _whole_letters(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return encodable(value)
     if isinstance(value, dict):
         return {_whole_letters(name): _whole_letters(each) for name, each in value.items()}
     return [_whole_letters(each) for each in value] if isinstance(value, list) else value

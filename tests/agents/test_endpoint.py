@@ -389,7 +389,7 @@ def test_odd_letters_and_numbers_come_through() -> None:
             assert json.loads(arguments) == {"a": 2**70, "b": 0.1}
 
     _run(policy, agent, num_branches=1)
-    assert "? 🙂" in policy.chat.completion_text(policy.served[0].request.token_ids)
+    assert "\N{REPLACEMENT CHARACTER} 🙂" in policy.chat.completion_text(policy.served[0].request.token_ids)
 
 
 def test_256_agents_at_once() -> None:
