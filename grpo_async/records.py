@@ -370,6 +370,11 @@ class RolloutGroup:
         return [c for c in self.completions if c.status.is_trainable and c.num_sampled_tokens > 0]
 
 
+def root_id(rollout_id: str) -> str:
+    """Of the rollout that a branch is of: "g7-r0.b1" -> "g7-r0"; of a rollout its own."""
+    return rollout_id.partition(".")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutSample:
     """One trainable row: prompt and completion of one rollout, or of one of its branches (`rollout_id` is then "g7-r0.b1").
@@ -398,7 +403,7 @@ class RolloutSample:
     @property
     def root_id(self) -> str:
         """Id of the rollout that it is of: "g7-r0" of "g7-r0.b1"."""
-        return self.rollout_id.partition(".")[0]
+        return root_id(self.rollout_id)
 
     @property
     def num_trained_tokens(self) -> int:

@@ -34,11 +34,6 @@ class EvaluationRecord:
     skipped: str | None = None
     error: str | None = None
 
-    @property
-    def title(self) -> str:
-        """For people: before training, at step 20, after training."""
-        return {"start": "before training", "end": "after training"}.get(self.when, f"at step {self.step}")
-
 
 class EvaluationLog:
     """Reads and appends. Records of steps after `start`, which will run again, are dropped first."""

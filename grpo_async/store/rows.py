@@ -156,11 +156,6 @@ def _path_from(content: Mapping[str, Any]) -> RolloutRow:
     )
 
 
-def root_id(rollout_id: str) -> str:
-    """Of the rollout that a branch is of: "g7-r0.b1" -> "g7-r0"; of a rollout its own."""
-    return rollout_id.partition(".")[0]
-
-
 def _messages_from(messages: Sequence[dict[str, Any]]) -> list[TaggedMessage]:
     return [
         TaggedMessage(

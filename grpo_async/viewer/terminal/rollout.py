@@ -17,9 +17,8 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.widgets import Footer, Static
 
-from grpo_async.records import Origin
+from grpo_async.records import Origin, root_id
 from grpo_async.store import GroupRow, RolloutRow, TurnRow
-from grpo_async.store.rows import root_id
 from grpo_async.utils.text import duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,

@@ -24,9 +24,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
+from grpo_async.records import root_id
 from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.query_names import HELP, NAMES
-from grpo_async.store.rows import GroupRow, RolloutRow, root_id
+from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
