@@ -61,7 +61,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     if not path.exists():
-        _refuse_format_1(folder)
         raise CheckpointError(f"{path} is missing")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -119,15 +118,6 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     os.replace(checkpoint, target)
     return target
-
-
-def _refuse_format_1(folder: Path) -> None:
-    try:
-        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if isinstance(content, dict) and content.get("format") == 1:
-        raise OtherFormatError(folder, 1)
 
 
 def _checksum(path: Path) -> str:

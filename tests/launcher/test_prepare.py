@@ -140,14 +140,14 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_o
         assert part in str(raised.value)
 
 
-def test_a_checkpoint_of_the_first_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1,))
     old = run_dir.checkpoint(2)
     old.mkdir()
-    (old / "state.json").write_text('{"format": 1, "step": 2}')
-    _refused(config, "has format 1, of another version", resume="auto")
-    _refused(config, "has format 1, of another version", resume="2")
+    (old / "manifest.json").write_text('{"format": 2, "step": 2}')
+    _refused(config, "has format 2, of another version", resume="auto")
+    _refused(config, "has format 2, of another version", resume="2")
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
