@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-Path: TypeAlias = tuple[str, ...]
+KeyPath: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
 _MAX_VALUES = 20_000  # of a configuration, aliases unfolded: a few lines of them can stand for billions
 _MAX_DIGITS = 24  # enough for 64 bits in every notation; int() refuses thousands of them in words of its own
@@ -68,21 +68,21 @@ class Document:
     `broken` are the paths of values that were reported: whatever validation says about them is noise."""
 
     values: Any
-    locations: dict[Path, Location]
-    broken: set[Path] = field(default_factory=set)
+    locations: dict[KeyPath, Location]
+    broken: set[KeyPath] = field(default_factory=set)
 
-    def value(self, path: Path) -> Any:
+    def value(self, path: KeyPath) -> Any:
         """The value at `path`, which is one of `locations`."""
         value = self.values
         for key in path:
             value = value[int(key)] if isinstance(value, list) else value[key]
         return value
 
-    def location(self, path: Path) -> Location:
+    def location(self, path: KeyPath) -> Location:
         """Of the value at `path`, or of the deepest one above it: where a missing key would have to be added."""
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
-    def put(self, path: Path, below: Document) -> None:
+    def put(self, path: KeyPath, below: Document) -> None:
         """Set the value at `path`; sections above it that are missing, or null, are made. Entries of lists must be there."""
         owner = self.values
         for length, key in enumerate(path[:-1], start=1):
@@ -94,7 +94,7 @@ class Document:
         self.replace_locations(path, {path + other: location for other, location in below.locations.items()})
         self.broken |= {path + other for other in below.broken}
 
-    def replace_locations(self, path: Path, locations: dict[Path, Location]) -> None:
+    def replace_locations(self, path: KeyPath, locations: dict[KeyPath, Location]) -> None:
         """Forget those of the value at `path` and of everything below it, and what was broken there; then add others."""
         self.locations = {
             other: location for other, location in self.locations.items() if other[: len(path)] != path
@@ -132,7 +132,7 @@ class Problems:
         return "\n".join(dict.fromkeys(f"{location}: {message}" for location, message in ordered))
 
 
-def read_yaml_file(path: FilePath, problems: Problems) -> Document:
+def read_yaml_file(path: Path, problems: Problems) -> Document:
     """The mapping that a file holds; an empty one (and a problem, and `problems.unreadable`) when it cannot be read."""
     location = Location(str(path))
     problems.read(location.source)
@@ -235,7 +235,7 @@ class _Reader:
     has_lines: bool
     num_values: int = 0
 
-    def convert(self, node: yaml.Node, path: Path) -> Any:
+    def convert(self, node: yaml.Node, path: KeyPath) -> Any:
         self.num_values += 1
         if self.num_values > _MAX_VALUES:
             problem = f"aliases unfold to more than {_MAX_VALUES} values; share settings by `extends`"
@@ -254,7 +254,7 @@ class _Reader:
         is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
         return Unquoted(value) if isinstance(value, str) and is_plain else value
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for key_node, value_node in node.value:
             location, key = self._location_of(key_node), key_node.value

@@ -17,8 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from pathlib import Path as FilePath
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -27,8 +26,8 @@ from pydantic import ValidationError
 from grpo_async.config.document import (
     YAML_1_2_RULES,
     Document,
+    KeyPath,
     Location,
-    Path,
     Problems,
     Unquoted,
     read_scalar,
@@ -49,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 
 
-def load_config(path: FilePath, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The configuration in `path` with `overrides` ("optimizer.lr=1e-6") on top.
 
     Raises:
@@ -77,7 +76,7 @@ def load_config(path: FilePath, overrides: Sequence[str] = ()) -> ExperimentConf
     return config
 
 
-def read_value(file: FilePath, path: Path) -> Any:
+def read_value(file: Path, path: KeyPath) -> Any:
     """One value of a file that need not be valid otherwise, such as a config.yaml of another version; None where there is none."""
     document = read_yaml_file(file, Problems())
     return _interpolated(document.value(path), path, document, Problems()) if path in document.locations else None
@@ -100,7 +99,7 @@ def dump_values(values: Mapping[str, Any]) -> str:
     )
 
 
-def _no_such_file(path: FilePath) -> str:
+def _no_such_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory; name a YAML file"
     names = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
@@ -134,7 +133,7 @@ def _take_old_names(document: Document, problems: Problems) -> None:
 
 
 def _read_with_bases(
-    path: FilePath, inside: Sequence[FilePath], known: dict[FilePath, Document], shape: Shape, problems: Problems
+    path: Path, inside: Sequence[Path], known: dict[Path, Document], shape: Shape, problems: Problems
 ) -> Document:
     """A file merged over everything it extends. One that cannot be read is a problem.
 
@@ -146,7 +145,7 @@ def _read_with_bases(
     _take_old_names(own, problems)
     chain, merged = [*inside, path], Document({}, {})
     for location, name in _names_of_bases(own, problems):
-        base = FilePath(os.path.normpath(path.parent / os.path.expanduser(str(name))))
+        base = Path(os.path.normpath(path.parent / os.path.expanduser(str(name))))
         if fault := _fault_of_base(name, base, chain):
             problems.add(location, f"extends: {fault}", unreadable=True)
             continue
@@ -167,7 +166,7 @@ def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Location, A
     return [(own.location(path), name) for path, name in zip(paths, names, strict=True) if path not in own.broken]
 
 
-def _fault_of_base(name: Any, base: FilePath, chain: Sequence[FilePath]) -> str:
+def _fault_of_base(name: Any, base: Path, chain: Sequence[Path]) -> str:
     """Why `base` cannot be extended by the last of `chain`; empty: it can."""
     if not isinstance(name, str):
         return "give the name of a file, or a list of names"
@@ -183,7 +182,7 @@ def _merge(below: Document, above: Document, shape: Shape) -> Document:
     """`above` on top of `below`: {a: {b: 1, c: 2}} under {a: {c: 3}} -> {a: {b: 1, c: 3}}."""
     merged = Document(None, below.locations, below.broken)
 
-    def merge(old: Any, new: Any, path: Path, shape: Shape | None) -> Any:
+    def merge(old: Any, new: Any, path: KeyPath, shape: Shape | None) -> Any:
         if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, shape):
             merged.replace_locations(path, {})
             return new
@@ -235,7 +234,7 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
 # ---- the environment ----
 
 
-def _interpolated(value: Any, path: Path, document: Document, problems: Problems) -> Any:
+def _interpolated(value: Any, path: KeyPath, document: Document, problems: Problems) -> Any:
     """The value with every `${NAME}` in its texts replaced, and `${NAME:-default}` (when unset or empty); `$${` is a literal `${`.
 
     An unquoted value that is nothing but one reference is then read as a YAML scalar: with LR=1e-6 in the environment

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.document import Document, Location, Path, Problems, shorten
+from grpo_async.config.document import Document, KeyPath, Location, Problems, shorten
 from grpo_async.config.shape import Shape, did_you_mean, suggest_key
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
@@ -32,7 +32,7 @@ def report(error: ValidationError, document: Document, shape: Shape, problems: P
                 problems.add(location, message)
 
 
-def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, Shape]:
+def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[KeyPath, Shape]:
     """pydantic's location without its own segments, and the shape of the section that holds the last key.
 
     ('data', 'train', 'jsonl', 'path') -> ('data', 'train', 'path'): 'jsonl' is the union's tag, not a key.
@@ -52,7 +52,7 @@ def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[Path, S
 
 
 def _explain(
-    fault: dict[str, Any], path: Path, section: Shape, document: Document, shape: Shape
+    fault: dict[str, Any], path: KeyPath, section: Shape, document: Document, shape: Shape
 ) -> Iterator[tuple[Location, str]]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
     location = document.location(path)
@@ -85,7 +85,7 @@ def _explain(
         yield location, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
 
 
-def _unknown_key(path: Path, section: Shape, document: Document, shape: Shape) -> str:
+def _unknown_key(path: KeyPath, section: Shape, document: Document, shape: Shape) -> str:
     key, dotted, union = path[-1], ".".join(path), shape.find(path[:-1])
     owners = [tag for tag, model in union.tags.items() if key in model.model_fields] if union else []
     if union is not None and owners:
@@ -94,7 +94,7 @@ def _unknown_key(path: Path, section: Shape, document: Document, shape: Shape) -
     return f"unknown key '{dotted}'{did_you_mean(key, section.keys()) or suggest_key(shape, path)}"
 
 
-def _rule(line: str, dotted: str, document: Document, path: Path, shape: Shape) -> tuple[Location, str]:
+def _rule(line: str, dotted: str, document: Document, path: KeyPath, shape: Shape) -> tuple[Location, str]:
     """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
     known = [named for found in _DOTTED.findall(line) if shape.find(named := tuple(found.split("."))) is not None]
     written = next((named for named in known if named in document.locations), path)

@@ -14,12 +14,12 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from grpo_async.config.document import Path, index_of
+from grpo_async.config.document import KeyPath, index_of
 
 _CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
 _MAX_KEY = 60  # difflib's time grows with the square
 
-RENAMED_KEYS: dict[Path, Path | None] = {
+RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
     ("training", "row_tokens"): None,
 }
@@ -116,7 +116,7 @@ class Shape:
                 found.append(arguments[index])
         return Shape(tuple(each for part in found for each in Shape.of(part).alternatives)) if found else None
 
-    def find(self, path: Path) -> Shape | None:
+    def find(self, path: KeyPath) -> Shape | None:
         shape: Shape | None = self
         for key in path:
             shape = shape.below(key) if shape is not None else None
@@ -141,7 +141,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def suggest_key(root: Shape, path: Path) -> str:
+def suggest_key(root: Shape, path: KeyPath) -> str:
     """What to write instead of a path whose last key (or an earlier one) is unknown; empty without a good guess. A name of another
     trainer is known; else it is the nearest key of ours, in the same section first.
 
@@ -166,7 +166,7 @@ def _of_another_trainer(key: str) -> str:
     return f"; it {meant}" if " " in meant else f"; here it is '{meant}'" if meant else ""
 
 
-def _anywhere(root: Shape, path: Path) -> str:
+def _anywhere(root: Shape, path: KeyPath) -> str:
     """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
     dotted, last = ".".join(path), path[-1]
     if len(dotted) > 2 * _MAX_KEY:
