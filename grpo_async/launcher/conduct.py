@@ -21,7 +21,7 @@ from grpo_async.launcher.advising import Advisor
 from grpo_async.launcher.child import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
-from grpo_async.launcher.supervisor import Outcome, carry_out
+from grpo_async.launcher.supervisor import RunOutcome, supervise
 from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
 
@@ -31,7 +31,7 @@ _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 _LONGEST_PROBLEM = 400  # characters of what the child said
 
 
-def conduct(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> Outcome:
+def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> RunOutcome:
     """Carry out the plan of a run in front of the user; status.json and advice.jsonl are kept meanwhile."""
     given = plan.assignment
     run_dir = given.run_dir
@@ -43,7 +43,7 @@ def conduct(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> Outc
         lines_only=given.preflight_only,
     )
     if given.preflight_only:  # nothing of it is kept
-        return carry_out(config, plan, display)
+        return supervise(config, plan, display)
     on_gpu = bool(plan.trainer.gpus)
     status = StatusFile(
         run_dir,
@@ -68,13 +68,13 @@ def conduct(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> Outc
         resume_step=given.resume_step,
     )
     display.views += [status, advisor]
-    outcome = carry_out(config, plan, display)
+    outcome = supervise(config, plan, display)
     states = {0: "finished", 1: "failed"}
     status.end(states.get(outcome.exit_code, "stopped"), exit_code=outcome.exit_code, error=outcome.error)
     return outcome
 
 
-def report_end(outcome: Outcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> int:
+def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: Path | None = None) -> int:
     """Say how it ended; returns the exit code. `report`: the page about the run, where one is written next."""
     summary = outcome.summary
 
@@ -94,14 +94,14 @@ def report_end(outcome: Outcome, run_dir: RunDir, output: Output, *, report: Pat
     return outcome.exit_code
 
 
-def end_with_report(outcome: Outcome, config: ExperimentConfig, run_dir: RunDir, output: Output) -> int:
+def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunDir, output: Output) -> int:
     """Say how the run ended, then write its report; returns the exit code, which no signal changes from here on."""
     if not config.record.report:
         return report_end(outcome, run_dir, output)
     return asyncio.run(_end_with_report(outcome, run_dir, output))
 
 
-async def _end_with_report(outcome: Outcome, run_dir: RunDir, output: Output) -> int:
+async def _end_with_report(outcome: RunOutcome, run_dir: RunDir, output: Output) -> int:
     signals = Signals()
     with signals.installed():
         exit_code = report_end(outcome, run_dir, output, report=run_dir.report)

@@ -28,7 +28,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.prepare import Start
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import Launcher
 from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir, write_atomically
@@ -42,7 +42,7 @@ def evaluate(
     run: Path | None,
     out: Path | None,
     output: Output | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Evaluate a model without training; call it from the main thread.
 
     Args:
@@ -145,7 +145,7 @@ def _evaluating(plan: ProcessPlan) -> ProcessPlan:
     return replace(plan, trainer=trainer)
 
 
-def _report(outcome: Outcome, subject: Subject, run_dir: RunDir, output: Output) -> Outcome:
+def _report(outcome: RunOutcome, subject: Subject, run_dir: RunDir, output: Output) -> RunOutcome:
     result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
         result = {"evaluated": subject.label, **outcome.summary, "folder": str(run_dir.root)}

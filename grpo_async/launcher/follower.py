@@ -20,7 +20,7 @@ from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.failures import explain
 from grpo_async.run_directory import RunDir
@@ -54,7 +54,7 @@ class Follower:
         self._signals = Signals()
         self._end_timeout_s = config.launch.stop_timeout_s + _MARGIN_S
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Join, train, end. Call it from the main thread.
 
         Raises:
@@ -76,7 +76,7 @@ class Follower:
             finally:
                 await link.close()
 
-    async def _follow(self, link: NodeLink, private: Path) -> Outcome:
+    async def _follow(self, link: NodeLink, private: Path) -> RunOutcome:
         plan = self._amend(self._plan(link, private))
         self._say(f"{plan.describe()}\nnode {self._node.rank} has joined node 0 ({self._node.address})")
         await first_of(self._signals, [], [link.started, link.ended])
@@ -91,7 +91,7 @@ class Follower:
             self._say(f"node {self._node.rank} trains; log: {trainer.log}")
             return await self._watch(link, trainer, liveness)
 
-    async def _watch(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
+    async def _watch(self, link: NodeLink, trainer: Child, liveness: Liveness) -> RunOutcome:
         await first_of(self._signals, [trainer], [link.ended, liveness.frozen])
         if self._signals.first is not None and trainer.is_running:
             return await self._stop(link, trainer, liveness)
@@ -106,7 +106,7 @@ class Follower:
             return self._ended(link)
         return await self._finish(link, trainer, liveness)
 
-    async def _stop(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
+    async def _stop(self, link: NodeLink, trainer: Child, liveness: Liveness) -> RunOutcome:
         assert self._signals.first is not None
         self._signals.arrived.clear()
         link.signal(self._signals.first)
@@ -118,9 +118,9 @@ class Follower:
             await end_children(self._signals, [trainer])
         elif not trainer.is_running:
             await self._finish(link, trainer, liveness)
-        return Outcome(exit_code=self._signals.exit_code, error=link.error)
+        return RunOutcome(exit_code=self._signals.exit_code, error=link.error)
 
-    async def _finish(self, link: NodeLink, trainer: Child, liveness: Liveness) -> Outcome:
+    async def _finish(self, link: NodeLink, trainer: Child, liveness: Liveness) -> RunOutcome:
         """The trainer has ended by itself: tell node 0, and hear how the run went."""
         status = trainer.exited.result()
         cause = None
@@ -130,20 +130,20 @@ class Follower:
         await first_of(self._signals, [], [link.ended], timeout_s=self._end_timeout_s)
         outcome = self._ended(link)
         if status != 0 and outcome.exit_code == 0:
-            return Outcome(exit_code=1, error=cause)
+            return RunOutcome(exit_code=1, error=cause)
         return outcome
 
-    def _ended(self, link: NodeLink) -> Outcome:
+    def _ended(self, link: NodeLink) -> RunOutcome:
         if link.exit_code is None:
-            return Outcome(exit_code=1, error=link.error or "node 0 did not say how the run went")
+            return RunOutcome(exit_code=1, error=link.error or "node 0 did not say how the run went")
         if link.error is None:
             self._say("the run is over; its summary is on node 0")
         error = None if link.error is None else f"node 0 has ended the run: {link.error}"
-        return Outcome(exit_code=link.exit_code, error=error)
+        return RunOutcome(exit_code=link.exit_code, error=error)
 
-    def _stopped(self, when: str) -> Outcome:
+    def _stopped(self, when: str) -> RunOutcome:
         assert self._signals.first is not None
-        return Outcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
+        return RunOutcome(exit_code=self._signals.exit_code, error=f"{self._signals.first.name} {when}")
 
     def _plan(self, link: NodeLink, private: Path) -> ProcessPlan:
         given = link.offer.assignment

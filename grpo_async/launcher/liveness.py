@@ -27,7 +27,7 @@ import psutil
 
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankFailure
-from grpo_async.processes.heartbeat import AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
+from grpo_async.processes.heartbeat import ELASTIC_AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
 from grpo_async.processes.wording import plain
 
 _NOTICE_S = 30.0
@@ -175,7 +175,7 @@ class Liveness:
             ". ".join(filter(None, [advice, "Raise `launch.heartbeat_timeout_s` if this is expected"])) + ".",
         ]
         self.failure = plain("\n".join(lines))
-        self.may_save = watched.is_stopped or watched.name == AGENT
+        self.may_save = watched.is_stopped or watched.name == ELASTIC_AGENT
         self.frozen.set()
 
     async def _stacks_of(self, watched: _Watched) -> str | None:

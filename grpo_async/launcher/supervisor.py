@@ -39,7 +39,7 @@ _RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended. `error` is for the user, several lines; `summary` is the content of summary.json; `checks` are those
     of the preflight, None when they were not made."""
 
@@ -49,7 +49,7 @@ class Outcome:
     checks: Sequence[Check] | None = None
 
 
-def carry_out(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> Outcome:
+def supervise(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> RunOutcome:
     """Start the processes of `plan`, and end them; `display` shows what they report. Call it from the main thread (signals; the
     children's death signal)."""
     with display:
@@ -71,7 +71,7 @@ class Supervisor:
         if not assignment.node.is_alone:
             self._hub = NodeHub(config, assignment, note=display.note, on_signal=signals.take_remote)
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Start, watch, end."""
         assignment, warn = self._assignment, self._display.warning
         with self._signals.installed():
@@ -90,7 +90,7 @@ class Supervisor:
                 self._control = ControlServer(assignment.control_socket, self._on_message, warn)
                 try:
                     async with self._control, self._liveness, self._run_dir_watch, self._hub or nullcontext():
-                        outcome = Outcome(exit_code=1, error="its launcher failed")
+                        outcome = RunOutcome(exit_code=1, error="its launcher failed")
                         try:
                             outcome = await self._supervise()
                         finally:
@@ -100,7 +100,7 @@ class Supervisor:
                 finally:
                     await self._servers.abandon(KILL_TIMEOUT_S)
 
-    async def _supervise(self) -> Outcome:
+    async def _supervise(self) -> RunOutcome:
         servers, liveness, watch, hub = self._servers, self._liveness, self._run_dir_watch, self._hub
         await servers.start()
         if hub is not None:
@@ -137,7 +137,7 @@ class Supervisor:
             await first_of(self._signals, [trainer], timeout_s=self._config.launch.stop_timeout_s)
         await end_children(self._signals, [trainer])
 
-    async def _lose_run_dir(self, failure: str, trainer: Child) -> Outcome:
+    async def _lose_run_dir(self, failure: str, trainer: Child) -> RunOutcome:
         """The weights are all that is left: they are saved in a directory made anew, where nobody has put another one."""
         saves = trainer.is_running and self._run_dir_watch.is_free
         if saves:
@@ -147,7 +147,7 @@ class Supervisor:
         await self._end_trainer(trainer, "the run directory is gone", saves=saves)
         return self._failed(failure)
 
-    async def _gather_nodes(self, hub: NodeHub) -> Outcome | None:
+    async def _gather_nodes(self, hub: NodeHub) -> RunOutcome | None:
         """Wait until every machine is there; an outcome when it does not come to that."""
         servers, timeout_s = self._servers, self._config.launch.rdzv_timeout_s
         if hub.missing:
@@ -177,12 +177,12 @@ class Supervisor:
     def _explain(self) -> str | None:
         return explain(self._assignment.attempt_dir, self._liveness.failures)
 
-    def _stopped_early(self) -> Outcome:
+    def _stopped_early(self) -> RunOutcome:
         assert self._signals.first is not None
         error = f"{self._signals.first.name} before the trainer had started"
-        return Outcome(exit_code=self._signals.exit_code, error=error)
+        return RunOutcome(exit_code=self._signals.exit_code, error=error)
 
-    async def _stop(self, trainer: Child) -> Outcome:
+    async def _stop(self, trainer: Child) -> RunOutcome:
         signals, timeout_s = self._signals, self._config.launch.stop_timeout_s
         assert signals.first is not None
         signals.arrived.clear()
@@ -204,9 +204,9 @@ class Supervisor:
         reason = "a second signal" if is_second else f"it did not end within launch.stop_timeout_s: {timeout_s:g} s"
         reason = "; ".join(filter(None, [reason, self._liveness.silent()]))
         error = f"{name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
-        return Outcome(exit_code=signals.exit_code, error=error)
+        return RunOutcome(exit_code=signals.exit_code, error=error)
 
-    async def _finish(self, trainer: Child, *, exit_code: int) -> Outcome:
+    async def _finish(self, trainer: Child, *, exit_code: int) -> RunOutcome:
         """The trainer has ended by itself; end the servers and say how it went."""
         await self._control.read_the_rest(_LAST_MESSAGES_TIMEOUT_S)
         if self._hub is not None and trainer.exited.result() != 0:
@@ -218,20 +218,20 @@ class Supervisor:
         await end_children(self._signals, self._servers.running)
         return outcome
 
-    def _judge(self, trainer: Child, exit_code: int) -> Outcome:
+    def _judge(self, trainer: Child, exit_code: int) -> RunOutcome:
         status = trainer.exited.result()
         if self._assignment.preflight_only and self._checks is not None and exit_code == 0:
             failed = [check.name for check in self._checks if check.status == "fail"]
             if failed:
                 error = f"preflight: {len(failed)} of {len(self._checks)} checks failed: {', '.join(failed)}"
-                return Outcome(exit_code=1, error=error, checks=self._checks)
+                return RunOutcome(exit_code=1, error=error, checks=self._checks)
             if status == 0:
-                return Outcome(exit_code=0, checks=self._checks)
+                return RunOutcome(exit_code=0, checks=self._checks)
         # stopped before the first step, it has nothing to sum up
         lacks_summary = self._summary is None and exit_code == 0
         if status != 0 or lacks_summary:
             return self._failed(self._trainer_failure(trainer))
-        return Outcome(exit_code=exit_code, summary=self._summary, checks=self._checks)
+        return RunOutcome(exit_code=exit_code, summary=self._summary, checks=self._checks)
 
     def _trainer_failure(self, trainer: Child) -> str:
         status = trainer.exited.result()
@@ -245,8 +245,8 @@ class Supervisor:
             return "\n".join(filter(None, [cause, f"the {trainer.describe_end()}"]))
         return f"{cause}\nlog: {trainer.log}"
 
-    def _failed(self, what: str) -> Outcome:
-        return Outcome(exit_code=1, error="\n".join(filter(None, [what, self._how_to_continue()])))
+    def _failed(self, what: str) -> RunOutcome:
+        return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, self._how_to_continue()])))
 
     def _how_to_continue(self) -> str:
         if self._assignment.preflight_only:

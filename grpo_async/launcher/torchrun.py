@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankExit, write_rank_exits
-from grpo_async.processes.heartbeat import AGENT, Heartbeat
+from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat
 from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.network import listening_store
 
@@ -25,7 +25,7 @@ RENDEZVOUS_BACKEND = "grpo_async"
 def main() -> int:
     die_with_launcher()
     assignment = Assignment.from_environment()
-    Heartbeat(AGENT, assignment.heartbeat_socket)
+    Heartbeat(ELASTIC_AGENT, assignment.heartbeat_socket)
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry

@@ -23,14 +23,14 @@ from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.inference.api import token_from_environment
-from grpo_async.launcher.conduct import conduct, end_with_report, report_end
+from grpo_async.launcher.conduct import end_with_report, report_end, run_with_display
 from grpo_async.launcher.follower import Follower
 from grpo_async.launcher.gpus import split_memory
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, write_atomically
@@ -90,7 +90,7 @@ def launch(
             return launcher.lead(node, start, clean=clean)
 
 
-def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: Output | None = None) -> Outcome:
+def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: Output | None = None) -> RunOutcome:
     """Start the processes of a run, make the checks before the first step, print them and end everything. Everything is written to
     a temporary run directory; that of `config` is not touched. Of several machines only this one is checked.
 
@@ -161,7 +161,7 @@ class Launcher:
             set_aside_broken(self.run_dir, start)
         return end_with_report(self.run(start, node=node), self.config, self.run_dir, self.output)
 
-    def run(self, start: Start, *, preflight_only: bool = False, node: Node | None = None) -> Outcome:
+    def run(self, start: Start, *, preflight_only: bool = False, node: Node | None = None) -> RunOutcome:
         """Carry out the plan on this machine, which leads."""
         from grpo_async.config.loader import dump_config
 
@@ -188,7 +188,7 @@ class Launcher:
             with writing(run_dir):
                 write_atomically(run_dir.plan, plan.describe())
             self.output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-            return conduct(config, plan, self.output)
+            return run_with_display(config, plan, self.output)
 
     def _plan(self, assignment: Assignment, ports: Sequence[int], *, token: str | None, start: Start) -> ProcessPlan:
         machine = machine_module.inspect()

@@ -22,7 +22,7 @@ from grpo_async.processes.failures import RankFailure
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
-AGENT = "torchrun"
+ELASTIC_AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
 _LONGEST_TEXT = 8_000  # characters; a datagram has its limit
 _FAILED_TIMEOUT_S = 2.0

@@ -15,10 +15,10 @@ from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.launcher import train as launcher
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from tests.cli.support import MINIMAL
 
-FAILED = Outcome(exit_code=1, checks=[Check("dtypes", "pass", "float32"), Check("disk", "fail", "full")])
+FAILED = RunOutcome(exit_code=1, checks=[Check("dtypes", "pass", "float32"), Check("disk", "fail", "full")])
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, st
     Path("x.yaml").write_text(MINIMAL, encoding="utf-8")
     made: list[tuple[str, str]] = []
 
-    def preflight(config: ExperimentConfig, *, output: Output) -> Outcome:
+    def preflight(config: ExperimentConfig, *, output: Output) -> RunOutcome:
         made.append((config.run.name, output.mode))
         print("the plan")
         return FAILED
@@ -60,7 +60,7 @@ def test_json_is_alone_on_stdout_and_missing_where_the_run_broke_before_the_chec
     assert report["status"] == "fail"
     assert [check["name"] for check in report["checks"]] == ["dtypes", "disk"]
     assert "the plan" in result.stderr
-    monkeypatch.setattr(launcher, "preflight", lambda config, *, output: Outcome(exit_code=1, error="it died"))
+    monkeypatch.setattr(launcher, "preflight", lambda config, *, output: RunOutcome(exit_code=1, error="it died"))
     result = _invoke("preflight", "x.yaml", "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     both = _invoke("preflight", "x.yaml", "--json", "--json-logs")

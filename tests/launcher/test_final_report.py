@@ -16,15 +16,15 @@ from rich.console import Console
 from grpo_async.display.output import Output
 from grpo_async.launcher import conduct
 from grpo_async.launcher.conduct import end_with_report
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
 from tests.viewer.report.support import steps, write_run
 
-FINISHED = Outcome(exit_code=0, summary={"status": "finished"})
+FINISHED = RunOutcome(exit_code=0, summary={"status": "finished"})
 
 
-def _end(folder: Path, run_dir: RunDir, outcome: Outcome = FINISHED, *, report: bool = True) -> int:
+def _end(folder: Path, run_dir: RunDir, outcome: RunOutcome = FINISHED, *, report: bool = True) -> int:
     config = make_config(folder, record={"report": report})
     return end_with_report(outcome, config, run_dir, Output(console=Console(file=io.StringIO())))
 
@@ -33,7 +33,7 @@ def test_the_report_of_a_run_is_written_by_a_child(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6), state="failed", error="the trainer ended")
     assert _end(tmp_path, run_dir, report=False) == 0
     assert not run_dir.report.exists()
-    assert _end(tmp_path, run_dir, Outcome(exit_code=1, error="the trainer ended")) == 1
+    assert _end(tmp_path, run_dir, RunOutcome(exit_code=1, error="the trainer ended")) == 1
     assert "the trainer ended" in run_dir.report.read_text(encoding="utf-8")
 
 
@@ -78,7 +78,7 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
     sender.start()
     before = signal.getsignal(number)
     code = end_with_report(
-        Outcome(exit_code=0, summary={"status": "finished"}),
+        RunOutcome(exit_code=0, summary={"status": "finished"}),
         make_config(tmp_path, record={"report": True}),
         run_dir,
         Output(console=Console(file=stream, width=200)),
@@ -94,10 +94,10 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
 
 @pytest.mark.parametrize(
     ("outcome", "limit"),
-    [(FINISHED, "_REPORT_TIMEOUT_S"), (Outcome(exit_code=143), "_REPORT_TIMEOUT_AFTER_STOP_S")],
+    [(FINISHED, "_REPORT_TIMEOUT_S"), (RunOutcome(exit_code=143), "_REPORT_TIMEOUT_AFTER_STOP_S")],
 )
 def test_a_report_that_hangs_is_given_up_and_sooner_after_a_stop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, outcome: Outcome, limit: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, outcome: RunOutcome, limit: str
 ) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6))
     _hanging_python(tmp_path, monkeypatch)

@@ -13,7 +13,7 @@ from rich.console import Console
 from grpo_async.display.output import Output
 from grpo_async.errors import DeadlineError
 from grpo_async.launcher.conduct import report_end
-from grpo_async.launcher.supervisor import Outcome
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.failures import RankExit, RankFailure, explain, write_failure, write_rank_exits
 from grpo_async.processes.wording import tail
 from grpo_async.run_directory import RunDir
@@ -77,7 +77,7 @@ def test_what_a_model_wrote_cannot_reach_the_terminal_through_an_error(
     assert "      raise error" in lines  # lines stay lines
     write_rank_exits(tmp_path, [_exit(1, -signal.SIGKILL)])
     assert _lines(tmp_path)[1] == "after that rank 0 reported: RuntimeError: the tool said here gone"
-    outcome = Outcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
+    outcome = RunOutcome(exit_code=1, error="the server said \x1b]0;x\x07no\x1b[2J\ntwice")
     assert report_end(outcome, RunDir(tmp_path), Output(console=Console(file=io.StringIO()))) == 1
     assert capsys.readouterr().err == "error: the server said no\ntwice\n"
 
