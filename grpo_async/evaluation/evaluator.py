@@ -1,6 +1,6 @@
 """The evaluator: held-out prompts, through the same servers, rollouts and reward functions as training.
 
-    prompts -> produce (samples rollouts each) -> score -> Outcome... -> evaluation_result
+    prompts -> produce (samples rollouts each) -> score -> CompletionOutcome... -> evaluation_result
                                                      '-> store (rows as those of training, never trained)
 
 Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
@@ -21,7 +21,7 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
-from grpo_async.evaluation.metrics import EvaluationResult, Outcome, PromptOutcomes, evaluation_result
+from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, PromptOutcomes, evaluation_result
 from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.error_log import ErrorLog
@@ -97,7 +97,7 @@ class Evaluator:
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
-        async def one(number: int) -> list[Outcome]:
+        async def one(number: int) -> list[CompletionOutcome]:
             async with slots:  # for rollouts with limits
                 return await self._make(task, number)
 
@@ -122,7 +122,7 @@ class Evaluator:
                 raise RunError(said)
             logger.warning("%s; its numbers are those of the others", said)
 
-    async def _make(self, task: EvaluationTask, number: int) -> list[Outcome]:
+    async def _make(self, task: EvaluationTask, number: int) -> list[CompletionOutcome]:
         """The completions of one prompt. A failure is theirs alone."""
         prompt = self._prompts[number]
         request = GroupRequest(
@@ -144,7 +144,7 @@ class Evaluator:
             self._errors.note("evaluation", error)
             message = f"{request.name}: {error or type(error).__name__}"
             self._keep(task, group, GroupStatus.FAILED, None)
-            return [Outcome(error=message)] * self._samples
+            return [CompletionOutcome(error=message)] * self._samples
         self._keep(task, group, GroupStatus.EVALUATED, scored)
         return outcomes
 
@@ -153,7 +153,7 @@ class Evaluator:
 
     async def _score(
         self, group: RolloutGroup, environments: Sequence[Any] | None
-    ) -> tuple[ScoredGroup | None, list[Outcome]]:
+    ) -> tuple[ScoredGroup | None, list[CompletionOutcome]]:
         """Outcomes of all completions, in their order. One that failed or has no token is not scored, as in training."""
         survivors = group.trainable
         kept = {id(completion): position for position, completion in enumerate(survivors)}
@@ -199,9 +199,9 @@ def _outcome(
     reward: float | None = None,
     parts: dict[str, float | None] | None = None,
     answer: str | None = None,
-) -> Outcome:
+) -> CompletionOutcome:
     versions = [version for turn in completion.all_turns for version in turn.policy_versions.tolist()]
-    return Outcome(
+    return CompletionOutcome(
         reward=reward,
         parts=parts or {},
         answer=answer,

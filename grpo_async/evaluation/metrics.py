@@ -19,7 +19,7 @@ _MIN_ANSWERED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CompletionOutcome:
     """What became of one completion. `parts` are the rewards by name; `versions` the oldest and newest policy version that sampled
     one of its tokens, None where none was sampled."""
 
@@ -38,11 +38,11 @@ class Outcome:
 class PromptOutcomes:
     """The completions of one prompt, in the order of their samples. `group`: the value of the column `evaluation.group_by`."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[CompletionOutcome]
     group: str | None = None
 
     @property
-    def scored(self) -> list[tuple[Outcome, float]]:
+    def scored(self) -> list[tuple[CompletionOutcome, float]]:
         """Those with a reward, and it."""
         return [(outcome, outcome.reward) for outcome in self.outcomes if outcome.reward is not None]
 

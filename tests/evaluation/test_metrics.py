@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_async.evaluation.metrics import Outcome, PromptOutcomes, evaluation_result, prompt_metrics
+from grpo_async.evaluation.metrics import CompletionOutcome, PromptOutcomes, evaluation_result, prompt_metrics
 
 
 def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), group: str | None = None) -> PromptOutcomes:
     answers = answers or [None] * len(rewards)
     return PromptOutcomes(
         outcomes=[
-            Outcome(reward=r, answer=a, num_tokens=2, num_turns=1) for r, a in zip(rewards, answers, strict=True)
+            CompletionOutcome(reward=r, answer=a, num_tokens=2, num_turns=1)
+            for r, a in zip(rewards, answers, strict=True)
         ],
         group=group,
     )
@@ -60,10 +61,10 @@ def test_a_pass_is_a_reward_of_at_least_pass_reward() -> None:
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
     """Rewards 1, None (failed), None (unscored), 0: 2 scored; pass@4 has no prompt with 4."""
     outcomes = [
-        Outcome(reward=1.0, num_tokens=3),
-        Outcome(error="injected"),
-        Outcome(num_tokens=5),
-        Outcome(reward=0.0),
+        CompletionOutcome(reward=1.0, num_tokens=3),
+        CompletionOutcome(error="injected"),
+        CompletionOutcome(num_tokens=5),
+        CompletionOutcome(reward=0.0),
     ]
     metrics = prompt_metrics([PromptOutcomes(outcomes=outcomes)], samples=4, pass_reward=1.0)
     assert (metrics["reward"], metrics["pass@2"], metrics["mean_length"]) == (0.5, 1.0, 4.0)
@@ -81,7 +82,7 @@ def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed()
     assert (flat["reward/gsm"], flat["pass@1/gsm"], flat["duration_s"]) == (0.5, 0.5, 2.0)
 
     def versions(*pairs: tuple[int, int]) -> dict[str, float]:
-        outcomes = [Outcome(reward=1.0, versions=pair) for pair in pairs]
+        outcomes = [CompletionOutcome(reward=1.0, versions=pair) for pair in pairs]
         metrics = evaluation_result(
             [PromptOutcomes(outcomes=outcomes)], samples=2, pass_reward=1.0, duration_s=0.0
         ).metrics
