@@ -25,7 +25,7 @@ from grpo_async.training.families import check_family
 from grpo_async.training.lora import add_adapters, initialise_adapters
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.nf4 import quantize_layers
-from grpo_async.training.parameters import Read, Source, list_sources, plan_reads
+from grpo_async.training.parameters import NamedTensor, TensorRead, list_sources, plan_reads
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.checkpoint_files import CheckpointFiles
 
@@ -211,14 +211,14 @@ def _tied_names(model: Any) -> dict[str, str]:
 
 def _load(
     model: Any,
-    read: Read,
-    sources: Mapping[str, Source],
+    read: TensorRead,
+    sources: Mapping[str, NamedTensor],
     tied: Mapping[str, str],
     files: CheckpointFiles,
     filled: Collection[str],
     path: str,
 ) -> set[str]:
-    """Fill what one Read brings; returns the names of the sources that have their values now."""
+    """Fill what one TensorRead brings; returns the names of the sources that have their values now."""
     if read.target in tied:
         name = tied[read.target]
         if name in filled:
@@ -264,7 +264,7 @@ def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...], pat
         )
 
 
-def _check_tied(source: Source, read: Read, files: CheckpointFiles, path: str) -> None:
+def _check_tied(source: NamedTensor, read: TensorRead, files: CheckpointFiles, path: str) -> None:
     """A file may hold a tied tensor twice, but then with the same values: servers tie them whatever the file says."""
     tensor, offset = source.local_rows()
     for start in range(0, tensor.shape[0], _COMPARED_ROWS):

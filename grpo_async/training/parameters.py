@@ -36,7 +36,7 @@ _ROWS = 16_384  # of a tensor that are copied or quantized at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class LoraDelta:
     """scaling x B A of an adapter, B of shape (M, r) and A of shape (r, N); of an embedding its transpose, (N, M)."""
 
     a: torch.Tensor
@@ -45,7 +45,7 @@ class Product:
     is_transposed: bool = False
 
     @classmethod
-    def of_layer(cls, layer: Any) -> Product:
+    def of_layer(cls, layer: Any) -> LoraDelta:
         """Of one of peft's layers."""
         scaling = layer.scaling[ADAPTER]
         if ADAPTER in layer.lora_A:
@@ -60,13 +60,13 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class NamedTensor:
     """A parameter or buffer under the name it has without adapters."""
 
     name: str
     tensor: torch.Tensor
     is_buffer: bool = False
-    product: Product | None = None
+    product: LoraDelta | None = None
     """Of its adapter."""
     packed_columns: int | None = None
     """in_features of a weight that `tensor` holds in 4 bits."""
@@ -106,7 +106,7 @@ class Source:
         return full if self.product is None else torch.addmm(full.float(), *self.product.factors())
 
 
-def list_sources(model: Any) -> list[Source]:
+def list_sources(model: Any) -> list[NamedTensor]:
     """Every tensor of the checkpoint of a Hugging Face model.
 
     Raises:
@@ -114,7 +114,7 @@ def list_sources(model: Any) -> list[Source]:
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
-    by_tensor: dict[int, list[Source]] = {}
+    by_tensor: dict[int, list[NamedTensor]] = {}
     for source in _walk(model, ""):
         if source.name not in ignored:
             by_tensor.setdefault(id(source.tensor), []).append(source)
@@ -129,22 +129,22 @@ def list_sources(model: Any) -> list[Source]:
     return sources
 
 
-def _walk(module: Any, prefix: str) -> Iterator[Source]:
+def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
     """Own tensors, then those of the children; of an adapted layer those of the layer below, with the adapter's product."""
     if hasattr(module, "lora_A"):
         for source in _walk(module.get_base_layer(), prefix):
             is_weight = source.name == f"{prefix}.weight"
-            yield replace(source, product=Product.of_layer(module)) if is_weight else source
+            yield replace(source, product=LoraDelta.of_layer(module)) if is_weight else source
         return
     dot = f"{prefix}." if prefix else ""
     if isinstance(module, Nf4Linear):
-        yield Source(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
+        yield NamedTensor(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
     for name, parameter in module._parameters.items():
         if parameter is not None and not (isinstance(module, Nf4Linear) and name == "qweight"):
-            yield Source(name=f"{dot}{name}", tensor=parameter)
+            yield NamedTensor(name=f"{dot}{name}", tensor=parameter)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield Source(name=f"{dot}{name}", tensor=buffer, is_buffer=True)
+            yield NamedTensor(name=f"{dot}{name}", tensor=buffer, is_buffer=True)
     for name, child in module.named_children():
         yield from _walk(child, f"{dot}{name}")
 
@@ -180,7 +180,7 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FusedTensors:
     """Tensors in memory that belong together, and what they are in the checkpoint: name -> (shape, dtype)."""
 
     sources: tuple[str, ...]
@@ -189,7 +189,7 @@ class Group:
     """One tensor, which the checkpoint has as it is."""
 
 
-def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[Group]:
+def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[FusedTensors]:
     """Groups in the order of `sources`, as small as possible.
 
     Args:
@@ -205,7 +205,7 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[G
         raise ConfigError(
             f"transformers cannot bring {type(model).__name__} into the form of its checkpoint: {error}"
         ) from error
-    groups: dict[str, Group] = {}
+    groups: dict[str, FusedTensors] = {}
     rest = list(sources)
     for key in (lambda name: name, _module_of, _layer_of, lambda _: ""):
         rest = _group(model, sources, rest, key, everything, groups)
@@ -218,7 +218,7 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[G
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class TensorRead:
     """Tensors of a checkpoint that are read together, and the parameter that they become (or, fused, the first of them)."""
 
     target: str
@@ -239,10 +239,10 @@ class Read:
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> tuple[list[Read], list[str]]:
+def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> tuple[list[TensorRead], list[str]]:
     """What to read of a checkpoint, in its natural order, and its keys that belong to nothing in `model`.
 
-    Worked example: 2 experts -> one Read with target layers.0.mlp.experts.gate_up_proj and four keys, and one for down_proj.
+    Worked example: 2 experts -> one TensorRead with target layers.0.mlp.experts.gate_up_proj and four keys, and one for down_proj.
 
     Args:
         names: parameters and saved buffers of the model, tied names included.
@@ -256,7 +256,7 @@ def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> 
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     wanted = dict.fromkeys(names, True)  # what rename_source_key asks whether a name exists
-    reads: dict[str, Read] = {}
+    reads: dict[str, TensorRead] = {}
     unexpected = []
     for key in sorted(available, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
@@ -266,7 +266,7 @@ def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> 
             unexpected.append(key)
             continue
         converter = by_pattern[pattern] if pattern is not None else None
-        read = reads.setdefault(name, Read(target=name, converter=converter))
+        read = reads.setdefault(name, TensorRead(target=name, converter=converter))
         read.keys.append(key)
         if pattern is not None:
             read.patterns.append(pattern)
@@ -288,7 +288,7 @@ def _group(
     names: Sequence[str],
     key: Callable[[str], str],
     everything: Shapes,
-    groups: dict[str, Group],
+    groups: dict[str, FusedTensors],
 ) -> list[str]:
     """Add the groups by `key` that give what the whole model gives, under the name of their first tensor; returns the rest."""
     by_key: dict[str, list[str]] = {}
@@ -306,7 +306,7 @@ def _group(
             rest.extend(members)
             continue
         untouched = len(members) == 1 and next(iter(converted.values())) is sources[members[0]]
-        groups[members[0]] = Group(
+        groups[members[0]] = FusedTensors(
             sources=tuple(members), outputs=outputs, is_renamed_only=len(outputs) == 1 and untouched
         )
     return rest
@@ -376,7 +376,7 @@ class ShardedParameters:
         for bucket in cut_into_buckets(self._specs, bucket_bytes):
             yield [next(tensors) for _ in bucket]
 
-    def _gather(self, group: Group) -> Iterator[torch.Tensor]:
+    def _gather(self, group: FusedTensors) -> Iterator[torch.Tensor]:
         """The tensors of a group in the order of its outputs."""
         whole = {name: self._cast(self._sources[name].gather(), name) for name in group.sources}
         if group.is_renamed_only:
@@ -413,7 +413,7 @@ class AdapterParameters:
             "digest": base.digest, "dtype_name": str(served_dtype).removeprefix("torch.")
         }  # fmt: skip
         sources = {source.name: source for source in list_sources(model)}
-        self._products: dict[str, Product] = {}
+        self._products: dict[str, LoraDelta] = {}
         metas = {name: torch.empty(source.shape, device="meta") for name, source in sources.items()}
         for group in checkpoint_groups(model, metas):
             for name in group.sources:
@@ -452,7 +452,7 @@ def choose_parameters(
     return ShardedParameters(model, wire_dtype=served_dtype, device=device)
 
 
-def _check_adapted(source: Source, group: Group, base: BaseWeights) -> None:
+def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) -> None:
     """Raises ConfigError when a server cannot add the adapter to what the files of the base hold."""
     target = next(iter(group.outputs))
     spec = base.files.specs.get(target)
@@ -465,7 +465,7 @@ def _check_adapted(source: Source, group: Group, base: BaseWeights) -> None:
         )
 
 
-def _factor_specs(name: str, product: Product) -> Iterator[ParameterSpec]:
+def _factor_specs(name: str, product: LoraDelta) -> Iterator[ParameterSpec]:
     rank = product.b.shape[1]
     rows, columns = product.b.shape[0], product.a.shape[1]
     if product.is_transposed:
