@@ -46,7 +46,7 @@ class ReadCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ParsedTurn:
     """What a format found in a turn."""
 
     content: str

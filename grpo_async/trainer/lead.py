@@ -39,7 +39,7 @@ from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_aside_later_checkpoints
 from grpo_async.training.export import CARD, model_card
-from grpo_async.training.metrics import PipelineMeter, Reading, Totals
+from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.weights.transport import WeightTransport
@@ -394,10 +394,10 @@ class _Leader:
         guard.start()
         self._stack.callback(guard.stop)
 
-    def _read(self) -> Reading:
+    def _read(self) -> CounterSnapshot:
         """Without the tokens of evaluations; the time that the servers are busy includes them."""
         counters = self._fleet.read()
-        return Reading(
+        return CounterSnapshot(
             time_s=time.monotonic(),
             generation_busy_s=counters.busy_s,
             generated_tokens=counters.generated_tokens - self._evaluations.num_tokens,

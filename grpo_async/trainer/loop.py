@@ -29,7 +29,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.export import export_model, model_card
-from grpo_async.training.metrics import PipelineMeter, Reading
+from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
 from grpo_async.training.ranks import (
     Command,
     ExportCommand,
@@ -73,7 +73,7 @@ class LeaderLoop:
         *,
         source: AsyncRolloutSource,
         sync: FleetSync,
-        read: Callable[[], Reading],
+        read: Callable[[], CounterSnapshot],
         on_step: Callable[[int, dict[str, float]], None],
         meter: PipelineMeter,
         progress: dict[str, Any],

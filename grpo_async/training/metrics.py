@@ -185,7 +185,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class CounterSnapshot:
     """Counters at one instant. Times in seconds; `generation_busy_s` and `generated_tokens` are the server's."""
 
     time_s: float
@@ -220,17 +220,17 @@ class PipelineMeter:
         totals: of the steps before a resume.
     """
 
-    def __init__(self, first: Reading, totals: Totals | None = None) -> None:
+    def __init__(self, first: CounterSnapshot, totals: Totals | None = None) -> None:
         self._last = first
         self.totals = totals or Totals()
 
-    def restart(self, now: Reading) -> None:
+    def restart(self, now: CounterSnapshot) -> None:
         """Leave out what happened since the last reading (evaluation, start-up)."""
         self._last = now
 
     def step(
         self,
-        now: Reading,
+        now: CounterSnapshot,
         *,
         waited_s: float,
         trained_tokens: int,

@@ -10,7 +10,7 @@ from typing import Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.records import ScoredGroup
 from grpo_async.trainer.loop import LeaderLoop
-from grpo_async.training.metrics import PipelineMeter, Reading
+from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
 from grpo_async.training.step import StepResult
 
 
@@ -90,9 +90,9 @@ def make_loop(
 ) -> LeaderLoop:
     """A loop whose metrics go to `lines`, beside a generation that does nothing; `on_read` runs whenever that is looked at."""
 
-    def read() -> Reading:
+    def read() -> CounterSnapshot:
         on_read()
-        return Reading(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
+        return CounterSnapshot(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
 
     return LeaderLoop(
         context,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from grpo_async.findings.evidence import numbers
-from grpo_async.training.metrics import PipelineMeter, Reading, Totals
+from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 
 
-def _reading(time_s: float, busy_s: float, tokens: int) -> Reading:
-    return Reading(time_s=time_s, generation_busy_s=busy_s, generated_tokens=tokens)
+def _reading(time_s: float, busy_s: float, tokens: int) -> CounterSnapshot:
+    return CounterSnapshot(time_s=time_s, generation_busy_s=busy_s, generated_tokens=tokens)
 
 
 def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from grpo_async.chat.parsers.formats import FORMATS, Format, explained
 from grpo_async.chat.parsers.json_calls import calls_of, checked_call_of, kind_of
-from grpo_async.chat.turn import ReadCall, Reading, SampledTurn
+from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve_function
@@ -124,15 +124,15 @@ class ResponseTemplate:
         self._tokenizer = tokenizer
         self._generation_prompt = generation_prompt
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         try:
             message = self._tokenizer.parse_response(list(turn.token_ids), prefix=self._generation_prompt)
         except ValueError as error:
             problem = f"this tool call cannot be read: {str(error).splitlines()[0]}."
-            return Reading(content=turn.text, calls=[ReadCall(error=problem)])
+            return ParsedTurn(content=turn.text, calls=[ReadCall(error=problem)])
         calls = calls_of(list(message.get("tool_calls") or []))
         if not calls:
-            return Reading(content=turn.text)
+            return ParsedTurn(content=turn.text)
         said = message.get("content")
         content = said if isinstance(said, str) else ""
         thinking = next(
@@ -140,7 +140,7 @@ class ResponseTemplate:
         )
         if isinstance(thinking, str):
             content = f"<think>\n{thinking}\n</think>\n\n{content}".rstrip()
-        return Reading(content=content, calls=explained(calls, "write it as the instructions say"))
+        return ParsedTurn(content=content, calls=explained(calls, "write it as the instructions say"))
 
 
 _OFFERED = ("raw_text", "token_ids")
@@ -166,7 +166,7 @@ class UserParser:
             raise ConfigError(f"tool_calling.parser: `{reference}` is async; a parser is a plain function")
         self._keywords = self._wanted_keywords()
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         """Raises whatever the user's function raises, and TypeError for what it may not return."""
         ids = list(turn.token_ids)
         offered: dict[str, Any] = {"raw_text": self._decode(ids), "token_ids": ids} if self._keywords else {}
@@ -181,7 +181,7 @@ class UserParser:
             raise TypeError(f"`{self._reference}` returned {kind_of(calls)} as tool calls; return a list")
         if content is not None and not isinstance(content, str):
             raise TypeError(f"`{self._reference}` returned {kind_of(content)} as content; return text")
-        return Reading(
+        return ParsedTurn(
             content=turn.text if content is None else content,
             calls=explained([checked_call_of(call) for call in calls], "write it as the instructions say"),
         )

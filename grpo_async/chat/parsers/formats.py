@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, scan_json
-from grpo_async.chat.turn import ReadCall, Reading, SampledTurn, UnreadableError
+from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn, UnreadableError
 
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -26,7 +26,7 @@ class Format(Protocol):
         """Special tokens that stay in the `marked_text` it is given."""
         ...
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         """The calls, and the text without them. May raise only if it is the user's own."""
         ...
 
@@ -37,7 +37,7 @@ class Hermes:
     special_tokens = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     how = 'write <tool_call>{"name": "...", "arguments": {...}}</tool_call>'
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
 
     def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
@@ -71,12 +71,12 @@ class Llama3Json:
     how = 'write {"name": "...", "parameters": {...}} and nothing else'
     _BEGINS_LIKE_A_CALL = re.compile(r'\s*\[?\s*\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         text, tag = turn.marked_text, self.special_tokens[0]
         start = answer_start(turn)
         tagged = text.find(tag, start)
         if tagged < 0 and text[start:].lstrip()[:1] not in ("{", "["):
-            return Reading(content=turn.text)
+            return ParsedTurn(content=turn.text)
         outside = text[: tagged if tagged >= 0 else start]
         position = tagged if tagged >= 0 else start
         calls: list[ReadCall] = []
@@ -88,18 +88,18 @@ class Llama3Json:
                 value, end = scan_json(text, position)
             except UnreadableError as error:
                 if tagged < 0 and not calls and not self._BEGINS_LIKE_A_CALL.match(text, position):
-                    return Reading(content=turn.text)
+                    return ParsedTurn(content=turn.text)
                 named = _NAME_IN_JSON.search(text, position)
                 calls.append(_failed(named[1] if named else "", str(error), self.how))
                 position = len(text)
                 break
             if tagged < 0 and not _looks_like_calls(value):
                 if not calls:
-                    return Reading(content=turn.text)
+                    return ParsedTurn(content=turn.text)
                 break
             calls += explained(calls_of(value), self.how)
             position = end
-        return Reading(content=joined([outside, text[position:]]), calls=calls)
+        return ParsedTurn(content=joined([outside, text[position:]]), calls=calls)
 
     def _skip_separators(self, text: str, position: int) -> int:
         tag = self.special_tokens[0]
@@ -121,7 +121,7 @@ class Mistral:
     how = 'write [TOOL_CALLS] [{"name": "...", "arguments": {...}}]'
     _NAME = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]*)\s*)?(?:\[ARGS\])?")
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
 
     def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
@@ -149,12 +149,12 @@ class Harmony:
     _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
     _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
-    def read(self, turn: SampledTurn) -> Reading:
+    def read(self, turn: SampledTurn) -> ParsedTurn:
         text, body_mark = turn.marked_text, "<|message|>"
         if body_mark not in text:
             recipient = self._RECIPIENT.search(text) if "<|channel|>" in text else None
             calls = [_failed(_tool_name(recipient[1]), f"it has no {body_mark}", self.how)] if recipient else []
-            return Reading(content=turn.text, calls=calls)
+            return ParsedTurn(content=turn.text, calls=calls)
         said: dict[bool, list[str]] = {True: [], False: []}  # on the channel `final`, or on another
         calls = []
         position = 0
@@ -172,7 +172,7 @@ class Harmony:
             else:
                 calls += explained([self._call(_tool_name(recipient[1]), content)], self.how)
             position = end.end() if end else len(text)
-        return Reading(content=joined(said[True] or said[False]), calls=calls)
+        return ParsedTurn(content=joined(said[True] or said[False]), calls=calls)
 
     def _call(self, name: str, content: str) -> ReadCall:
         try:
@@ -203,20 +203,20 @@ def answer_start(turn: SampledTurn) -> int:
 
 def _read_blocks(
     turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ReadCall], int]]
-) -> Reading:
+) -> ParsedTurn:
     """The calls of every block behind `opening`. `read_block` gets the text and where the inside of a block begins, and gives its
     calls and the position after it."""
     text = turn.marked_text
     found = text.find(opening, answer_start(turn))
     if found < 0:
-        return Reading(content=turn.text)
+        return ParsedTurn(content=turn.text)
     outside, calls = [text[:found]], []
     while found >= 0:
         block, position = read_block(text, found + len(opening))
         calls += block
         found = text.find(opening, position)
         outside.append(text[position : found if found >= 0 else len(text)])
-    return Reading(content=joined(outside), calls=calls)
+    return ParsedTurn(content=joined(outside), calls=calls)
 
 
 def joined(pieces: Sequence[str]) -> str:
