@@ -39,7 +39,7 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
-from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_LIMIT_S = 30.0  # checks that ask no server; they take milliseconds
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
@@ -166,7 +166,7 @@ def check_logprobs(context: PreflightContext) -> Iterator[Found]:
         yield "fail", f"{message}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
 
 
-def _likely_cause(context: PreflightContext, server: Server, difference: Difference) -> str:
+def _likely_cause(context: PreflightContext, server: Server, difference: LogprobDifference) -> str:
     if not difference.mean <= _OTHER_WEIGHTS:
         return (
             "So large a difference means other weights or another model function, not rounding: compare the server's model "

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpo_async.findings import Finding
     from grpo_async.records import Prompt
     from grpo_async.rewards import RewardFunction
-    from grpo_async.rewards.audit_report import RewardReport, Scores
+    from grpo_async.rewards.audit_report import RewardReport, ScoreRange
 
 _MOST_NAMED = 4
 _COLORS = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -198,7 +198,7 @@ def _sentence(finding: Finding) -> Any:
     return text
 
 
-def _numbers(scores: Scores | None) -> list[str]:
+def _numbers(scores: ScoreRange | None) -> list[str]:
     if scores is None:
         return ["-", "-", "-"]
     return [f"{value:.4g}" for value in (scores.lowest, scores.mean, scores.highest)]

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class ScoreRange:
     """Lowest, mean and highest score of one kind of input."""
 
     lowest: float
@@ -42,7 +42,7 @@ class Scores:
     highest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Scores | None:
+    def of(cls, values: Sequence[float]) -> ScoreRange | None:
         if not values:
             return None
         return cls(lowest=min(values), mean=statistics.fmean(values), highest=max(values))
@@ -57,8 +57,8 @@ class RewardReport:
     num_inputs: int
     num_failed: int
     num_none: int
-    gold: Scores | None  # the best form of the right answer, over rows
-    others: Mapping[str, Scores]  # by kind of input
+    gold: ScoreRange | None  # the best form of the right answer, over rows
+    others: Mapping[str, ScoreRange]  # by kind of input
     median_s: float
     longest_s: float
     slowest_input: str | None
@@ -127,8 +127,10 @@ def make_report(
         num_inputs=len(singles),
         num_failed=len(singles) - len(table.scored),
         num_none=sum(one.value is None for one in table.scored),
-        gold=Scores.of(list(table.golds.values())),
-        others={kind.value: scores for kind, values in by_kind.items() if (scores := Scores.of(values)) is not None},
+        gold=ScoreRange.of(list(table.golds.values())),
+        others={
+            kind.value: scores for kind, values in by_kind.items() if (scores := ScoreRange.of(values)) is not None
+        },
         median_s=statistics.median(one.duration_s for one in singles) if singles else 0.0,
         longest_s=slowest.duration_s if slowest else 0.0,
         slowest_input=slowest.case.name if slowest else None,

@@ -28,7 +28,7 @@ from grpo_async.utils.text import shortlist
 from grpo_async.weights.calls import PushFailedError
 from grpo_async.weights.push import TRACK, push_weights
 from grpo_async.weights.transport import WeightTransport
-from grpo_async.weights.verify import Difference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class FleetSync:
             self._probes, coarsest_dtype(self._config, [server.info.dtype for server in servers if server.info])
         )
         limit = verify_limit(self._config, expected)
-        found: list[Difference] = []
+        found: list[LogprobDifference] = []
         for server in servers:
             try:
                 answers = [server.control.score(probe) for probe in self._probes]

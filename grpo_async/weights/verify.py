@@ -35,7 +35,7 @@ _LARGEST_EXPONENT = 700.0  # math.exp overflows a little later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class LogprobDifference:
     """How far two sets of log-probabilities of the same tokens are apart, in nats. d = trainer - server, per token."""
 
     mean: float
@@ -57,12 +57,12 @@ class TrainerScores:
     rounded_anew: list[list[float]]
 
     @property
-    def rounding(self) -> Difference:
+    def rounding(self) -> LogprobDifference:
         """What rounding alone does."""
         return compare_logprobs(self.logprobs, self.rounded_anew)
 
 
-def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> Difference:
+def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
     """Token by token; NaN on either side makes every number NaN, which is within no limit.
 
     Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
@@ -88,9 +88,9 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
         raise ValueError("there are no log-probabilities to compare")
     count = len(differences)
     if any(map(math.isnan, differences)):
-        return Difference(mean=math.nan, p99=math.nan, max=math.nan, k3=math.nan, num_tokens=count)
+        return LogprobDifference(mean=math.nan, p99=math.nan, max=math.nan, k3=math.nan, num_tokens=count)
     sizes = sorted(map(abs, differences))
-    return Difference(
+    return LogprobDifference(
         mean=math.fsum(sizes) / count,
         p99=sizes[math.ceil(0.99 * count) - 1],
         max=sizes[-1],
