@@ -42,11 +42,11 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
     )
     stack.callback(fleet.close)
     control.listen(fleet.on_launcher_message)
-    report = ServerReport(fleet, lambda servers: control.send("servers", servers=servers))
-    fleet.subscribe(report.on_change)
-    fleet.subscribe_load(report.on_load)
+    publisher = StatusPublisher(fleet, lambda servers: control.send("servers", servers=servers))
+    fleet.subscribe(publisher.on_change)
+    fleet.subscribe_load(publisher.on_load)
     if inference.urls:  # of its own servers the launcher tells by itself
-        fleet.subscribe(ServerNews(fleet, lambda text: control.send("phase", name=text)))
+        fleet.subscribe(StateLogger(fleet, lambda text: control.send("phase", name=text)))
     return fleet
 
 
@@ -76,7 +76,7 @@ def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
     )
 
 
-class ServerReport:
+class StatusPublisher:
     """A listener of the fleet: says how all servers are, at once when a state has changed, else once a second at most.
 
     Args:
@@ -123,7 +123,7 @@ class ServerReport:
         }
 
 
-class ServerNews:
+class StateLogger:
     """A listener of the fleet: says what has changed since it was last called.
 
     Args:
@@ -154,7 +154,7 @@ class ServerNews:
                     self._tell(f"{server.name} is lost: {self._fleet.last_message(server.index)}; {count}")
 
 
-class ServerStates:
+class StateSpans:
     """A listener of the fleet: a track for each server, with a span for each state that it was in, and an instant for a change (a
     span stands in the file when it is over)."""
 
@@ -192,9 +192,9 @@ class ServerStates:
             self._timeline.add(str(state), f"server/{index}", began, time.time())
 
 
-def watch_servers(fleet: Fleet, timeline: Timeline) -> ServerStates:
+def watch_servers(fleet: Fleet, timeline: Timeline) -> StateSpans:
     """Record the states of the servers from now on; `close` ends what is open."""
-    states = ServerStates(fleet, timeline)
+    states = StateSpans(fleet, timeline)
     if timeline is not NO_TIMELINE:
         states()
         fleet.subscribe(states)

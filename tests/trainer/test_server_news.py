@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.trainer.connections import ServerNews
+from grpo_async.trainer.connections import StateLogger
 
 
 @dataclass
@@ -28,7 +28,7 @@ def test_every_change_that_matters_is_told_once() -> None:
     starting, ready, serving = ServerState.STARTING, ServerState.READY, ServerState.SERVING
     fleet = _Fleet([starting, starting])
     told: list[str] = []
-    news = ServerNews(fleet, told.append)  # type: ignore[arg-type]
+    news = StateLogger(fleet, told.append)  # type: ignore[arg-type]
     for states in ([ready, starting], [serving, starting], [serving, starting]):
         fleet.states = states
         news()
