@@ -61,13 +61,13 @@ def token_from_environment() -> str | None:
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
-class Message(BaseModel):
+class ApiModel(BaseModel):
     """Base of what crosses the wire: unknown keys are refused on both sides."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class GenerateRequest(Message):
+class GenerateRequest(ApiModel):
     """One completion of one token sequence. Every sampling field is always sent, so no server default leaks in."""
 
     request_id: str
@@ -94,7 +94,7 @@ class GenerateRequest(Message):
     since: its weights are not those the caller counts on. Empty: any."""
 
 
-class GenerateChunk(Message):
+class GenerateChunk(ApiModel):
     """One line of the answer. The last line has a finish_reason or an error.
 
     `logprobs` are of the distribution that was sampled from: log_softmax(logits / temperature), natural log.
@@ -109,7 +109,7 @@ class GenerateChunk(Message):
     """Seconds from the request's arrival to its first token; in the first line that has tokens."""
 
 
-class ServerInfo(Message):
+class ServerInfo(ApiModel):
     """What a server says of itself."""
 
     engine: Literal["vllm", "embedded"]
@@ -143,7 +143,7 @@ class ServerInfo(Message):
     """Seconds since start in which at least one request was generating (not paused)."""
 
 
-class ServedParameters(Message):
+class ServedParameters(ApiModel):
     """The parameters that a weight update has to bring, all of them, under the names of the model's checkpoint."""
 
     shapes: dict[str, list[int]]
@@ -154,20 +154,20 @@ class ServedParameters(Message):
     """Of the files that the server was started from (weights.checkpoint_files); null when it cannot add adapters to them."""
 
 
-class ScoreRequest(Message):
+class ScoreRequest(ApiModel):
     """A token sequence to be scored, on the weights that serve now."""
 
     token_ids: list[int] = Field(min_length=2)
 
 
-class ScoreAnswer(Message):
+class ScoreAnswer(ApiModel):
     """log softmax(logits) at temperature 1, natural log: entry i is of token_ids[i + 1] given those before it."""
 
     logprobs: list[float]
     policy_version: int
 
 
-class WeightInitInfo(Message):
+class WeightInitInfo(ApiModel):
     """Where a server's workers meet the trainer: in a store (weights.rendezvous), group rank 0 = trainer rank 0."""
 
     transport: TransportKind = "gloo"
@@ -199,7 +199,7 @@ class WeightInitInfo(Message):
         return self
 
 
-class AdapterBase(Message):
+class AdapterBase(ApiModel):
     """What pushed adapters belong to."""
 
     digest: str
@@ -208,7 +208,7 @@ class AdapterBase(Message):
     """In which the merged weights are served."""
 
 
-class WeightUpdateInfo(Message):
+class WeightUpdateInfo(ApiModel):
     """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule."""
 
     names: list[str]
@@ -220,7 +220,7 @@ class WeightUpdateInfo(Message):
     """Set: what follows are factors of adapters (weights.adapters), and not whole parameters."""
 
 
-class PauseQuery(Message):
+class PauseQuery(ApiModel):
     """Query of /pause."""
 
     mode: PauseMode = "keep"
@@ -229,19 +229,19 @@ class PauseQuery(Message):
     """Longest wait for requests in flight with mode=drain, in seconds."""
 
 
-class InitBody(Message):
+class InitBody(ApiModel):
     """Body of /init_weight_transfer_engine."""
 
     init_info: WeightInitInfo
 
 
-class UpdateBody(Message):
+class UpdateBody(ApiModel):
     """Body of /update_weights."""
 
     update_info: WeightUpdateInfo
 
 
-class FinishBody(Message):
+class FinishBody(ApiModel):
     """Body of /finish_weight_update."""
 
     weight_version: str = Field(pattern=r"^\d{1,18}$")

@@ -28,7 +28,7 @@ from grpo_async.errors import DeadlineError, ServerUnavailableError
 from grpo_async.inference.server import Endpoint
 
 _MARGIN = 8
-_MOST_HOMES = 16_384
+_MAX_AFFINITIES = 16_384
 """Affinities remembered, the last used ones; far more than are in flight, so that one that is forgotten is over."""
 
 
@@ -173,7 +173,7 @@ class Router:
             self._homes[affinity] = chosen.key
         self._homes.move_to_end(group)
         self._homes.move_to_end(affinity)
-        while len(self._homes) > _MOST_HOMES:
+        while len(self._homes) > _MAX_AFFINITIES:
             self._homes.popitem(last=False)
         return chosen
 

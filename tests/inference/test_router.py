@@ -138,7 +138,7 @@ def test_affinities_are_forgotten_when_they_were_not_used_for_long_or_their_serv
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The memory of a long run is bounded."""
-    monkeypatch.setattr(router_module, "_MOST_HOMES", 10)
+    monkeypatch.setattr(router_module, "_MAX_AFFINITIES", 10)
 
     async def test() -> None:
         servers, router = _router("a", "b")
