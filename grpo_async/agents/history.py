@@ -147,7 +147,7 @@ class HistoryRenderer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
+class RolloutPaths:
     """The tree, taken apart: the rollout's own prompt and turns, with the reward that the agent set on them, and its branches."""
 
     prompt_ids: IntArray = field(default_factory=no_tokens)
@@ -230,14 +230,14 @@ class History:
             value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
             self._by_key.setdefault(_next_key(request.key, value), []).append(answer)
 
-    def paths(self) -> Paths:
+    def paths(self) -> RolloutPaths:
         """The path to the newest answer is the rollout's own, the others are branches; every answer stands in exactly one.
 
         Worked example: answers 1 -> 2 -> 3, then 2' that was asked from 1 again, then 4 from 3, then 5 of another root, 6 from 2':
         the path to 6 is [1, 2', 6]; branch 1 is [2, 3, 4] with the prompt up to answer 1 and parent 0, branch 2 is [5].
         """
         if not self.answers:
-            return Paths()
+            return RolloutPaths()
         own: list[Answer] = []
         answer: Answer | None = self.answers[-1]
         while answer is not None:
@@ -271,7 +271,7 @@ class History:
             for number, path in enumerate(paths[1:], start=1)
         ]
         root = own[0].request
-        return Paths(
+        return RolloutPaths(
             prompt_ids=np.array(root.ids, np.int32),
             turns=_turns(own),
             prompt_messages=root.messages,

@@ -2,7 +2,7 @@
 
     block-000000000040.jsonl                  open: lines are appended (`LineFile`); or left by a kill
     block-000000000000-000000000039.parquet   sealed: never changes
-    branches.jsonl                            which groups a resume has left behind (`Branch`)
+    branches.jsonl                            which groups a resume has left behind (`AbandonedRange`)
     writer.lock                               held while a writer lives (`WriterLock`)
 
 A line is whole as soon as its line feed is there, and never changes. Sealing writes the Parquet file under another name, renames
@@ -98,7 +98,7 @@ _BRANCHES = "branches.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Branch:
+class AbandonedRange:
     """The groups from `from_seq` up to the one before `until_seq`. `step` is that of the checkpoint."""
 
     step: int
@@ -106,13 +106,13 @@ class Branch:
     until_seq: int
 
 
-def add_branch(folder: Path, branch: Branch) -> None:
+def add_branch(folder: Path, branch: AbandonedRange) -> None:
     """Raises OSError, or as `read_branches`."""
     lines = (json.dumps(asdict(each)) + "\n" for each in [*read_branches(folder), branch])
     write_atomically(folder / _BRANCHES, "".join(lines), mode=0o600)
 
 
-def read_branches(folder: Path) -> list[Branch]:
+def read_branches(folder: Path) -> list[AbandonedRange]:
     """Every branch that was left, in order.
 
     Raises:
@@ -124,7 +124,7 @@ def read_branches(folder: Path) -> list[Branch]:
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            found.append(Branch(**json.loads(line)))
+            found.append(AbandonedRange(**json.loads(line)))
         except (ValueError, TypeError) as error:
             raise RunError(f"{path}:{number}: the line is damaged: {error}; remove it to read the rest") from error
     return found

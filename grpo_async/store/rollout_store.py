@@ -25,8 +25,8 @@ from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenStats
 from grpo_async.store.blocks import (
     TEMPORARY_SUFFIX,
+    AbandonedRange,
     Block,
-    Branch,
     LineFile,
     WriterLock,
     add_branch,
@@ -177,7 +177,7 @@ class RolloutStore(Writer):
             until = self._next_seq = max(self._open(), seq)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                add_branch(self._folder, Branch(step=step, from_seq=seq, until_seq=until))
+                add_branch(self._folder, AbandonedRange(step=step, from_seq=seq, until_seq=until))
                 with self._metadata.change() as now:
                     now.go_back(seq)
             except OSError as error:

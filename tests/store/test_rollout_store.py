@@ -16,7 +16,7 @@ from grpo_async.config.sections import LaunchSection
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup
 from grpo_async.store import RolloutStore, rollout_store, sealer
-from grpo_async.store.blocks import Branch, add_branch, find_blocks, read_branches, torn_bytes
+from grpo_async.store.blocks import AbandonedRange, add_branch, find_blocks, read_branches, torn_bytes
 from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
 from tests.store.builders import (
@@ -402,7 +402,7 @@ def test_a_store_whose_newest_blocks_were_removed_by_hand_never_uses_a_seq_of_th
 
 
 def test_damaged_files_beside_the_blocks_are_errors_with_what_to_do(tmp_path: Path) -> None:
-    branches = [Branch(step=1, from_seq=5, until_seq=9), Branch(step=2, from_seq=7, until_seq=12)]
+    branches = [AbandonedRange(step=1, from_seq=5, until_seq=9), AbandonedRange(step=2, from_seq=7, until_seq=12)]
     for each in branches:
         add_branch(tmp_path, each)
     assert read_branches(tmp_path) == branches
