@@ -39,7 +39,7 @@ def main(owner: int, memory_mb: int, command: list[str]) -> NoReturn:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
-        _become(command, memory_mb)
+        _exec_command(command, memory_mb)
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # their other ends are to see what the command does with them
         os.dup2(nothing, stream)
@@ -95,7 +95,7 @@ def _parent_of(pid: int) -> int | None:
         return None  # ended meanwhile
 
 
-def _become(command: list[str], memory_mb: int) -> NoReturn:
+def _exec_command(command: list[str], memory_mb: int) -> NoReturn:
     try:
         os.setpgid(0, 0)  # what it sends to its process group does not reach this process; the session tells its kin
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -143,7 +143,7 @@ async def admit(
         return rank, host
 
 
-async def apply(channel: NodeChannel, token: str, *, rank: int, host: str) -> tuple[str, str]:
+async def request_admission(channel: NodeChannel, token: str, *, rank: int, host: str) -> tuple[str, str]:
     """The other end of the handshake; returns the attempt and its secret.
 
     Raises:

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from grpo_async import __version__
-from grpo_async.cluster.node_channel import LostError, NodeChannel, apply, connect, new_secret
+from grpo_async.cluster.node_channel import LostError, NodeChannel, connect, new_secret, request_admission
 from grpo_async.cluster.nodes import shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
@@ -161,7 +161,7 @@ async def join(
     link: NodeLink | None = None
     try:
         host = socket.gethostname()
-        name, secret = await apply(channel, shared_token(), rank=node.rank, host=host)  # within HANDSHAKE_S
+        name, secret = await request_admission(channel, shared_token(), rank=node.rank, host=host)  # within HANDSHAKE_S
         attempt = run_dir.logs / name
         link = NodeLink(channel, attempt, Offer.read(attempt, secret, config))
     except LostError as error:

@@ -98,7 +98,7 @@ class OutputReader:
                 tool_response_ids=np.array(ids[cut:end], np.int32),
                 started_at=started_at if begin == 0 else 0.0,
             )
-            for begin, cut, end in turn_borders(mask)
+            for begin, cut, end in turn_boundaries(mask)
         ]
 
     def _ids(self, value: Any, where: str) -> list[int]:
@@ -114,19 +114,19 @@ class OutputReader:
         return ids
 
 
-def turn_borders(mask: Sequence[int]) -> list[tuple[int, int, int]]:
+def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:
     """Turns of a completion as (begin of the sampled tokens, their end, end of the tokens from elsewhere).
 
     [1, 1, 0, 1] -> [(0, 2, 3), (3, 4, 4)]; [0, 1] -> [(0, 0, 1), (1, 2, 2)].
     """
-    borders = []
+    boundaries = []
     begin, length = 0, len(mask)
     while begin < length:
         cut = next((index for index in range(begin, length) if not mask[index]), length)
         end = next((index for index in range(cut, length) if mask[index]), length)
-        borders.append((begin, cut, end))
+        boundaries.append((begin, cut, end))
         begin = end
-    return borders
+    return boundaries
 
 
 def _plain_list(value: Any) -> list[Any] | None:

@@ -252,11 +252,11 @@ def _check_nodes(condition: dict[str, Any], text: str) -> set[str]:
             raise _error_of(node, text, f"a query cannot hold a {kind.lower()}")
         if kind == "FUNCTION" and (called := str(node["function_name"]).lower()) not in FUNCTIONS | _OPERATORS:
             near = _near(called, sorted(FUNCTIONS))
-            raise _error_of(node, text, f"queries have no function {called}; they have {_and(FUNCTIONS)}", near)
+            raise _error_of(node, text, f"queries have no function {called}; they have {_comma_list(FUNCTIONS)}", near)
         if kind == "CAST":
             made = (node.get("type_expr") or {}).get("type_name") or (node.get("cast_type") or {}).get("id", "")
             if made.upper() not in TYPES:
-                raise _error_of(node, text, f"a query cannot cast to {made.lower()}, but to {_and(TYPES)}")
+                raise _error_of(node, text, f"a query cannot cast to {made.lower()}, but to {_comma_list(TYPES)}")
         if kind == "COLUMN_REF":
             name = str(node["column_names"][0]).lower()
             names.add(name)
@@ -295,7 +295,7 @@ def _check_values(name: str, node: dict[str, Any], text: str) -> None:
             raise _error_of(each, text, f"{name} is never {quote(value)}, but one of {', '.join(values)}", near)
 
 
-def _and(names: Collection[str]) -> str:
+def _comma_list(names: Collection[str]) -> str:
     return ", ".join(sorted(name.lower() for name in names))
 
 

@@ -15,7 +15,7 @@ from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutCompletion
-from grpo_async.rollout.function_output import OutputReader, turn_borders
+from grpo_async.rollout.function_output import OutputReader, turn_boundaries
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest
@@ -146,9 +146,9 @@ def test_env_mask_becomes_the_loss_mask() -> None:
     assert completion.completion_mask.tolist() == [1, 1, 0, 0, 1]
     assert completion.logprobs.tolist() == pytest.approx([-0.1, -0.2, 0.0, 0.0, -0.3])
     assert [message.content for message in completion.completion_messages()] == ["5 6 90 91 2"]
-    assert turn_borders([1, 1, 0, 1]) == [(0, 2, 3), (3, 4, 4)]
-    assert turn_borders([0, 1]) == [(0, 0, 1), (1, 2, 2)]
-    assert turn_borders([]) == []
+    assert turn_boundaries([1, 1, 0, 1]) == [(0, 2, 3), (3, 4, 4)]
+    assert turn_boundaries([0, 1]) == [(0, 0, 1), (1, 2, 2)]
+    assert turn_boundaries([]) == []
 
 
 class _WithAsyncCall:
