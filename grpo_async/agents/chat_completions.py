@@ -37,7 +37,7 @@ from grpo_async.agents.calls import (
 
 _DONE = b"data: [DONE]\n\n"
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_MOST_REPLIES = 128
+_MAX_REPLIES = 128
 
 
 class ChatCompletion(Exchange):
@@ -194,8 +194,8 @@ class Completion(Exchange):
 def _num_replies(body: Mapping[str, Any], *, is_stream: bool) -> int:
     wanted = number_of(body, "n", kind=int)
     count = 1 if wanted is None else int(wanted)
-    if not 1 <= count <= (1 if is_stream else _MOST_REPLIES):
-        raise refuse(f"n is {count}; it may be 1 to {_MOST_REPLIES}, and 1 for a stream", param="n")
+    if not 1 <= count <= (1 if is_stream else _MAX_REPLIES):
+        raise refuse(f"n is {count}; it may be 1 to {_MAX_REPLIES}, and 1 for a stream", param="n")
     return count
 
 

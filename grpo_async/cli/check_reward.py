@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from grpo_async.rewards import RewardFunction
     from grpo_async.rewards.audit_report import RewardReport, ScoreRange
 
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 _COLORS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -191,8 +191,8 @@ def _sentence(finding: Finding) -> Any:
 
     text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
     text.append(f"{one_line(finding.what, 400)} {one_line(finding.do, 400)}", style="default not bold not dim")
-    where = [f"inputs: {shortlist(finding.inputs, ', ', most=_MOST_NAMED)}"] if finding.inputs else []
-    where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', most=_MOST_NAMED)}"] if finding.rows else []
+    where = [f"inputs: {shortlist(finding.inputs, ', ', most=_MAX_NAMED)}"] if finding.inputs else []
+    where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', most=_MAX_NAMED)}"] if finding.rows else []
     if where:
         text.append(f"\n    {'; '.join(where)}", style="dim")
     return text

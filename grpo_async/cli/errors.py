@@ -16,7 +16,7 @@ FAILURE = 1
 INTERRUPTED = 130
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
 """What is wrong with a path that somebody named, wherever it is first looked at."""
-_LONGEST_SHOWN = 200
+_MAX_SHOWN = 200
 
 
 class ReportingGroup(TyperGroup):
@@ -33,7 +33,7 @@ class ReportingGroup(TyperGroup):
         except OSError as error:
             if error.errno not in _OF_A_PATH or not isinstance(error.filename, str | os.PathLike):
                 raise
-            typer.echo(f"{str(error.filename)[:_LONGEST_SHOWN]}: {error.strerror}", err=True)
+            typer.echo(f"{str(error.filename)[:_MAX_SHOWN]}: {error.strerror}", err=True)
             raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

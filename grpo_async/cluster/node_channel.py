@@ -32,7 +32,7 @@ HANDSHAKE_S = 20.0
 _FLUSH_S = 5.0
 _SILENCE_S = 60  # after which a machine that acknowledges nothing is gone: dead, or cut off
 LINE_LIMIT = 1 << 18  # bytes
-_LONGEST_TEXT = 20_000  # characters; JSON takes up to 12 bytes for one
+_MAX_TEXT = 20_000  # characters; JSON takes up to 12 bytes for one
 
 
 class LostError(Exception):
@@ -56,9 +56,7 @@ class NodeChannel:
     def send(self, kind: str, **content: Any) -> None:
         """Queue one message; nothing happens when the other end is gone. Long texts are cut off."""
         if not self._writer.is_closing():
-            short = {
-                name: value[:_LONGEST_TEXT] if isinstance(value, str) else value for name, value in content.items()
-            }
+            short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in content.items()}
             self._writer.write(encode(kind, short))
 
     async def receive(self) -> dict[str, Any]:

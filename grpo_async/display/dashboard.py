@@ -35,7 +35,7 @@ from grpo_async.processes.wording import one_line
 from grpo_async.utils.text import duration, format_number
 
 _BORDER = "bright_black"
-_LEAST_BOX = (20, 5)
+_MIN_BOX = (20, 5)
 """Width and height below which there is no room for a frame."""
 _FIRST_TO_GO = ("messages", "charts", "servers", "pipeline")
 _TAKE_TURNS = ("charts", "servers", "charts", "run", "pipeline", "messages")
@@ -61,7 +61,7 @@ def dashboard(
     """
     now = time.time() if now is None else now
     steps = f"step {progress.step}/{progress.max_steps}"
-    if width < _LEAST_BOX[0] or height < _LEAST_BOX[1]:
+    if width < _MIN_BOX[0] or height < _MIN_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
     run, pipeline = _run(progress, now), list(_pipeline(progress))
     num_servers = max(1, len(progress.servers), len(progress.servers_down))

@@ -30,7 +30,7 @@ from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
 
 _INTERVAL_S = 1.0
-_LEAST_INTERVAL_S = 0.25
+_MIN_INTERVAL_S = 0.25
 _END_S = 5.0
 EVENTS = (
     "start", "phase", "preflight", "step", "evaluation", "server", "servers", "advice", "learning", "note", "warning", "error",
@@ -285,7 +285,7 @@ class LiveView(View):
                 return
             drawn = time.monotonic()
             self._changed.wait(_INTERVAL_S)
-            self._ended.wait(max(0.0, _LEAST_INTERVAL_S - (time.monotonic() - drawn)))
+            self._ended.wait(max(0.0, _MIN_INTERVAL_S - (time.monotonic() - drawn)))
 
 
 def print_line(console: Console, text: str) -> None:

@@ -23,8 +23,8 @@ from grpo_async.utils.text import duration, finite
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
 _OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
-_MOST_MESSAGES = 500
-_MOST_POINTS = 1024  # of a curve; a multiple of 2
+_MAX_MESSAGES = 500
+_MAX_POINTS = 1024  # of a curve; a multiple of 2
 LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
 
 CURVES: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class Curve:
         if len(self._rest) == self._values_each:
             self._means.append(fmean(self._rest))
             self._rest.clear()
-        if len(self._means) == _MOST_POINTS:
+        if len(self._means) == _MAX_POINTS:
             self._means = [
                 (first + second) / 2 for first, second in zip(self._means[::2], self._means[1::2], strict=True)
             ]
@@ -134,7 +134,7 @@ class Progress:
     servers_down: dict[str, str] = field(default_factory=dict)
     """What is wrong, by name of the server."""
     servers: list[ServerStatus] = field(default_factory=list)
-    messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MOST_MESSAGES))
+    messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MAX_MESSAGES))
     advice: Finding | None = None
     advice_step: int = 0
     verdict: Verdict | None = None

@@ -24,7 +24,7 @@ from grpo_async.run_directory import RunDir, write_atomically
 
 VERSION = 1
 INTERVAL_S = 2.0
-_LEAST_INTERVAL_S = 0.2
+_MIN_INTERVAL_S = 0.2
 _END_S = 10.0
 
 
@@ -125,7 +125,7 @@ class StatusFile(View):
             self._changed.wait(INTERVAL_S)
             self._changed.clear()
             self._write()
-            self._ended.wait(_LEAST_INTERVAL_S)
+            self._ended.wait(_MIN_INTERVAL_S)
 
     def _write(self) -> None:
         try:

@@ -26,8 +26,8 @@ _NAMES = {
     "num_failed": "failed",
     "num_unscored": "unscored",
 }
-_MOST_COLUMNS = 5
-_LONGEST_NAME = 18
+_MAX_COLUMNS = 5
+_MAX_NAME = 18
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
@@ -124,7 +124,7 @@ def print_evaluation(
     names = [name for name in _order(metrics) if name in metrics]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column(plain(group_by or ""), no_wrap=True)
-    if len(columns) <= _MOST_COLUMNS:
+    if len(columns) <= _MAX_COLUMNS:
         for column in columns:
             table.add_column(Text(_short(column)), justify="right", overflow="fold")
         for name in names:
@@ -152,7 +152,7 @@ def _important(names: Sequence[str]) -> list[str]:
 
 def _short(name: str) -> str:
     text = plain(name)
-    return text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 3] + "..."
+    return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 3] + "..."
 
 
 def _shown(name: str, value: Any) -> str:

@@ -23,7 +23,7 @@ _NOTHING = 1e-9  # no change of a reward: sums are not exact
 _MANY_UNSCORED = 0.05  # of the rollouts
 _MOSTLY, _OFTEN = 0.9, 0.5
 _NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
-_LEAST_PART_STEPS = 5
+_MIN_PART_STEPS = 5
 _MANY_TRUNCATED = 0.3
 _GROWN, _SHRUNK = 2.0, 0.35  # times the length at the beginning
 _MANY_FAILED = 0.05  # of the groups
@@ -34,7 +34,7 @@ _COLLAPSED, _SMALL_ENTROPY, _EXPLODED = 0.1, 0.1, 2.0  # of the entropy at the b
 _SPIKE = 50.0  # times the median gradient norm
 _STILL = 0.02  # between the smallest and the largest importance ratio of all tokens
 _SOME_STALENESS, _FEW_STEPS = 0.3, 5  # from here on an update between sampling and training would show
-_LEAST_MOVE = 1e-6  # of the learning rates of all steps together: about what a weight moves by in all of them
+_MIN_MOVE = 1e-6  # of the learning rates of all steps together: about what a weight moves by in all of them
 _LOST = 0.25  # of the range of rewards: what a run must have had and lost to have collapsed
 _RATIO = "sampling/importance_sampling_ratio"
 _LATE = "In the last third of the steps"
@@ -129,7 +129,7 @@ def hardly_moves(evidence: Evidence) -> Finding | None:
         return None
     least = min(evidence.values(f"{_RATIO}/min"), default=None)
     most = max(evidence.values(f"{_RATIO}/max"), default=None)
-    if rates and 0.0 < sum(rates) < _LEAST_MOVE:
+    if rates and 0.0 < sum(rates) < _MIN_MOVE:
         text = f"The learning rates of all steps add up to {sum(rates):.2g}, and an update moves a weight by about as much."
     elif staleness is None or least is None or most is None or staleness < _SOME_STALENESS or most - least > _STILL:
         return None
@@ -255,7 +255,7 @@ def reward_parts(evidence: Evidence) -> Finding | None:
     still = []
     for part in parts if len(parts) > 1 else ():
         values, deviations = evidence.values(f"{part}/mean"), evidence.values(f"{part}/std")
-        moves = len(values) < _LEAST_PART_STEPS or max(values) - min(values) >= _NOTHING
+        moves = len(values) < _MIN_PART_STEPS or max(values) - min(values) >= _NOTHING
         if not moves and max(deviations, default=0.0) < _NOTHING:
             still.append((part.removeprefix("rewards/"), values[0]))
     if not still:

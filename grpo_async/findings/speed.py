@@ -34,7 +34,7 @@ _MANY_PUSHES, _PUSH_TARGET = 0.2, 0.1
 _MANY_SAVES, _SAVE_TARGET = 0.1, 0.05
 _MANY_STALE = 0.1
 _MANY_FILTERED = 0.5
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 """Fewer say nothing: the first steps of a run are unlike the others."""
 _HIGHEST_STALENESS = 4
 """Further behind, importance weights get so uneven that speed is bought with learning."""
@@ -399,7 +399,7 @@ RULES: tuple[Callable[[PipelineMetrics, PipelineSetup], Finding | None], ...] = 
 
 def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """What bounds the run and what to change; None while too little is measured to say anything."""
-    if metrics.num_steps < _LEAST_STEPS or not metrics.step_s:
+    if metrics.num_steps < _MIN_STEPS or not metrics.step_s:
         return None
     if metrics.trainer_idle is None or metrics.generator_idle is None:
         return None

@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 
 from grpo_async.utils.text import format_number
 
-_LEAST_VALUES = 6
-_MOST_CORRELATED = 0.9
-_LEAST_FREEDOM = 3.0
+_MIN_VALUES = 6
+_MAX_CORRELATED = 0.9
+_MIN_FREEDOM = 3.0
 _ROUNDING = 1e-9  # sums of rewards are not exact
 
 
@@ -72,7 +72,7 @@ def trend(values: Sequence[float]) -> Change | None:
     of independent ones x sqrt((1 + r) / (1 - r)), and n steps are worth n x (1 - r) / (1 + r).
     """
     count = len(values)
-    if count < _LEAST_VALUES:
+    if count < _MIN_VALUES:
         return None
     fits = [
         _fit([float(step) for step in range(count)], values),
@@ -90,12 +90,12 @@ def _fit(places: Sequence[float], values: Sequence[float]) -> tuple[float, float
     residuals = [value - mean - slope * (place - centre) for place, value in zip(places, values, strict=True)]
     squares = sum(each**2 for each in residuals)
     lagged = sum(one * other for one, other in pairwise(residuals))
-    correlation = min(max(lagged / squares, 0.0), _MOST_CORRELATED) if squares > 0.0 else 0.0
+    correlation = min(max(lagged / squares, 0.0), _MAX_CORRELATED) if squares > 0.0 else 0.0
     inflation = (1.0 + correlation) / (1.0 - correlation)
     reach = places[-1] - places[0]
     stderr = reach * math.sqrt(squares / (count - 2) / variance * inflation)
     first = mean + slope * (places[0] - centre)
-    return first, first + slope * reach, stderr, max((count - 2) / inflation, _LEAST_FREEDOM), squares
+    return first, first + slope * reach, stderr, max((count - 2) / inflation, _MIN_FREEDOM), squares
 
 
 def held_out_change(

@@ -46,10 +46,10 @@ _CHUNKS_PER_LIMIT = 4
 """Of a stream, at least, in the time that nothing may be heard for."""
 
 _HEADERS = {"content-type": "application/json", "accept": "application/x-ndjson", "user-agent": "grpo-async"}
-_LONGEST_CONNECT_S = 30.0
+_MAX_CONNECT_S = 30.0
 _KEEPALIVE_S = 300.0
 """Below the 600 s after which our servers close an idle connection, so that no request is sent into one that is being closed."""
-_LONGEST_LINE_BYTES = 1 << 24
+_MAX_LINE_BYTES = 1 << 24
 
 OnTokens = Callable[[int, int], None]
 """Called with (number of new tokens, policy version that sampled them) as they arrive."""
@@ -273,7 +273,7 @@ class InferenceClient:
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + GENERATE_PATH
         # the session limits connecting and silence; looking up a name and sending the body need a limit of their own
-        limit_s = _LONGEST_CONNECT_S + self._request_timeout_s
+        limit_s = _MAX_CONNECT_S + self._request_timeout_s
         try:
             try:
                 async with asyncio.timeout(limit_s):
@@ -298,9 +298,9 @@ class InferenceClient:
             timeout=aiohttp.ClientTimeout(
                 total=None,
                 sock_read=self._request_timeout_s,
-                sock_connect=min(_LONGEST_CONNECT_S, self._request_timeout_s),
+                sock_connect=min(_MAX_CONNECT_S, self._request_timeout_s),
             ),
-            read_bufsize=_LONGEST_LINE_BYTES,
+            read_bufsize=_MAX_LINE_BYTES,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             trust_env=False,  # a proxy variable must not see prompts and tokens

@@ -34,11 +34,11 @@ __all__ = ["Fleet", "Server", "ServerCounters", "ServerFailure", "ServerState"]
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 2.0
-_MOST_LOADS = 1000
+_MAX_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
-_LONGEST_RESTART_DELAY_S = 60.0
+_MAX_RESTART_DELAY_S = 60.0
 """Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
-_LONGEST_RETURN_DELAY_S = 60.0
+_MAX_RETURN_DELAY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class _Tracked:
     def hear(self, info: ServerInfo) -> None:
         """What it says of itself now; an older answer that comes late makes no counter smaller."""
         self.heard = info
-        self.loads = [*self.loads, info][-_MOST_LOADS:]
+        self.loads = [*self.loads, info][-_MAX_LOADS:]
         busy_s, tokens = self.counters.get(info.instance_id, (0.0, 0))
         self.counters[info.instance_id] = max(busy_s, info.busy_s), max(tokens, info.generated_tokens)
 
@@ -379,7 +379,7 @@ class Fleet:
                 return
             tracked.last_message = reason
             idle_s = now - max(server.since, tracked.worked_at)
-            ask_again = server.state is ServerState.DOWN and age_s > limit_s + _LONGEST_RESTART_DELAY_S
+            ask_again = server.state is ServerState.DOWN and age_s > limit_s + _MAX_RESTART_DELAY_S
             if ask_again and self._ask_restart is not None:  # it was asked for, and nothing came of it
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
@@ -456,4 +456,4 @@ class Fleet:
 
 def return_delay_s(num_lost: int) -> float:
     """How long a server that others run is left alone: 0 after the first failure, then 2, 4, 8, ... 60 s."""
-    return 0.0 if num_lost < 2 else min(_LONGEST_RETURN_DELAY_S, 2.0 ** (num_lost - 1))
+    return 0.0 if num_lost < 2 else min(_MAX_RETURN_DELAY_S, 2.0 ** (num_lost - 1))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STARTING_INTERVAL_S = 0.1
-_LONGEST_QUESTION_S = 10.0
+_MAX_QUESTION_S = 10.0
 """To a server that serves nothing."""
 _END_S = 1.0
 
@@ -119,9 +119,9 @@ class Monitor:
         """Ask a server that does not serve."""
         is_healthy = False
         try:
-            server.control.health(timeout_s=_LONGEST_QUESTION_S)
+            server.control.health(timeout_s=_MAX_QUESTION_S)
             is_healthy = True
-            info = server.control.heartbeat(timeout_s=_LONGEST_QUESTION_S)
+            info = server.control.heartbeat(timeout_s=_MAX_QUESTION_S)
         except InferenceError as error:
             if self._is_closed:
                 return
@@ -159,7 +159,7 @@ class Monitor:
             self._fleet.lost(server, f"its connection broke: {error}")
             return
         try:
-            server.control.health(timeout_s=_LONGEST_QUESTION_S)
+            server.control.health(timeout_s=_MAX_QUESTION_S)
         except InferenceError as death:
             if is_answer(death):
                 self._fleet.lost(server, str(death))

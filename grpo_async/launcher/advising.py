@@ -16,7 +16,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.json_files import numbers
 
-_LEAST_STEPS = 5
+_MIN_STEPS = 5
 
 
 class Advisor(View):
@@ -43,7 +43,7 @@ class Advisor(View):
         self._every_steps = every_steps
         self._run_dir = run_dir
         self._log = log = run_dir.advice
-        self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_LEAST_STEPS, every_steps))
+        self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_MIN_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
         # of all steps: to read the file again at each judgement would take longer and longer

@@ -28,7 +28,7 @@ from grpo_async.run_directory import RunDir
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 """After a signal: a scheduler's SIGKILL follows soon (launch.slurm plans with a minute more than the stop)."""
-_LONGEST_PROBLEM = 400  # characters of what the child said
+_MAX_PROBLEM = 400  # characters of what the child said
 
 
 def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> RunOutcome:
@@ -135,7 +135,7 @@ async def _write_report(run_dir: RunDir, signals: Signals, timeout_s: float) -> 
     if child.returncode == 0:
         return None
     lines = said.result().decode(errors="replace").strip().splitlines()
-    return (lines or [f"exit code {child.returncode}"])[-1][:_LONGEST_PROBLEM]
+    return (lines or [f"exit code {child.returncode}"])[-1][:_MAX_PROBLEM]
 
 
 async def _errors_of(child: asyncio.subprocess.Process) -> bytes:

@@ -31,7 +31,7 @@ from grpo_async.processes.heartbeat import ELASTIC_AGENT, INTERVAL_S, STACKS_SIG
 from grpo_async.processes.wording import plain
 
 _NOTICE_S = 30.0
-_LEAST_SILENCE_S = 3.0
+_MIN_SILENCE_S = 3.0
 """A heartbeat that is late by less is no silence: the machine may be busy."""
 _OWN_PAUSE_S = 5.0
 """The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): nobody is judged by that time."""
@@ -141,7 +141,7 @@ class Liveness:
 
     async def _check(self, watched: _Watched, now: float) -> None:
         silent_s = now - watched.last_at
-        if silent_s < _LEAST_SILENCE_S:
+        if silent_s < _MIN_SILENCE_S:
             if watched.is_told:
                 watched.is_told = False
                 self._warn(f"{watched.name} (pid {watched.pid}) gives signs of life again")
@@ -151,7 +151,7 @@ class Liveness:
         except psutil.NoSuchProcess:
             status = psutil.STATUS_ZOMBIE
         if status == psutil.STATUS_ZOMBIE:  # it has ended: others say how
-            if watched.silent_s < _LEAST_SILENCE_S:
+            if watched.silent_s < _MIN_SILENCE_S:
                 del self._watched[watched.pid]
             return
         watched.silent_s, watched.status = silent_s, status

@@ -32,8 +32,8 @@ Work = Mapping[int, tuple[float, float]]
 _MAX_DELAY_S = 60.0
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
 _WORK_INTERVAL_S = 5.0
-_LEAST_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
-_LEAST_BYTES_PER_S = 1e5
+_MIN_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
+_MIN_BYTES_PER_S = 1e5
 
 
 class RestartCount:
@@ -343,4 +343,4 @@ def has_worked(before: Work, now: Work, interval_s: float) -> bool:
     """
     cpu_s = sum(cpu - before.get(pid, (0.0, 0.0))[0] for pid, (cpu, _) in now.items())
     read = sum(size - before.get(pid, (0.0, 0.0))[1] for pid, (_, size) in now.items())
-    return cpu_s >= _LEAST_CPU_FRACTION * interval_s or read >= _LEAST_BYTES_PER_S * interval_s
+    return cpu_s >= _MIN_CPU_FRACTION * interval_s or read >= _MIN_BYTES_PER_S * interval_s

@@ -24,7 +24,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
 ELASTIC_AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
-_LONGEST_TEXT = 8_000  # characters; a datagram has its limit
+_MAX_TEXT = 8_000  # characters; a datagram has its limit
 _FAILED_TIMEOUT_S = 2.0
 
 
@@ -53,7 +53,7 @@ class Heartbeat:
 
     def failed(self, failure: RankFailure) -> None:
         """Say why this process ends, for the case that no file can be written."""
-        short = replace(failure, error=failure.error[:_LONGEST_TEXT], traceback=failure.traceback[-_LONGEST_TEXT:])
+        short = replace(failure, error=failure.error[:_MAX_TEXT], traceback=failure.traceback[-_MAX_TEXT:])
         self._socket.settimeout(_FAILED_TIMEOUT_S)
         with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
             self._socket.send(self._message(failed=asdict(short)))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 _FREE = 3
 _INTERVAL_S = 60.0
-_MOST_LINES = 3
+_MAX_LINES = 3
 _LONGEST = 1000
 
 
@@ -47,7 +47,7 @@ class WarningForwarder(logging.Handler):
 def _in_short(text: str) -> str:
     """A text of many lines (a traceback in it) as its first and its last one, which say the most."""
     lines = [line for line in text.splitlines() if line.strip()]
-    if len(lines) > _MOST_LINES:
+    if len(lines) > _MAX_LINES:
         text = f"{lines[0]} ... {lines[-1].strip()}"
     return text[:_LONGEST]
 

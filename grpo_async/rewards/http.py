@@ -42,7 +42,7 @@ from grpo_async.user_code.calls import clipped
 from grpo_async.utils.retry import RetryPolicy, server_message
 
 _CONNECT_TIMEOUT_S = 10.0
-_LONGEST_WAIT_S = 60.0  # that a server can ask for with Retry-After
+_MAX_WAIT_S = 60.0  # that a server can ask for with Retry-After
 # Silence is no connection error: a hung server would be waited for many times over.
 _RETRIABLE = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 
@@ -243,7 +243,7 @@ def _seconds(retry_after: str) -> float:
             seconds = email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time()
         except ValueError:
             return 0.0
-    return min(seconds, _LONGEST_WAIT_S) if seconds > 0 else 0.0  # NaN is not
+    return min(seconds, _MAX_WAIT_S) if seconds > 0 else 0.0  # NaN is not
 
 
 def _connection(settings: RemoteSettings) -> _Connection:

@@ -18,7 +18,7 @@ from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutS
 
 REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 _OPTIONAL_LISTS = ("env_mask", "logprob_token_ids")
-_LEAST_LOGPROB = -100.0  # nothing that is sampled is less likely
+_MIN_LOGPROB = -100.0  # nothing that is sampled is less likely
 _ROUNDING = 1e-3
 
 
@@ -185,10 +185,10 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             raise RolloutContractError(
                 f"rollout_func: logprobs[{index}][{position}] is {entry!r}; a sampled token needs a finite number"
             )
-        if not _LEAST_LOGPROB <= float(entry) <= _ROUNDING:
+        if not _MIN_LOGPROB <= float(entry) <= _ROUNDING:
             raise RolloutContractError(
                 f"rollout_func: logprobs[{index}][{position}] is {float(entry):g}; the natural logarithm of the probability of a "
-                f"token that was sampled lies between {_LEAST_LOGPROB:g} and 0 (a probability or a logit is none)"
+                f"token that was sampled lies between {_MIN_LOGPROB:g} and 0 (a probability or a logit is none)"
             )
         checked.append(float(entry))
     return checked

@@ -15,7 +15,7 @@ from grpo_async.rewards.text import after_thinking, last_boxed
 ANSWER_COLUMNS = ("extracted_answer", "answer_parsed")
 """Columns that reward functions give to `log_extra`, by the custom of TRL's examples; the first that is there is taken."""
 
-_LONGEST_ANSWER = 64  # characters; a longer line is prose
+_MAX_ANSWER = 64  # characters; a longer line is prose
 
 
 def read_answer(completion: RolloutCompletion, extra: Mapping[str, Any]) -> str | None:
@@ -51,4 +51,4 @@ def _normal(text: str) -> str | None:
     if len(lines) != 1:
         return None
     words = " ".join(lines[0].split()).strip("$ ").removesuffix(".").strip("$ ").casefold()
-    return words if 0 < len(words) <= _LONGEST_ANSWER else None
+    return words if 0 < len(words) <= _MAX_ANSWER else None

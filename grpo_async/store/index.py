@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LISTINGS = 5  # a block changes its name once, and blocks are sealed seconds apart
 _CHUNK_BYTES = 32 * 1024 * 1024  # of lines that are read at once
-_MOST_SEARCHES = 32  # that are remembered
+_MAX_SEARCHES = 32  # that are remembered
 _SMALLEST_MEMORY = 256 * 1024 * 1024
 _CHANGING = re.compile(r"\blast|superseded", re.I)  # what holds for rows that are there already
 _VERSIONS = "SELECT file_name, value FROM parquet_kv_metadata(?) WHERE key = 'grpo_async_schema'"
@@ -210,7 +210,7 @@ class Index:
             search = self._searches.pop(query.sql, None) or self._new_search()
             self._searches[query.sql] = search  # the one used last stands last
             self._search(search, query)
-            while len(self._searches) > _MOST_SEARCHES:
+            while len(self._searches) > _MAX_SEARCHES:
                 self._forget_search(next(iter(self._searches)))
             return Sql(f"row_key IN (SELECT row_key FROM {search.table})")
 

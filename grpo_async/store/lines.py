@@ -37,7 +37,7 @@ from grpo_async.records import (
 from grpo_async.store.schema import SCHEMA
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-_MOST_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
+_MAX_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ def _storable(value: Any, depth: int = 0) -> Any:
     Half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in JSON), becomes its escape."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
-    if depth < _MOST_DEPTH:
+    if depth < _MAX_DEPTH:
         if is_dataclass(value) and not isinstance(value, type):
             value = {each.name: getattr(value, each.name) for each in fields(value)}
         if isinstance(value, Mapping):

@@ -19,7 +19,7 @@ from grpo_async.store.blocks import has_writer
 from grpo_async.store.schema import SCHEMA
 
 _NAME = "store.json"
-_MOST_CHECKPOINTS = 100
+_MAX_CHECKPOINTS = 100
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class StoreMetadata:
         """A checkpoint is taken before the group `seq`: what is sampled out later may be gone back on. Also where nothing was
         sampled out yet: what is from now on must not count twice."""
         noted = {**self.sampled_out_by_seq, str(seq): dict(self.sampled_out)}
-        self.sampled_out_by_seq = dict(list(noted.items())[-_MOST_CHECKPOINTS:])
+        self.sampled_out_by_seq = dict(list(noted.items())[-_MAX_CHECKPOINTS:])
 
     def go_back(self, seq: int) -> None:
         """A resume goes on from the checkpoint that was taken before the group `seq`. One that is not noted was taken before

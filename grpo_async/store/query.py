@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 MOST_CHARACTERS = 4000
-_MOST_DEPTH = 100
+_MAX_DEPTH = 100
 _SELECT = "SELECT 1 FROM everything WHERE ("
 _NUM_SUGGESTIONS = 3
 _CLASSES = frozenset(
@@ -186,7 +186,7 @@ def _connection() -> DuckDBPyConnection:
         f"CREATE VIEW everything AS SELECT * FROM rollouts JOIN (SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM unsealed) "
         "USING (row_key)"
     )
-    for setting in (f"max_expression_depth = {_MOST_DEPTH}", "errors_as_json = true", "enable_external_access = false"):
+    for setting in (f"max_expression_depth = {_MAX_DEPTH}", "errors_as_json = true", "enable_external_access = false"):
         connection.execute(f"SET {setting}")
     connection.execute("SET lock_configuration = true")
     return connection
@@ -393,8 +393,8 @@ def _check_characters(text: str) -> None:
         if found[0] in ("$", "e'", "E'"):
             raise QueryError(text, found.start(), 1, "a text stands in single quotes, and a query has no parameters")
         depth += (found[0] in ("(", "[", "{", "->")) - (found[0] in (")", "]", "}"))
-        if depth > _MOST_DEPTH:
-            raise QueryError(text, found.start(), 1, f"the query is nested more than {_MOST_DEPTH} deep")
+        if depth > _MAX_DEPTH:
+            raise QueryError(text, found.start(), 1, f"the query is nested more than {_MAX_DEPTH} deep")
         if depth < 0:
             raise QueryError(text, found.start(), 1, "this bracket closes none")
 

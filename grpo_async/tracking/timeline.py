@@ -4,7 +4,7 @@ Times are unix seconds; an instant has start = end. A track is a row of a drawin
 runs at the same time has slots of its own (`Slots`), so within one track spans only ever nest. Tracks: run, trainer, gpu, rollout,
 scoring, queue, weights, checkpoint, evaluation, server.
 
-Invariant: recording never waits, never raises, and holds at most `_MOST_PENDING` events, also those that wait for room on a full
+Invariant: recording never waits, never raises, and holds at most `_MAX_PENDING` events, also those that wait for room on a full
 disk; what does not fit is counted, and the count is written. The file itself: timeline_file.
 """
 
@@ -31,7 +31,7 @@ SHORTEST_WAIT_S = 0.001
 """Shorter waits are left out of the timeline: every request and every group has one."""
 _INTERVAL_S = 1.0
 _CLOSE_S = 5.0
-_MOST_PENDING = 100_000
+_MAX_PENDING = 100_000
 _BATCH = 5_000  # events made into text at once, so that the text stays small
 
 
@@ -82,7 +82,7 @@ class Timeline:
 
     def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
         """A span that is over, in unix seconds (`time.time()`). One that ends before its start (the clock was set) has length 0."""
-        if self._closing.is_set() or len(self._events) >= _MOST_PENDING:
+        if self._closing.is_set() or len(self._events) >= _MAX_PENDING:
             self._num_lost += 1
             return
         self._events.append(Event(name, track, start, max(start, end), details))

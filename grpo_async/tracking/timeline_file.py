@@ -30,7 +30,7 @@ LOST = "events lost"
 ATTEMPT = "attempt"
 """Name of the instant with which each attempt of a run begins, and of the span that it leaves when it ends by itself."""
 
-_LONGEST_TEXT = 200  # of one detail: names of tools and errors may come from a model
+_MAX_TEXT = 200  # of one detail: names of tools and errors may come from a model
 _COPY_BYTES = 1 << 20
 _ROOM_RETRY_S = 60.0  # after the older half could not be dropped: a try writes half the file
 
@@ -97,7 +97,7 @@ def event_line(event: Event) -> str:
 
 def _detail(value: Any) -> Any:
     if isinstance(value, str):
-        return value if len(value) <= _LONGEST_TEXT else value[: _LONGEST_TEXT - 1] + "…"
+        return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
     if isinstance(value, list | tuple):
         return [_detail(each) for each in value]
     if isinstance(value, float):

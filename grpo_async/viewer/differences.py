@@ -8,7 +8,7 @@ from itertools import takewhile
 from operator import eq
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
-_MOST_COMPARED = 6000  # words, spaces and signs: comparing takes time with the square of them
+_MAX_COMPARED = 6000  # words, spaces and signs: comparing takes time with the square of them
 
 Piece = tuple[str, str]
 """ "same", "left" or "right", and its text."""
@@ -47,7 +47,7 @@ def _num_equal(a: list[str], b: list[str]) -> int:
 
 
 def _changes(a: list[str], b: list[str]) -> list[tuple[str, list[str], list[str]]]:
-    if max(len(a), len(b)) > _MOST_COMPARED:
+    if max(len(a), len(b)) > _MAX_COMPARED:
         return [("replace", a, b)]
     codes = SequenceMatcher(None, a, b).get_opcodes()
     return [("equal" if tag == "equal" else "replace", a[i:j], b[k:n]) for tag, i, j, k, n in codes]

@@ -41,7 +41,7 @@ def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
     return EvaluationDir(run.root, wanted)
 
 
-_MOST_LISTED = 5
+_MAX_LISTED = 5
 
 
 def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
@@ -56,10 +56,10 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     known = _names(runs_folder)
     if not known:
         raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
-    near = get_close_matches(Path(name).name, known, n=_MOST_LISTED)
+    near = get_close_matches(Path(name).name, known, n=_MAX_LISTED)
     if near:
         raise ConfigError(f"there is no run '{name}'; did you mean {' or '.join(repr(each) for each in near)}?")
-    listed = ", ".join(known[:_MOST_LISTED]) + (", ..." if len(known) > _MOST_LISTED else "")
+    listed = ", ".join(known[:_MAX_LISTED]) + (", ..." if len(known) > _MAX_LISTED else "")
     raise ConfigError(f"there is no run '{name}'; {runs_folder} holds {listed}")
 
 

@@ -184,7 +184,7 @@ def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator
 
 # -- the summary
 
-_MOST_NAMES = 12
+_MAX_NAMES = 12
 _NAME_WIDTH = 34
 _ALWAYS_BUSY = ("run", "server")
 _SHOWN_DETAILS = ("step", "version", "group", "rollout")
@@ -219,7 +219,7 @@ def summary(file: Events) -> str:
         for each in found.names
         if each.track not in _ALWAYS_BUSY and (each.track, each.name) != ("trainer", "step")
     ]
-    for each in names[:_MOST_NAMES]:
+    for each in names[:_MAX_NAMES]:
         title = one_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
         times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
         lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")

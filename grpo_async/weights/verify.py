@@ -27,9 +27,9 @@ from grpo_async.config.experiment import ExperimentConfig
 _LENGTHS = (16, 64, 300)
 """Within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)."""
 _PROMPT_FRACTION = 0.5
-_MOST_RATIO = 2.0
-_LEAST_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
-_MOST_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
+_MAX_RATIO = 2.0
+_MIN_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
+_MAX_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 _LARGEST_EXPONENT = 700.0  # math.exp overflows a little later
 
@@ -104,7 +104,7 @@ def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
     at least 1e-3 and at most 0.5. See the module's docstring."""
     if config.weights.verify_tolerance is not None:
         return config.weights.verify_tolerance
-    return min(max(_MOST_RATIO * trainer.rounding.mean, _LEAST_LIMIT), _MOST_LIMIT)
+    return min(max(_MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), _MAX_LIMIT)
 
 
 def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:

@@ -231,7 +231,7 @@ def test_silence_has_a_deadline_and_says_so() -> None:
 
 
 def test_a_server_that_does_not_take_a_long_request_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_LONGEST_CONNECT_S", 0.2)
+    monkeypatch.setattr(client_module, "_MAX_CONNECT_S", 0.2)
     partial = Generation(token_ids=array("i", [123_456]) * 5_000_000)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts; nobody reads
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -134,7 +134,7 @@ def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeline_module, "_INTERVAL_S", 0.02)
-    monkeypatch.setattr(timeline_module, "_MOST_PENDING", 2)
+    monkeypatch.setattr(timeline_module, "_MAX_PENDING", 2)
     path = tmp_path / "missing" / "events.jsonl"
     with caplog.at_level(logging.WARNING), Timeline(path, max_mb=1) as timeline:
         timeline.instant("first", "run")
@@ -225,7 +225,7 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
 def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline_module, "_MOST_PENDING", 10)
+    monkeypatch.setattr(timeline_module, "_MAX_PENDING", 10)
     path = tmp_path / "events.jsonl"
     with Timeline(path, max_mb=1) as timeline:
         for number in range(25):

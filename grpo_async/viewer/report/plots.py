@@ -20,7 +20,7 @@ from grpo_async.viewer.report.run_data import RunData
 MOST_POINTS = 500
 """Of a curve. A longer one is cut into so many pieces, and each becomes one point by the metric's reduction."""
 
-_MOST_SERIES = 8  # colours that keep apart
+_MAX_SERIES = 8  # colours that keep apart
 _STALENESS = "async/staleness/"
 
 
@@ -115,8 +115,8 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> list[Drawing]:
                 continue
             if len(runs) > 1:
                 drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
-            drawn_line["color"] = (place if len(runs) > 1 else number) % _MOST_SERIES + 1
-            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.alone else number // _MOST_SERIES)
+            drawn_line["color"] = (place if len(runs) > 1 else number) % _MAX_SERIES + 1
+            drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.alone else number // _MAX_SERIES)
             series.append(drawn_line)
             metrics.append(line.metric)
     if not series:
@@ -160,7 +160,7 @@ def _stacked(plot: Plot, run: RunData, is_one_of_several: bool, place: int) -> D
     if not series:
         return None
     for number, each in enumerate(series):
-        each["color"] = number % _MOST_SERIES + 1
+        each["color"] = number % _MAX_SERIES + 1
         each.pop("band", None)
     options = _options(plot, _shared_x(series))
     if is_one_of_several:
@@ -235,7 +235,7 @@ def _evaluations(name: str, title: str, unit: str, runs: Sequence[RunData], metr
 
 
 def _by_group(run: RunData) -> Drawing | None:
-    groups = list(dict.fromkeys(group for each in run.evaluations for group in each.by_group))[:_MOST_SERIES]
+    groups = list(dict.fromkeys(group for each in run.evaluations for group in each.by_group))[:_MAX_SERIES]
     series = []
     for number, group in enumerate(groups):
         known = [each for each in run.evaluations if "reward" in each.by_group.get(group, {})]

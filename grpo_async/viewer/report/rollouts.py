@@ -17,9 +17,9 @@ from grpo_async.viewer.format import conversation, prompt_of
 
 _NUM_EXTREMES = 4
 _SAMPLED = "step>=0 and length>0 and not failed"
-_MOST_LISTED = 12  # messages of errors, names of tools
-_LONGEST_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
-_LONGEST_ERROR = 160
+_MAX_LISTED = 12  # messages of errors, names of tools
+_MAX_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
+_MAX_ERROR = 160
 _HISTOGRAM_BINS = 24
 
 
@@ -32,11 +32,11 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        return shortened(conversation(prompt_of(self.group, self.rollout)), _LONGEST_TEXT)
+        return shortened(conversation(prompt_of(self.group, self.rollout)), _MAX_TEXT)
 
     @property
     def completion(self) -> str:
-        return shortened(conversation(self.rollout.messages), _LONGEST_TEXT)
+        return shortened(conversation(self.rollout.messages), _MAX_TEXT)
 
     @property
     def num_tool_calls(self) -> int:
@@ -103,8 +103,8 @@ def _read(table: RolloutTable) -> RolloutFacts:
         worsened=[_change(table, each) for each in extremes.worsened],
         rewards=table.histogram("reward", EVERYTHING, bins=_HISTOGRAM_BINS),
         lengths=table.histogram("length", EVERYTHING, bins=_HISTOGRAM_BINS),
-        tools=table.facets("tools", EVERYTHING, limit=_MOST_LISTED),
-        errors=_errors(table.facets("error", parse_query("status = 'failed'"), limit=_MOST_LISTED)),
+        tools=table.facets("tools", EVERYTHING, limit=_MAX_LISTED),
+        errors=_errors(table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED)),
         notes=tuple(table.notes),
     )
 
@@ -112,7 +112,7 @@ def _read(table: RolloutTable) -> RolloutFacts:
 def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     counts: dict[str, int] = {}
     for message, count in found:  # two long messages may begin and end alike
-        short = shortened(" ".join(message.split()), _LONGEST_ERROR)
+        short = shortened(" ".join(message.split()), _MAX_ERROR)
         counts[short] = counts.get(short, 0) + count
     return sorted(counts.items(), key=lambda item: -item[1])
 

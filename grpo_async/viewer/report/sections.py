@@ -22,11 +22,11 @@ _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _ADVICE_STEPS = 50  # of the end of the run
 _WARM_UP = 2  # steps at its beginning that are unlike the others
-_MOST_SAID = 5
+_MAX_SAID = 5
 
 _TIMELINE_STEPS = 5
 _COLUMNS = (1000, 250, 62)  # of the timeline's drawing: fewer where there are too many spans
-_MOST_SPANS = 20_000
+_MAX_SPANS = 20_000
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
 
@@ -76,7 +76,7 @@ def advice(run: RunData) -> Advice:
         text, step = each.get("text"), each.get("step")
         if isinstance(text, str) and text.strip():
             steps[sentence(text)] = f"step {step}: " if isinstance(step, int) else ""
-    said = [(step, text) for text, step in steps.items()][-_MOST_SAID:]
+    said = [(step, text) for text, step in steps.items()][-_MAX_SAID:]
     if not run.metrics:
         return Advice(run=run, said=said, why_not="No optimizer step was finished, so nothing was measured.")
     try:
@@ -173,7 +173,7 @@ def timeline(runs: Sequence[RunData]) -> TimelineSection:
     end = max((found.steps[step].end for step in steps), default=None)
     for columns in _COLUMNS:
         drawn = drawing(found.events, start=start, end=end, columns=columns)
-        if drawn is None or len(drawn["spans"]) <= _MOST_SPANS:
+        if drawn is None or len(drawn["spans"]) <= _MAX_SPANS:
             break
     if drawn is None:
         return TimelineSection(why_not="The timeline has no events.")

@@ -18,7 +18,7 @@ from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_
 MOST_RUNS = 8
 """More curves in one plot cannot be told apart."""
 
-_MOST_WITH_TEXTS = 3  # of more runs nobody reads the rollouts in one page
+_MAX_WITH_TEXTS = 3  # of more runs nobody reads the rollouts in one page
 
 
 def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
@@ -32,7 +32,7 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     """
     _check(run_dirs)
     runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
-    if len(runs) > _MOST_WITH_TEXTS:
+    if len(runs) > _MAX_WITH_TEXTS:
         runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
     out = out or _default_out(runs)
     page = render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)

@@ -13,7 +13,7 @@ from grpo_async.tracking.timeline_file import Event, parse_event
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.viewer.timeline import drawing, usage
 
-_MOST_EVENTS = 100_000  # of one window: more would take seconds to lay out
+_MAX_EVENTS = 100_000  # of one window: more would take seconds to lay out
 
 
 class MetricLog:
@@ -58,8 +58,8 @@ class EventIndex:
             first, last = min(self._starts), max(self._ends)
             low, high, inside = self._inside(start, end)
             chosen = inside
-            if len(inside) > _MOST_EVENTS:
-                chosen = sorted(heapq.nlargest(_MOST_EVENTS, inside, key=lambda i: self._ends[i] - self._starts[i]))
+            if len(inside) > _MAX_EVENTS:
+                chosen = sorted(heapq.nlargest(_MAX_EVENTS, inside, key=lambda i: self._ends[i] - self._starts[i]))
             events = self._events(chosen)
         nothing = {"start": low, "end": high, "spans": [], "num_merged": 0, "titles": {}}
         found = drawing(events, start=low, end=high, columns=columns) or nothing
@@ -73,7 +73,7 @@ class EventIndex:
             if not self._starts:
                 return {"wall_s": None}
             low, high, inside = self._inside(start, end)
-            if len(inside) > _MOST_EVENTS:
+            if len(inside) > _MAX_EVENTS:
                 return {"wall_s": None, "num_events": len(inside)}
             events = self._events(inside)
         cut = [Event(e.name, e.track, max(e.start, low), min(e.end, high), e.details) for e in events]
