@@ -28,16 +28,16 @@ def test_every_change_that_matters_is_told_once() -> None:
     starting, ready, serving = ServerState.STARTING, ServerState.READY, ServerState.SERVING
     fleet = _Fleet([starting, starting])
     told: list[str] = []
-    news = StateLogger(fleet, told.append)  # type: ignore[arg-type]
+    state_logger = StateLogger(fleet, told.append)  # type: ignore[arg-type]
     for states in ([ready, starting], [serving, starting], [serving, starting]):
         fleet.states = states
-        news()
+        state_logger()
     assert told == ["server 0 serves; 1 of 2 servers serve"]
     fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection broke"
-    news()
+    state_logger()
     assert told[1:] == [
         "server 0 is lost: its connection broke; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",
     ]  # fmt: skip
     fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
-    news()
+    state_logger()
     assert told[3:] == ["server 0 is given up: 401; 1 of 2 servers serve"]
