@@ -53,7 +53,7 @@ class ProcessFailedError(RunError):
 
 
 class NothingToLearnError(RunError):
-    """Every group of a long row had all-equal rewards: no step can be made of them."""
+    """Many groups in a row had all-equal rewards: no step can be made of them."""
 
 
 class RolloutContractError(RunError, ValueError):

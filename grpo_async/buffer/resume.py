@@ -220,7 +220,7 @@ def _storable(value: Any) -> Any:
     """A value of a user's function; one that has no JSON form at all becomes its repr."""
     try:
         json.dumps(value, default=_plain)
-    except (TypeError, ValueError, RecursionError):  # an odd key, a circle
+    except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference
         return repr(value)
     return value
 

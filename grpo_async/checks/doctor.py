@@ -114,7 +114,7 @@ def check_gpus() -> Iterator[Found]:
         yield "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
         return
     fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
-    remedy = "if the driver hangs restart the machine; if it and the kernel module do not fit, install it anew"
+    remedy = "if the driver hangs restart the machine; if it and the kernel module do not fit, reinstall it"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     lines = [line for line in _output(command, _NVIDIA_SMI_LIMIT_S, remedy).splitlines() if line.strip()]
     if not lines:
@@ -252,7 +252,7 @@ def check_torch() -> Iterator[Found]:
         import torch
         import torch.distributed as dist
     except (ImportError, OSError, RuntimeError) as error:
-        yield "fail", f"{version} cannot be imported ({error}): install it anew"
+        yield "fail", f"{version} cannot be imported ({error}): reinstall it"
         return
     message = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     for name in _CUDA_EXTENSIONS:  # a torch for CPUs carries "+cpu", and so must its extensions
@@ -284,7 +284,7 @@ def check_vllm() -> Iterator[Found]:
     version = _version(name) or ""
     message = f"{name} {version}"
     if importlib.util.find_spec("vllm") is None:
-        yield "fail", f"{message} is installed, but there is no module `vllm`: install it anew; {INSTALL}"
+        yield "fail", f"{message} is installed, but there is no module `vllm`: reinstall it; {INSTALL}"
     elif not is_supported(version):
         yield "fail", f"{message} is installed, supported is {supported_text()}; {INSTALL}"
     elif not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):

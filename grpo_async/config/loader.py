@@ -138,7 +138,7 @@ def _read_with_bases(
     """A file merged over everything it extends. One that cannot be read is a problem.
 
     Args:
-        inside: the files that led here, outermost first; meeting one of them again is a circle.
+        inside: the files that led here, outermost first; meeting one of them again is a cycle.
         known: files that were read already, which several may extend; is added to.
     """
     own = read_yaml_file(path, problems)
@@ -172,7 +172,7 @@ def _fault_of_base(name: Any, base: Path, chain: Sequence[Path]) -> str:
         return "give the name of a file, or a list of names"
     try:
         if base.resolve() in [file.resolve() for file in chain]:
-            return f"it goes in a circle: {' -> '.join(str(file) for file in [*chain, base])}"
+            return f"it closes a cycle: {' -> '.join(str(file) for file in [*chain, base])}"
         return "" if base.is_file() else f"there is no file {base} (paths are relative to {chain[-1]})"
     except OSError as error:  # a name that is too long, a folder that may not be entered
         return f"{base} cannot be read: {error.strerror}"

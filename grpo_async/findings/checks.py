@@ -64,7 +64,7 @@ def reward_fails(evidence: Evidence) -> Finding | None:
     return Finding(
         key="reward-fails", severity=WARNING if evidence.metrics else ERROR, what="A reward function fails",
         text=f"{found.rstrip('.')}.", query="failed",
-        do="Groups that it cannot score are not trained. Mend it, and try it: grpo-async check-reward.",
+        do="Groups that it cannot score are not trained. Fix it, and try it: grpo-async check-reward.",
     )  # fmt: skip
 
 

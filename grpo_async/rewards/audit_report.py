@@ -210,7 +210,7 @@ def _values(table: _Table, asks_for_gold: bool) -> Iterator[Finding]:
         return
     if table.range == 0.0:
         what = f"It gives every input the same score ({numbers[0]:g})."
-        do = "Without a difference there is no advantage and nothing to learn; leave it out, or mend it."
+        do = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
         yield finding(Severity.ERROR if asks_for_gold and table.is_blind() else Severity.WARNING, what, do)
         return
     if not table.has_gold:

@@ -400,7 +400,7 @@ def _check_characters(text: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Control characters, line ends and halves of characters become spaces."""
+    """Control characters, line ends and lone surrogates become spaces."""
     return "".join(" " if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") else each for each in text)
 
 

@@ -128,11 +128,11 @@ def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) ->
     ]
 
 
-def test_extends_in_a_circle_is_refused(tmp_path: Path) -> None:
+def test_extends_in_a_cycle_is_refused(tmp_path: Path) -> None:
     _write(tmp_path, "extends: x.yaml\n", "b.yaml")
     path = _write(tmp_path, MINIMAL + "extends: b.yaml\n")
     (problem,) = _problems(path)
-    assert problem == "b.yaml:1: extends: it goes in a circle: x.yaml -> b.yaml -> x.yaml"
+    assert problem == "b.yaml:1: extends: it closes a cycle: x.yaml -> b.yaml -> x.yaml"
 
 
 def test_a_missing_base_is_named_at_its_line(tmp_path: Path) -> None:
