@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.findings.evidence import numbers
+from grpo_async.findings.evidence import _row
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 
 
@@ -105,4 +105,4 @@ def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> 
 def test_metrics_of_a_run_of_the_version_before_are_read_under_their_names_of_this_one() -> None:
     old = {"pipeline/waiting_share": 0.2, "training/padding_share": 0.1, "rewards/fair_share": 1.0}
     wanted = {"pipeline/waiting_fraction": 0.2, "training/padding_fraction": 0.1, "rewards/fair_share": 1.0}
-    assert numbers(old) == wanted
+    assert _row(old) == wanted
