@@ -17,11 +17,6 @@ from tests.support.records import make_scored
 from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_loop
 
 
-def _with_own_ids(group: ScoredGroup) -> ScoredGroup:
-    named = [replace(s, rollout_id=f"{s.rollout_id}-r{index}") for index, s in enumerate(group.samples)]
-    return replace(group, samples=named)
-
-
 class _Source(FakeSource):
     """Four groups, of which the second has nothing to train. `cut`: the last has one completion that was scored and is masked."""
 
@@ -32,7 +27,7 @@ class _Source(FakeSource):
         self.statistics: list[Mapping[str, TokenStats]] = []
 
     def take(self, num_groups: int, **_: Any) -> list[ScoredGroup]:
-        groups = [_with_own_ids(make_scored(index, has_samples=index != 1)) for index in range(num_groups)]
+        groups = [make_scored(index, has_samples=index != 1) for index in range(num_groups)]
         return [*groups[:-1], replace(groups[-1], samples=groups[-1].samples[:1])] if self._cut else groups
 
     def stores(self, group_id: int) -> bool:
