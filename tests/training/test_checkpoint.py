@@ -12,7 +12,6 @@ import pytest
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
-from grpo_async.training import checkpoint
 from grpo_async.training.checkpoint import load_state, prune, set_aside_later_checkpoints, steps_to_keep
 from tests.support import ranks
 
@@ -111,7 +110,7 @@ def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(
         old.rename(new)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint.os, "replace", replace)
+        patched.setattr("os.replace", replace)
         with pytest.raises(OSError, match="killed here"):
             set_aside_later_checkpoints(run_dir, 5)
     assert run_dir.checkpoint_steps() == [5, 10]  # newest first: 15, of another branch, is not the newest any more
