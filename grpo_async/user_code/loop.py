@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import threading
 import traceback
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 from grpo_async.user_code.threads import ThreadsExhaustedError
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 0.5  # a loop that is not held; else somebody holds it
 _CLOSES_WITHIN_S = 5.0
@@ -108,7 +111,8 @@ class _Loop:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=_serve, args=(self.loop,), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._stopped = False
         self.thread.start()
 
     async def answers(self) -> bool:
@@ -128,21 +132,33 @@ class _Loop:
         return " > ".join(f"{each.filename}:{each.lineno} in {each.name}" for each in shown) or "a line unknown"
 
     def stop(self) -> None:
+        self._stopped = True
         self._soon(self.loop.stop)
 
     def _soon(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # it was closed meanwhile
             self.loop.call_soon_threadsafe(function)
 
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            while not self._stopped:
+                self._serve_until_exit()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()  # waits: until it is stopped, in a daemon thread
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
+    def _serve_until_exit(self) -> None:
+        """Until the loop is stopped, or a task that a user's function started itself calls `sys.exit`: asyncio lets that out of
+        the loop, and the other calls on it go on.
+        """
+        try:
+            self.loop.run_forever()  # waits: in a daemon thread
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.warning(
+                "a task in the event loop of %s raised %r, which ended that task only", self.thread.name, error
+            )

@@ -99,3 +99,22 @@ def test_a_call_that_is_too_slow_on_the_loop_is_cancelled() -> None:
         await until(lambda: seen == ["cancelled"])
 
     asyncio.run(run())
+
+
+def test_a_task_of_the_functions_own_that_exits_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    async def starts_one_that_exits() -> str:
+        task = asyncio.create_task(exits())
+        await asyncio.wait([task])
+        return f"went on after {task.exception()!r}"
+
+    async def run() -> list[object]:
+        caller = TimedCaller(ThreadRunner("calls"), 20)
+        return [
+            await caller.run(UserCall(function)) for function in (starts_one_that_exits, functools.partial(plus_one, 1))
+        ]
+
+    assert asyncio.run(run()) == ["went on after SystemExit(3)", 2]
+    assert "SystemExit(3)" in caplog.text
