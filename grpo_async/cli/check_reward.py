@@ -187,10 +187,10 @@ def _print_report(console: Console, report: RewardReport) -> None:
 def _sentence(finding: Finding) -> Any:
     from rich.text import Text
 
-    from grpo_async.viewer.safe_text import one_line
+    from grpo_async.utils.safe_text import visible_line
 
     text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
-    text.append(f"{one_line(finding.what, 400)} {one_line(finding.do, 400)}", style="default not bold not dim")
+    text.append(f"{visible_line(finding.what, 400)} {visible_line(finding.do, 400)}", style="default not bold not dim")
     where = [f"inputs: {shortlist(finding.inputs, ', ', most=_MAX_NAMED)}"] if finding.inputs else []
     where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', most=_MAX_NAMED)}"] if finding.rows else []
     if where:

@@ -26,7 +26,7 @@ class ReportingGroup(TyperGroup):
         try:
             return super().invoke(ctx)
         except GrpoAsyncError as error:
-            from grpo_async.viewer.safe_text import visible
+            from grpo_async.utils.safe_text import visible
 
             typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
             raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error

@@ -46,8 +46,8 @@ def export(
     """
     from grpo_async.store.export import SUFFIXES, export_rollouts
     from grpo_async.store.query import parse_query
+    from grpo_async.utils.safe_text import visible
     from grpo_async.viewer.runs import find_evaluation, find_run
-    from grpo_async.viewer.safe_text import visible
 
     if query is not None and where is not None:
         raise typer.BadParameter(f"one QUERY is expected: {query!r}, or {where!r}", param_hint="--where")

@@ -18,7 +18,7 @@ from grpo_async.cluster.nodes import shared_token
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.wording import plain
+from grpo_async.utils.safe_text import plain
 
 _READY_S = 60.0  # for a machine to compare a configuration and to look at a folder
 

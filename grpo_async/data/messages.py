@@ -15,8 +15,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpo_async.data.rows import Row, kind, listed
+from grpo_async.data.rows import Row
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import backticked, json_kind
 
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
@@ -29,7 +30,7 @@ def check_prompt(row: Row, place: str, unused: set[str]) -> Any:
     """
     if "prompt" not in row:
         raise ConfigError(
-            f"{place}: there is no column `prompt`; the columns are {listed(row)}. "
+            f"{place}: there is no column `prompt`; the columns are {backticked(row)}. "
             "Rename the one that holds the prompt, for example `columns: {problem: prompt}`"
         )
     prompt = row["prompt"]
@@ -38,7 +39,9 @@ def check_prompt(row: Row, place: str, unused: set[str]) -> Any:
             raise ConfigError(f"{place}: `prompt` is empty text; fill it in or remove the row")
         return prompt
     if not isinstance(prompt, list):
-        raise ConfigError(f"{place}: `prompt` must be text or a list of {{role, content}} messages, got {kind(prompt)}")
+        raise ConfigError(
+            f"{place}: `prompt` must be text or a list of {{role, content}} messages, got {json_kind(prompt)}"
+        )
     if not prompt:
         raise ConfigError(f"{place}: `prompt` is a list without messages; give at least one {{role, content}} message")
     return [_message(message, f"{place}: `prompt[{index}]`", unused) for index, message in enumerate(prompt)]
@@ -46,17 +49,17 @@ def check_prompt(row: Row, place: str, unused: set[str]) -> Any:
 
 def _message(message: Any, where: str, unused: set[str]) -> Row:
     if not isinstance(message, dict):
-        raise ConfigError(f"{where} must be a {{role, content}} message, got {kind(message)}")
+        raise ConfigError(f"{where} must be a {{role, content}} message, got {json_kind(message)}")
     given = {key: value for key, value in message.items() if value is not None}  # Parquet fills missing keys with null
     unused.update(given.keys() - set(_KEYS))
     if "role" not in given:
-        raise ConfigError(f"{where} has no `role` (it has {listed(message)}); a message is {{role, content}}")
+        raise ConfigError(f"{where} has no `role` (it has {backticked(message)}); a message is {{role, content}}")
     for key in ("role", "name", "tool_call_id"):
         if key in given and not isinstance(given[key], str):
-            raise ConfigError(f"{where}: its `{key}` must be text, got {kind(given[key])}")
+            raise ConfigError(f"{where}: its `{key}` must be text, got {json_kind(given[key])}")
     calls = _tool_calls(given, where)
     if "content" not in given and not calls:
-        has = "a `content` that is null" if "content" in message else f"no `content` (it has {listed(message)})"
+        has = "a `content` that is null" if "content" in message else f"no `content` (it has {backticked(message)})"
         raise ConfigError(f"{where} has {has}; only a message with `tool_calls` may go without")
     checked: Row = {"role": given["role"], "content": _text(given.get("content", ""), where)}
     if calls:
@@ -69,12 +72,12 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ConfigError(f"{where}: its `content` must be text or a list of text parts, got {kind(content)}")
+        raise ConfigError(f"{where}: its `content` must be text or a list of text parts, got {json_kind(content)}")
     texts = []
     for number, part in enumerate(content):
         if not isinstance(part, dict):
             raise ConfigError(
-                f'{where}: `content[{number}]` must be a part such as {{"type": "text", "text": "..."}}, got {kind(part)}'
+                f'{where}: `content[{number}]` must be a part such as {{"type": "text", "text": "..."}}, got {json_kind(part)}'
             )
         if part.get("type") != "text":
             raise ConfigError(
@@ -82,7 +85,9 @@ def _text(content: Any, where: str) -> str:
                 "sound or video"
             )
         if not isinstance(part.get("text"), str):
-            raise ConfigError(f"{where}: the `text` of `content[{number}]` must be text, got {kind(part.get('text'))}")
+            raise ConfigError(
+                f"{where}: the `text` of `content[{number}]` must be text, got {json_kind(part.get('text'))}"
+            )
         texts.append(part["text"])
     return "".join(texts)
 
@@ -90,7 +95,7 @@ def _text(content: Any, where: str) -> str:
 def _tool_calls(message: Row, where: str) -> list[Row]:
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise ConfigError(f"{where}: its `tool_calls` must be a list, got {kind(calls)}")
+        raise ConfigError(f"{where}: its `tool_calls` must be a list, got {json_kind(calls)}")
     if calls and message["role"] != "assistant":
         raise ConfigError(f"{where}: a message of role `{message['role']}` has `tool_calls`; only an assistant's may")
     return [_tool_call(call, f"{where}: `tool_calls[{number}]`") for number, call in enumerate(calls)]
@@ -100,7 +105,9 @@ def _tool_call(call: Any, where: str) -> Row:
     """In the OpenAI form with `arguments` as an object, which is what chat templates take."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ConfigError(f'{where} must be {{"function": {{"name": ..., "arguments": {{...}}}}}}, got {kind(call)}')
+        raise ConfigError(
+            f'{where} must be {{"function": {{"name": ..., "arguments": {{...}}}}}}, got {json_kind(call)}'
+        )
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -110,6 +117,6 @@ def _tool_call(call: Any, where: str) -> Row:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}: its `arguments` must be an object, got {kind(arguments)}")
+        raise ConfigError(f"{where}: its `arguments` must be an object, got {json_kind(arguments)}")
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

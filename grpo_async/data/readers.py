@@ -22,9 +22,10 @@ from grpo_async.config.data_sections import (
     JsonlSource,
     ParquetSource,
 )
-from grpo_async.data.rows import PlacedRows, Row, check_values, kind, listed
+from grpo_async.data.rows import PlacedRows, Row, check_values
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.text import backticked, json_kind
 
 _BATCH_ROWS = 1024  # rows of a Parquet file that are in memory as columns at once
 
@@ -47,7 +48,7 @@ def read_jsonl(source: JsonlSource) -> PlacedRows:
             raise ConfigError(f"{place}: a number of this line cannot be read ({error}); put it in quotes") from error
         if not isinstance(row, dict):
             raise ConfigError(
-                f'{place}: expected a JSON object such as {{"prompt": "..."}}, got {kind(row)}; '
+                f'{place}: expected a JSON object such as {{"prompt": "..."}}, got {json_kind(row)}; '
                 "a .jsonl file holds one object per line, not one list"
             )
         yield place, row
@@ -73,12 +74,12 @@ def read_csv(source: CsvSource) -> PlacedRows:
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
                 raise ConfigError(
-                    f"{place}: the header names {listed(twice)} more than once; give each column its own name"
+                    f"{place}: the header names {backticked(twice)} more than once; give each column its own name"
                 )
             continue
         if len(values) != len(header):
             raise ConfigError(
-                f"{place}: this row has {len(values)} values, but the header has {len(header)} columns ({listed(header)}); "
+                f"{place}: this row has {len(values)} values, but the header has {len(header)} columns ({backticked(header)}); "
                 "put values that hold a comma or a line break into double quotes"
             )
         yield place, dict(zip(header, values, strict=True))
@@ -98,7 +99,7 @@ def read_parquet(source: ParquetSource) -> PlacedRows:
             with pyarrow.parquet.ParquetFile(path) as file:
                 twice = sorted({name for name in file.schema_arrow.names if file.schema_arrow.names.count(name) > 1})
                 if twice:
-                    raise ConfigError(f"{path}: {listed(twice)} names more than one column; give each its own name")
+                    raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
                         yield f"{path}, row {number}", row
@@ -179,7 +180,7 @@ def _load(datasets: Any, source: HubSource) -> Any:
     if isinstance(saved, dict):
         if source.split not in saved:
             raise ConfigError(
-                f"{source.name}: has no split `{source.split}`; it has {listed(saved)}. For a part of one set `limit`"
+                f"{source.name}: has no split `{source.split}`; it has {backticked(saved)}. For a part of one set `limit`"
             )
         return saved[source.split]
     own = str(saved.split) if saved.split is not None else "train"
@@ -237,7 +238,7 @@ def _rows(source: GeneratorSource) -> Iterator[tuple[str, Row]]:
         except Exception as error:  # the user's code: whatever it raises means this
             raise ConfigError(f"{place}: the function raised {type(error).__name__}: {error}") from error
         if not isinstance(row, dict):
-            raise ConfigError(f'{place}: expected a dict such as {{"prompt": "..."}}, got {kind(row)}')
+            raise ConfigError(f'{place}: expected a dict such as {{"prompt": "..."}}, got {json_kind(row)}')
         check_values(row, place)
         yield place, row
         number += 1
@@ -246,7 +247,9 @@ def _rows(source: GeneratorSource) -> Iterator[tuple[str, Row]]:
 def _start(source: GeneratorSource) -> Iterator[Any]:
     function = resolve(source.function)
     if not callable(function):
-        raise ConfigError(f"{source.function}: is {kind(function)}, which cannot be called; name a generator function")
+        raise ConfigError(
+            f"{source.function}: is {json_kind(function)}, which cannot be called; name a generator function"
+        )
     try:
         inspect.signature(function).bind(**source.arguments)
     except (TypeError, ValueError) as error:
@@ -258,5 +261,7 @@ def _start(source: GeneratorSource) -> Iterator[Any]:
     if inspect.isasyncgen(made) or inspect.isawaitable(made):
         raise ConfigError(f"{source.function}: is async; rows come from a plain generator function")
     if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
-        raise ConfigError(f"{source.function}: returned {kind(made)}; it must yield rows, or return a list of them")
+        raise ConfigError(
+            f"{source.function}: returned {json_kind(made)}; it must yield rows, or return a list of them"
+        )
     return iter(made)

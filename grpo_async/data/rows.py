@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import json_kind
 
 Row = dict[str, Any]
 PlacedRows = Iterator[tuple[str, Row]]
@@ -40,7 +41,7 @@ def check_values(row: Row, place: str) -> None:
     """Raise a ConfigError for the first value that is no plain data, with its column."""
     for name, value in row.items():
         if not isinstance(name, str):
-            raise ConfigError(f"{place}: the name of a column must be text, got {kind(name)}")
+            raise ConfigError(f"{place}: the name of a column must be text, got {json_kind(name)}")
         strange = _strange(value)
         if strange is not None:
             raise ConfigError(
@@ -65,16 +66,3 @@ def _strange(value: Any) -> Any | None:
                 return found
         return None
     return value
-
-
-def listed(names: Iterable[object]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "(none)"
-
-
-def kind(value: Any) -> str:
-    """A value's JSON type, in words, with the value where it is short."""
-    words = {dict: "an object", list: "a list", str: "text", bool: "a truth value", int: "a number", float: "a number"}
-    if value is None:
-        return "null"
-    word = words.get(type(value), type(value).__name__)
-    return f"{word} ({text})" if len(text := repr(value)) <= 40 else word

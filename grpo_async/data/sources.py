@@ -45,10 +45,11 @@ from grpo_async.data.readers import (
     read_parquet,
 )
 from grpo_async.data.reasoning_gym import read_reasoning_gym
-from grpo_async.data.rows import PlacedRows, Row, Rows, check_values, kind, listed
+from grpo_async.data.rows import PlacedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
+from grpo_async.utils.text import backticked, json_kind
 
 _READERS: Mapping[type, Callable[[Any], PlacedRows]] = {
     JsonlSource: read_jsonl,
@@ -115,7 +116,7 @@ def _read(source: Source) -> Rows:
         places.append(place)
     notes = _fill(rows, places)
     if unused:
-        notes.append(f"messages of `prompt` have the keys {listed(sorted(unused))}, which nothing uses")
+        notes.append(f"messages of `prompt` have the keys {backticked(sorted(unused))}, which nothing uses")
     return Rows(rows, places=places, notes=notes)
 
 
@@ -143,7 +144,7 @@ def drop(row: Row, names: Sequence[str], place: str) -> Row:
     unknown = [name for name in names if name not in row]
     if unknown:
         raise ConfigError(
-            f"{place}: `drop` names {listed(unknown)}, which is not a column here; the columns are {listed(row)}"
+            f"{place}: `drop` names {backticked(unknown)}, which is not a column here; the columns are {backticked(row)}"
         )
     return {name: value for name, value in row.items() if name not in names}
 
@@ -192,13 +193,13 @@ def _missing(path: str, walked: Sequence[str], key: str, owner: Any, place: str)
     if not walked:
         near = difflib.get_close_matches(key, owner, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else ""
-        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {listed(owner)}{hint}"
+        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {backticked(owner)}{hint}"
     inside = ".".join(walked)
     if isinstance(owner, dict):
-        return f"{place}: `columns` renames `{path}`, but `{inside}` has no `{key}`; it has {listed(owner)}"
+        return f"{place}: `columns` renames `{path}`, but `{inside}` has no `{key}`; it has {backticked(owner)}"
     if isinstance(owner, list):
         return f"{place}: `columns` renames `{path}`, but `{inside}` is a list of {len(owner)} without an entry `{key}`"
-    return f"{place}: `columns` renames `{path}`, but `{inside}` is {kind(owner)}, which has nothing below it"
+    return f"{place}: `columns` renames `{path}`, but `{inside}` is {json_kind(owner)}, which has nothing below it"
 
 
 CountTokens = Callable[[Prompt], int]

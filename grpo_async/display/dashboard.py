@@ -31,7 +31,7 @@ from grpo_async.display.progress import (
     evaluations_text,
     join,
 )
-from grpo_async.processes.wording import one_line
+from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration, format_number
 
 _BORDER = "bright_black"

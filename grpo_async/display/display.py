@@ -26,8 +26,8 @@ from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Progress, evaluation_line, step_line
 from grpo_async.findings import Finding, Verdict
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.safe_text import plain
 
 _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25

@@ -17,9 +17,9 @@ from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.findings.evidence import read_metrics
 from grpo_async.processes.resilient_stream import ResilientStream
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
+from grpo_async.utils.safe_text import plain
 
 
 class OutputMode(StrEnum):

@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from grpo_async.findings import Finding, Verdict
-from grpo_async.processes.wording import one_line, plain
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.safe_text import one_line, plain
 from grpo_async.utils.text import duration, finite
 
 _AVERAGED_STEPS = 5

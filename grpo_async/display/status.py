@@ -33,11 +33,11 @@ from grpo_async.display.status_file import VERSION
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Evidence, Finding, Severity, Verdict, judge
 from grpo_async.findings.evidence import new_metrics
-from grpo_async.processes.wording import one_line
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
+from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration, finite
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
 from grpo_async.display.progress import LEDGER_STATES, join
-from grpo_async.processes.wording import plain
+from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import duration, finite
 
 _FIRST = ("num_prompts", "reward", "reward_stderr")

@@ -22,8 +22,8 @@ from grpo_async.launcher.child import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.supervisor import RunOutcome, supervise
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.safe_text import plain
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0

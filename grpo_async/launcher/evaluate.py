@@ -30,9 +30,9 @@ from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.prepare import Start
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import Launcher
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
+from grpo_async.utils.safe_text import plain
 
 
 def evaluate(

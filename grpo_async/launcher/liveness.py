@@ -28,7 +28,7 @@ import psutil
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import ELASTIC_AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
-from grpo_async.processes.wording import plain
+from grpo_async.utils.safe_text import plain
 
 _NOTICE_S = 30.0
 _MIN_SILENCE_S = 3.0

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.safe_text import plain
 
 _TRACEBACK_LINES = 16
 _NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s

@@ -13,6 +13,7 @@ from typing import BinaryIO, Literal, TypeAlias
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.safe_text import DIRECTIONS
 
 Format: TypeAlias = Literal["jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
@@ -80,7 +81,7 @@ def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, w
         temporary.unlink(missing_ok=True)
 
 
-_OBEYED = re.compile(r"[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_OBEYED = re.compile(rf"[\x7f-\x9f{DIRECTIONS}]")
 
 
 def printable(line: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from grpo_async.tools.arguments import Arguments, arguments_of
 from grpo_async.user_code.calls import own_name, unwrap_partial
+from grpo_async.utils.text import backticked
 
 
 class UnusableError(Exception):
@@ -82,7 +83,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         missing = [p.name for p in parameters if p.name not in (described or {})]
         if missing:
             problems.append(
-                f"has no description of {_listed(missing)} in the `Args:` of its docstring; add `name: text`"
+                f"has no description of {backticked(missing)} in the `Args:` of its docstring; add `name: text`"
             )
     if problems:
         raise UnusableError(problems)
@@ -143,7 +144,7 @@ def _hint_problems(parameters: list[inspect.Parameter]) -> list[str]:
     missing = [
         p.name for p in parameters if p.annotation is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    return [f"has no type hint for {_listed(missing)}; write for example `{missing[0]}: str`"] if missing else []
+    return [f"has no type hint for {backticked(missing)}; write for example `{missing[0]}: str`"] if missing else []
 
 
 def _view(name: str, documentation: str, signature: inspect.Signature, hints: dict[str, Any]) -> Callable[..., Any]:
@@ -177,8 +178,4 @@ def _refuse_media(schema: Mapping[str, Any]) -> None:
     properties = schema["function"]["parameters"]["properties"]
     media = [key for key, value in properties.items() if value.get("type") in ("image", "audio")]
     if media:
-        raise UnusableError([f"wants an image or audio as {_listed(media)}, which the model cannot write"])
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+        raise UnusableError([f"wants an image or audio as {backticked(media)}, which the model cannot write"])

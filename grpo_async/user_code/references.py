@@ -19,6 +19,7 @@ from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import is_async
+from grpo_async.utils.text import shortlist
 
 
 def resolve(reference: str) -> Any:
@@ -110,7 +111,7 @@ def _choices(wanted: str, available: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(wanted, names, n=1)
     if nearest:
         return f"`{nearest[0]}`; did you mean that?"
-    return ", ".join(f"`{name}`" for name in names[:8]) + (", ..." if len(names) > 8 else "")
+    return shortlist([f"`{name}`" for name in names], ", ")
 
 
 def resolve_plain_function(

@@ -1,9 +1,9 @@
-"""Numbers, durations and lists as every command writes them."""
+"""Numbers, durations, names and lists as every command and message writes them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 
@@ -40,3 +40,17 @@ def shortlist(texts: Collection[str], separator: str = "; ", *, most: int = 8) -
     """The first of them, and how many more there are: a, b, c with `most` 2 -> "a; b and 1 more"."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return separator.join(islice(texts, most)) + more
+
+
+def backticked(names: Iterable[object]) -> str:
+    """Names as a message quotes them: a, b -> "`a`, `b`"; none -> "(none)"."""
+    return ", ".join(f"`{name}`" for name in names) or "(none)"
+
+
+def json_kind(value: object) -> str:
+    """A value's JSON type, in words, with the value where it is short: 5 -> "a number (5)"."""
+    words = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    if value is None:
+        return "null"
+    word = words.get(type(value), type(value).__name__)
+    return f"{word} ({text})" if len(text := repr(value)) <= 40 else word

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from grpo_async.records import GroupStatus, Origin, RolloutStatus, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration, percent
-from grpo_async.viewer.safe_text import one_line
 
 STATUS_STYLES: dict[str, str] = {
     GroupStatus.TRAINED: "green",
@@ -120,7 +120,7 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
 
     def lines(path: RolloutRow, depth: int) -> Iterator[TreeLine]:
         own = sum(turn.num_tokens for turn in path.turns)
-        parts = [one_line(path.rollout_id, 60), count(len(path.turns), "call"), count(own, "token")]
+        parts = [visible_line(path.rollout_id, 60), count(len(path.turns), "call"), count(own, "token")]
         parts.append(f"reward {number(path.reward)}")
         if path.parent is not None:
             parts.append(f"behind {count(len(path.prompt_ids), 'token')}")
@@ -147,5 +147,5 @@ def _exchanges(group: GroupRow, path: RolloutRow) -> Iterator[tuple[str, str]]:
     for message in path.messages:
         if message.origin is Origin.POLICY:
             request = "" if last is None else f"{last.role}: {message_text(last)}"
-            yield one_line(request, _REQUEST_WIDTH), one_line(message_text(message), _ANSWER_WIDTH)
+            yield visible_line(request, _REQUEST_WIDTH), visible_line(message_text(message), _ANSWER_WIDTH)
         last = message

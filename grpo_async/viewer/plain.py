@@ -24,6 +24,7 @@ from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query, quote
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,
@@ -37,7 +38,6 @@ from grpo_async.viewer.format import (
     span,
     versions,
 )
-from grpo_async.viewer.safe_text import one_line, quoted, visible
 from grpo_async.viewer.token_colours import flag_names
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
@@ -85,7 +85,7 @@ def show(run: RunDir, table: RolloutTable, selection: Selection, console: Consol
     else:
         console.print(group_table(list(_summaries(table, selection)), num_matching, num_stored))
         for note in table.notes:
-            console.print(Text(f"note: {one_line(note, 400)}", style="yellow"))
+            console.print(Text(f"note: {visible_line(note, 400)}", style="yellow"))
 
 
 def write_json(run: RunDir, table: RolloutTable, selection: Selection, write: Callable[[bytes], Any]) -> None:
@@ -142,7 +142,7 @@ def _counts(run: RunDir, table: RolloutTable, selection: Selection) -> tuple[int
     if num_matching == 0 and (selection.rollout_id is not None or selection.group_id is not None):
         what = f"group {selection.group_id}"
         if selection.rollout_id is not None:
-            shown = one_line(selection.rollout_id, 60)
+            shown = visible_line(selection.rollout_id, 60)
             what = f"rollout '{shown}' (they are named like g17-r3: the fourth of group 17)"
         others = " that the other options let through" if selection.text else ""
         raise ConfigError(
@@ -163,7 +163,7 @@ def _table(*names: str, caption: str | None = None) -> Table:
 
 def _add_numbers(table: Table, *names: str) -> None:
     for name in names:
-        table.add_column(Text(one_line(name, 24)), justify="right", no_wrap=True)
+        table.add_column(Text(visible_line(name, 24)), justify="right", no_wrap=True)
 
 
 def _status(status: str, superseded: bool = False) -> Text:
@@ -182,7 +182,7 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
             or_dash(summary.step),
             str(summary.group_id),
             _status(summary.status, summary.superseded),
-            Text(one_line(summary.prompt_preview, _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
+            Text(visible_line(summary.prompt_preview, _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
             number(summary.reward_mean),
             number(summary.reward_min),
             number(summary.reward_max),
@@ -205,7 +205,7 @@ def group_page(group: GroupRow) -> RenderableType:
     for message in prompt_of(group):
         parts.append(Text.assemble((f"{visible(message.role)}: ", "bold cyan"), visible(message.content)))
     for name, value in group.columns.items():
-        parts.append(Text.assemble((f"{one_line(name, 60)} = ", "dim"), one_line(str(value), _DETAIL_WIDTH)))
+        parts.append(Text.assemble((f"{visible_line(name, 60)} = ", "dim"), visible_line(str(value), _DETAIL_WIDTH)))
     return Group(*parts, Text(), _rollout_table(group.rollouts))
 
 
@@ -219,9 +219,9 @@ def _rollout_table(rollouts: Sequence[RolloutRow]) -> Table:
     _add_numbers(table, "reward", *shown_names, "advantage", "tokens", "versions")
     table.add_column("completion", overflow="fold", min_width=20)
     for rollout in rollouts:
-        completion = Text(one_line(" ".join(map(message_text, rollout.messages)), _COMPLETION_WIDTH))
+        completion = Text(visible_line(" ".join(map(message_text, rollout.messages)), _COMPLETION_WIDTH))
         if rollout.error is not None:
-            completion = Text(one_line(rollout.error, _COMPLETION_WIDTH), style="red")
+            completion = Text(visible_line(rollout.error, _COMPLETION_WIDTH), style="red")
         table.add_row(
             Text(visible(rollout.rollout_id)),
             _status(rollout.status),
@@ -257,12 +257,12 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
         if message.content or not message.tool_calls:
             yield Text(visible(message.content))
         for call in message.tool_calls:
-            yield Text(f"calls {one_line(call_text(call), _DETAIL_WIDTH)}")
+            yield Text(f"calls {visible_line(call_text(call), _DETAIL_WIDTH)}")
     yield Text(f"\nreward {number(rollout.reward)}  advantage {number(rollout.advantage)}", style="bold")
     for name, value in rollout.rewards.items():
         yield Text(f"  {visible(name)} {number(value)}")
     for name, noted in rollout.extra.items():
-        yield Text(f"  {visible(name)}: {one_line(str(noted), _DETAIL_WIDTH)}", style="dim")
+        yield Text(f"  {visible(name)}: {visible_line(str(noted), _DETAIL_WIDTH)}", style="dim")
     yield Text()
     table = _table("turn", "tokens", "ended by", "generation", "tools", "tool calls")
     for place, turn in enumerate(rollout.turns, start=1):
@@ -271,11 +271,13 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
     yield table
     for turn in rollout.turns:
         if turn.parse_error is not None:
-            yield Text(f"  not searched for tool calls: {one_line(turn.parse_error, _DETAIL_WIDTH)}", style="yellow")
+            yield Text(
+                f"  not searched for tool calls: {visible_line(turn.parse_error, _DETAIL_WIDTH)}", style="yellow"
+            )
         for record in turn.tool_calls:
-            arguments = one_line(json.dumps(record.arguments, ensure_ascii=False), _DETAIL_WIDTH)
+            arguments = visible_line(json.dumps(record.arguments, ensure_ascii=False), _DETAIL_WIDTH)
             failed = " failed" if record.failed else ""
-            outcome = one_line(record.result, _DETAIL_WIDTH)
+            outcome = visible_line(record.result, _DETAIL_WIDTH)
             yield Text(f"  {visible(record.name)}({arguments}){failed} {duration(record.duration_s)} -> {outcome}")
     if rollout.branches:
         yield Text("\ncalls in all branches (--rollout takes the name of a branch, too)", style="bold")

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
+from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration
-from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.timeline import ORDER, TITLES, Events, lay_out, track_group, usage
 
 PERFETTO = "https://ui.perfetto.dev"
@@ -220,7 +220,7 @@ def summary(file: Events) -> str:
         if each.track not in _ALWAYS_BUSY and (each.track, each.name) != ("trainer", "step")
     ]
     for each in names[:_MAX_NAMES]:
-        title = one_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
+        title = visible_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
         times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
         lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")
     if found.waits:
@@ -230,8 +230,8 @@ def summary(file: Events) -> str:
 
 def _wait(event: Event, zero: float) -> str:
     details = (f"{name} {event.details[name]}" for name in _SHOWN_DETAILS if name in event.details)
-    where = one_line(", ".join([event.track, *details]), 34)
-    return f"  {one_line(event.name, 22):<22} {duration(event.duration_s):>8}  at {duration(event.start - zero):>8}  {where}"
+    where = visible_line(", ".join([event.track, *details]), 34)
+    return f"  {visible_line(event.name, 22):<22} {duration(event.duration_s):>8}  at {duration(event.start - zero):>8}  {where}"
 
 
 def _of(part_s: float, wall_s: float) -> str:

@@ -16,8 +16,8 @@ from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
-from grpo_async.processes.wording import plain
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
 
 LOGS = Path("runs/x/logs/latest")

@@ -15,8 +15,8 @@ from grpo_async.errors import DeadlineError
 from grpo_async.launcher.conduct import report_end
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.failures import RankExit, RankFailure, explain, write_failure, write_rank_exits
-from grpo_async.processes.wording import tail
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.safe_text import tail
 
 
 def _fail(folder: Path, rank: int, error: Exception) -> None:

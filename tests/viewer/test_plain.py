@@ -15,8 +15,8 @@ from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample,
 from grpo_async.store import GroupRow
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.plain import group_page, group_table, rollout_page, token_style
-from grpo_async.viewer.safe_text import one_line, quoted, visible
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
@@ -67,8 +67,8 @@ def test_control_characters_are_shown_not_obeyed() -> None:
     assert visible("a\x1b[31mb\x07\x7f\r\nc\td\x9b") == "a␛[31mb␇␡\nc\td\\x9b"
     for mark in "\u061c\u200e\u200f\u202e\u2066":
         assert visible(f"ab{mark}cd") == f"ab\\u{ord(mark):04x}cd"
-    assert one_line("  a\n\n b\tc  ", 10) == "a b c"
-    assert one_line("abcdef", 4) == "abc…"
+    assert visible_line("  a\n\n b\tc  ", 10) == "a b c"
+    assert visible_line("abcdef", 4) == "abc…"
     assert quoted(" two\n\\") == "' two\\n\\\\'"
 
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.chat.parsers.formats import FORMATS, Format, explained
-from grpo_async.chat.parsers.json_calls import calls_of, checked_call_of, kind_of
+from grpo_async.chat.parsers.json_calls import calls_of, checked_call_of
 from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve_function
+from grpo_async.utils.text import backticked, json_kind
 
 AUTO = "auto"
 RESPONSE_TEMPLATE = "response_template"
@@ -67,7 +68,7 @@ def choose_parser(
     if setting not in (AUTO, RESPONSE_TEMPLATE):
         names = [AUTO, *FORMATS, RESPONSE_TEMPLATE]
         nearest = difflib.get_close_matches(setting, names, n=1)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else "it is one of " + ", ".join(f"`{n}`" for n in names)
+        hint = f"did you mean `{nearest[0]}`?" if nearest else f"it is one of {backticked(names)}"
         raise ConfigError(
             f"tool_calling.parser: there is no parser {setting!r}; {hint}, or `module:attribute` of your own"
         )
@@ -83,8 +84,7 @@ def choose_parser(
         format=None,
         reason=(
             "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser to "
-            + ", ".join(f"`{name}`" for name in FORMATS)
-            + ", or to `module:attribute` of your own"
+            f"{backticked(FORMATS)}, or to `module:attribute` of your own"
         ),
     )
 
@@ -178,9 +178,9 @@ class UserParser:
         if calls is None:
             calls = []
         if not isinstance(calls, list | tuple):
-            raise TypeError(f"`{self._reference}` returned {kind_of(calls)} as tool calls; return a list")
+            raise TypeError(f"`{self._reference}` returned {json_kind(calls)} as tool calls; return a list")
         if content is not None and not isinstance(content, str):
-            raise TypeError(f"`{self._reference}` returned {kind_of(content)} as content; return text")
+            raise TypeError(f"`{self._reference}` returned {json_kind(content)} as content; return text")
         return ParsedTurn(
             content=turn.text if content is None else content,
             calls=explained([checked_call_of(call) for call in calls], "write it as the instructions say"),

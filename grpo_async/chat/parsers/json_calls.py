@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from grpo_async.chat.turn import ReadCall, UnreadableError
+from grpo_async.utils.text import json_kind
 
 MAX_DEPTH = 64
 _SHOWN = 24  # characters shown on either side of an error
@@ -57,7 +58,7 @@ def calls_of(value: Any) -> list[ReadCall]:
 def call_of(item: Any) -> ReadCall:
     """One call. {"name": "add", "arguments": {"a": 1}} -> add(a=1)."""
     if not isinstance(item, Mapping):
-        return ReadCall(error=f"a call is a JSON object with `name` and `arguments`, not {kind_of(item)}")
+        return ReadCall(error=f"a call is a JSON object with `name` and `arguments`, not {json_kind(item)}")
     function = item.get("function")
     written_id = item.get("id")
     if isinstance(function, Mapping):
@@ -93,22 +94,9 @@ def named_call(name: str, arguments: Any, *, call_id: str | None = None) -> Read
         arguments = {}
     if not isinstance(arguments, Mapping):
         return ReadCall(
-            name=name, error=f"the arguments must be a JSON object, not {kind_of(arguments)}", call_id=call_id
+            name=name, error=f"the arguments must be a JSON object, not {json_kind(arguments)}", call_id=call_id
         )
     return ReadCall(name=name, arguments=dict(arguments), call_id=call_id)
-
-
-def kind_of(value: Any) -> str:
-    """In words of JSON."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    return "an object" if isinstance(value, Mapping) else "a list"
 
 
 def _name_of(item: Any) -> str:

@@ -2,5 +2,5 @@
 
 app -> browse (groups, rollouts, steps) -> group (side by side) -> rollout (turn by turn, every token)
 
-Everything that a model, a tool or the data wrote goes through viewer.safe_text and never through markup.
+Everything that a model, a tool or the data wrote goes through utils.safe_text and never through markup.
 """

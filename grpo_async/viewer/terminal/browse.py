@@ -20,9 +20,9 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.store.query import Query, QueryError, both, parse_query
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.safe_text import visible_line
 from grpo_async.viewer.format import count
 from grpo_async.viewer.paging import newest_seq, query_until
-from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import InspectorScreen, Session, key
 from grpo_async.viewer.terminal.group import GroupScreen
 from grpo_async.viewer.terminal.rollout import RolloutScreen
@@ -228,10 +228,10 @@ class BrowseScreen(InspectorScreen):
     def _refuse(self, error: GrpoAsyncError) -> None:
         """Show what is wrong with the query; carets stand under the mistake if the error knows its place."""
         if not isinstance(error, QueryError):
-            self._say("error", " " + one_line(str(error), 400))
+            self._say("error", " " + visible_line(str(error), 400))
             return
         left = len(_LABEL) + error.position - int(self.input.scroll_offset.x)
-        self._say("error", f"{' ' * max(0, left)}{'^' * error.length}\n {one_line(error.problem, 400)}")
+        self._say("error", f"{' ' * max(0, left)}{'^' * error.length}\n {visible_line(error.problem, 400)}")
 
     def _order_in_words(self) -> str:
         """'by reward, highest first'."""
@@ -272,7 +272,7 @@ class BrowseScreen(InspectorScreen):
         """What a reader must know of the store; an empty one says that itself."""
         found = await self.ask(lambda table: table.notes)
         if found is not None:
-            self._say("notes", "\n".join(one_line(note, 300) for note in found) if self.newest >= 0 else "")
+            self._say("notes", "\n".join(visible_line(note, 300) for note in found) if self.newest >= 0 else "")
 
     def action_renew(self) -> None:
         self._show(self.input.applied)

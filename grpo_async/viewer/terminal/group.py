@@ -16,9 +16,9 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.utils.safe_text import visible, visible_line
 from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, span, versions
-from grpo_async.viewer.safe_text import one_line, visible
 from grpo_async.viewer.terminal.base import Pager, RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 
@@ -72,7 +72,7 @@ def _rollout_head(group: GroupRow, index: int, *, is_chosen: bool, is_reference:
     used = f"tools {len(calls)}{f', {failed} failed' if failed else ''}" if calls else ""
     sampled_by = f"version {versions(rollout)}" if rollout.sampled_versions else ""
     counts = f" · {count(rollout.num_tokens, 'token')} · {count(len(rollout.turns), 'turn')}"
-    title = f"{'▶' if is_chosen else ' '}{index} {one_line(rollout.rollout_id, 60)}{' =' if is_reference else ''}"
+    title = f"{'▶' if is_chosen else ' '}{index} {visible_line(rollout.rollout_id, 60)}{' =' if is_reference else ''}"
     text = Text.assemble(
         (title, "bold reverse" if is_chosen else "bold"),
         "\n",
@@ -82,7 +82,7 @@ def _rollout_head(group: GroupRow, index: int, *, is_chosen: bool, is_reference:
         f"  advantage {signed(rollout.advantage)}\n",
     )
     for name in dict.fromkeys(name for each in group.rollouts for name in each.rewards):
-        text.append(f"  {one_line(name, 40)} {number(rollout.rewards.get(name))}\n", style="dim")
+        text.append(f"  {visible_line(name, 40)} {number(rollout.rewards.get(name))}\n", style="dim")
     return text.append(" · ".join(part for part in (sampled_by, used) if part), style="red" if failed else "dim")
 
 
@@ -214,9 +214,9 @@ def _prompt(group: GroupRow) -> Text:
     """The last message of the prompt, and what the data set has beside it."""
     text = Text()
     if said := prompt_of(group):
-        text.append(f"{one_line(said[-1].role, 20)}: ", style="bold cyan")
-        text.append(one_line(said[-1].content, 400))
+        text.append(f"{visible_line(said[-1].role, 20)}: ", style="bold cyan")
+        text.append(visible_line(said[-1].content, 400))
     for name, value in group.columns.items():
-        text.append(f"  {one_line(name, 24)} = ", style="dim")
-        text.append(one_line(str(value), 80))
+        text.append(f"  {visible_line(name, 24)} = ", style="dim")
+        text.append(visible_line(str(value), 80))
     return text

@@ -21,7 +21,7 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from grpo_async.viewer.safe_text import visible
+from grpo_async.utils.safe_text import visible
 from grpo_async.viewer.terminal.base import key
 
 END_OF_LINE = "⏎"

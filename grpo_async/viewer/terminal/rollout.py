@@ -19,6 +19,7 @@ from textual.widgets import Footer, Static
 
 from grpo_async.records import Origin, root_id
 from grpo_async.store import GroupRow, RolloutRow, TurnRow
+from grpo_async.utils.safe_text import quoted, visible_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,
@@ -31,7 +32,6 @@ from grpo_async.viewer.format import (
     signed,
     versions,
 )
-from grpo_async.viewer.safe_text import one_line, quoted
 from grpo_async.viewer.terminal.base import RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.lines import Line, PageView, Span, flow_text, flow_tokens
 from grpo_async.viewer.token_colours import (
@@ -99,7 +99,7 @@ def token_details(rollout: RolloutRow, index: int, texts: TokenTexts | str) -> l
     ratio = log_ratio(rollout, index)
     flags = ", ".join(flag_names(at(rollout.marks, index))) or "none: trained on"
     if rollout.marks is None:
-        flags = "not recorded: no update used it, or record.rollouts.token_figures"
+        flags = "not recorded: no update used it, or record.rollouts.token_stats"
     return [
         first,
         [
@@ -143,7 +143,7 @@ class RolloutPage:
             yield self._heading(f"{message.role} ({message.origin.value})", PROMPT_FOLD)
             yield from flow_text(message.content, width, indent=_INDENT, limit=limit)
             for call in message.tool_calls:
-                yield from flow_text(f"calls {one_line(call_text(call), 460)}", width, indent=_INDENT, style="dim")
+                yield from flow_text(f"calls {visible_line(call_text(call), 460)}", width, indent=_INDENT, style="dim")
         if isinstance(self.texts, str):
             yield from flow_text(self.texts, width, style="dim italic")
         said = [message for message in rollout.messages if message.origin is Origin.POLICY]  # one for each turn
@@ -169,7 +169,7 @@ class RolloutPage:
                 yield from flow_text(each.text, width, indent=_INDENT * (each.depth + 1), style=style)
 
     def _heading(self, text: str, fold: str = "") -> Line:
-        shown = one_line(text, self.width - 4)
+        shown = visible_line(text, self.width - 4)
         rule = Span("─" * max(0, self.width - len(shown) - 3), "dim cyan")
         return Line((Span(f"─ {shown} ", "bold cyan"), rule), fold)
 
@@ -187,11 +187,14 @@ class RolloutPage:
         arrow = "▾" if is_open else "▸"
         for call in turn.tool_calls:
             style = "red" if call.failed else "cyan"
-            name, outcome = one_line(call.name, 60), f"{'failed ' if call.failed else ''}{duration(call.duration_s)}"
+            name, outcome = (
+                visible_line(call.name, 60),
+                f"{'failed ' if call.failed else ''}{duration(call.duration_s)}",
+            )
             if not is_open:
                 arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-                said = f"{arrow} {name}({one_line(arguments, 200)})  {outcome} → {one_line(call.result, 200)}"
-                yield Line((Span(one_line(said, self.width), style),), fold)
+                said = f"{arrow} {name}({visible_line(arguments, 200)})  {outcome} → {visible_line(call.result, 200)}"
+                yield Line((Span(visible_line(said, self.width), style),), fold)
                 continue
             yield Line((Span(f"{arrow} {name}", f"bold {style}"), Span(f"  {outcome}", style)), fold)
             for argument, value in call.arguments.items():  # text stands as it is, so that code can be read
@@ -368,7 +371,7 @@ def _style(name: str, is_dark: bool) -> Style:
 def _head(group: GroupRow, rollout: RolloutRow) -> Text:
     index = next(i for i, each in enumerate(group.rollouts) if each.rollout_id == root_id(rollout.rollout_id))
     text = Text.assemble(
-        (f"rollout {one_line(rollout.rollout_id, 40)}", "bold"),
+        (f"rollout {visible_line(rollout.rollout_id, 40)}", "bold"),
         f" ({'' if rollout.parent is None else 'a branch, '}{index + 1} of {len(group.rollouts)})  group {group.group_id} ",
         (group.status.value, STATUS_STYLES.get(group.status, "")),
         f"  step {or_dash(group.step)}  ",
@@ -381,7 +384,7 @@ def _head(group: GroupRow, rollout: RolloutRow) -> Text:
     )
     if len(rollout.rewards) > 1 or set(rollout.rewards.values()) != {rollout.reward}:
         for name, value in rollout.rewards.items():
-            text.append(f"  {one_line(name, 24)} ", style="dim").append(number(value))
+            text.append(f"  {visible_line(name, 24)} ", style="dim").append(number(value))
     staleness = ""
     if group.step is not None and rollout.sampled_versions:
         staleness = f"  staleness {group.step - 1 - min(rollout.sampled_versions)}"
@@ -389,7 +392,7 @@ def _head(group: GroupRow, rollout: RolloutRow) -> Text:
     line = f"\n{counts}  version {versions(rollout)}{staleness}  {duration(rollout.total_duration_s)}"
     text.append(line, style="dim")
     for name, noted in rollout.extra.items():
-        text.append(f"  {one_line(name, 24)}: {one_line(str(noted), 60)}", style="dim")
+        text.append(f"  {visible_line(name, 24)}: {visible_line(str(noted), 60)}", style="dim")
     if rollout.error is not None:
-        text.append(f"\n{one_line(rollout.error, 300)}", style="red")
+        text.append(f"\n{visible_line(rollout.error, 300)}", style="red")
     return text

@@ -22,9 +22,9 @@ from textual.strip import Strip
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
+from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import percent
 from grpo_async.viewer.format import STATUS_STYLES, fraction, number, or_dash, signed, span
-from grpo_async.viewer.safe_text import one_line
 from grpo_async.viewer.terminal.base import key
 
 Row = TypeVar("Row")
@@ -277,8 +277,8 @@ def _tools(row: GroupSummary | RolloutSummary) -> Text:
 
 def _completion(row: RolloutSummary) -> Text:
     if row.error is not None:
-        return Text(one_line(row.error, _TEXT), style="red")
-    return Text(one_line(row.completion_preview, _TEXT))
+        return Text(visible_line(row.error, _TEXT), style="red")
+    return Text(visible_line(row.completion_preview, _TEXT))
 
 
 def _size(row: GroupSummary) -> str:
@@ -311,11 +311,11 @@ GROUP_COLUMNS: tuple[Column[GroupSummary], ...] = (
     Column(title="tools", width=6, cell=_tools, from_width=120),
     Column(title="stale", width=6, sort="staleness", cell=lambda row: or_dash(row.staleness), from_width=110),
     Column(title="versions", width=8, cell=lambda row: span(row.version_min, row.version_max), from_width=140),
-    Column(title="prompt", width=8, left=True, grows=True, cell=lambda row: one_line(row.prompt_preview, _TEXT)),
+    Column(title="prompt", width=8, left=True, grows=True, cell=lambda row: visible_line(row.prompt_preview, _TEXT)),
 )
 ROLLOUT_COLUMNS: tuple[Column[RolloutSummary], ...] = (
     Column(title="step", width=5, sort="step", cell=lambda row: or_dash(row.step)),
-    Column(title="rollout", width=9, left=True, cell=lambda row: one_line(row.rollout_id, 24)),
+    Column(title="rollout", width=9, left=True, cell=lambda row: visible_line(row.rollout_id, 24)),
     Column(title="status", width=9, sort="status", left=True, cell=_status),
     Column(title="reward", width=7, sort="reward", cell=lambda row: number(row.reward)),
     Column(title="advant.", width=7, sort="advantage", cell=lambda row: signed(row.advantage)),

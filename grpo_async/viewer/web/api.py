@@ -32,10 +32,10 @@ from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
+from grpo_async.utils.safe_text import visible
 from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import call_tree, conversation
 from grpo_async.viewer.paging import newest_seq, query_until
-from grpo_async.viewer.safe_text import visible
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web.guard import Guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from grpo_async.viewer.safe_text import visible
+from grpo_async.utils.safe_text import visible
 from tests.support.browser import SIZES, watched_page
 from tests.viewer.web.pages import go, opened, search
 from tests.viewer.web.serving import HOSTILE, Inspector

@@ -1,0 +1,65 @@
+"""Text of models, data, tools and logs on a terminal: shown, never obeyed.
+
+A model can sample escape sequences; printed as they are they would move the cursor or change the terminal's title. Messages and
+logs lose them (`plain`, `one_line`); where the text itself is looked at they are made visible (`visible` and those below it).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+DIRECTIONS = "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
+"""Inside of a pattern's []: characters that turn the direction of what follows."""
+
+_CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+_CONTROL, _DIRECTION = re.compile(_CONTROLS), re.compile(f"[{DIRECTIONS}]")
+_ESCAPES = re.compile(rf"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|{_CONTROLS}")
+_BREAKS = re.compile(r"\s*[\n\t]\s*")
+_TAIL_BYTES = 64 * 1024
+
+
+def plain(text: str) -> str:
+    """`text` without terminal escapes and control characters, so that a log cannot move the cursor."""
+    return _ESCAPES.sub("", text)
+
+
+def one_line(text: str) -> str:
+    """`plain` text on one line, without characters that turn the direction of what follows on a terminal."""
+    return _BREAKS.sub(" ", _DIRECTION.sub("", plain(text))).strip()
+
+
+def tail(path: Path, num_lines: int = 15) -> list[str]:
+    """The last non-empty lines of a log, `plain`; empty when the file does not exist."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        text = file.read(_TAIL_BYTES).decode("utf-8", errors="replace")
+    lines = [plain(line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]  # a bar's last state only
+    return [line for line in lines if line.strip()][-num_lines:]
+
+
+def visible(text: str) -> str:
+    """`text` with control characters as pictures (ESC -> ␛) and marks of direction as escapes; \\n and \\t stay."""
+    pictured = _CONTROL.sub(lambda match: _picture(ord(match[0])), text.replace("\r\n", "\n"))
+    return _DIRECTION.sub(lambda match: f"\\u{ord(match[0]):04x}", pictured)
+
+
+def visible_line(text: str, limit: int) -> str:
+    """`visible` text on one line of at most `limit` characters."""
+    flat = " ".join(visible(text).split())
+    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def quoted(text: str) -> str:
+    """A token's text with its spaces and line ends visible: ' two\\n'."""
+    escaped = visible(text).replace("\\", "\\\\").replace("\n", "\\n").replace("\t", "\\t")
+    return f"'{escaped}'"
+
+
+def _picture(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"\\x{code:02x}"
