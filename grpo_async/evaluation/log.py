@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from typing import Any, Literal
 
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import write_atomically
+from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.utils.json_files import read_objects
-
-logger = logging.getLogger(__name__)
 
 When = Literal["start", "step", "end"]
 
@@ -40,13 +38,8 @@ class EvaluationLog:
 
     def __init__(self, path: Path, *, start: int) -> None:
         self._path = path
-        problems: list[str] = []
-        records = map(_from_dict, read_objects(path, problems))
-        self.records = [record for record in records if record.step <= start]
-        for problem in problems:
-            logger.warning(problem)
-        if path.exists():
-            self._write()
+        keep_steps(path, start)
+        self.records = [_from_dict(line) for line in read_objects(path, [])]
 
     def add(self, record: EvaluationRecord) -> None:
         self.records.append(record)

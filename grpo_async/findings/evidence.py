@@ -93,7 +93,7 @@ class Evidence:
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=read_evaluations(run_dir, problems),
-            config=_config(run_dir.config),
+            config=read_config(run_dir.config, problems),
             status=state_of(status).state if status else "unfinished",
             error=error if isinstance(error, str) else None,
         )
@@ -191,7 +191,7 @@ def _row(line: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _name_now(name: str) -> str:
-    """ "pipeline/waiting_share" -> "pipeline/waiting_fraction"."""
+    """ "pipeline/training_share" -> "pipeline/training_fraction"."""
     is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
     return f"{name.removesuffix('_share')}_fraction" if is_old else name
 
@@ -216,11 +216,19 @@ def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
     )
 
 
-def _config(path: Path) -> Mapping[str, object]:
+def read_config(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The sections of a config.yaml; empty, and a sentence in `problems`, where it cannot be read."""
     import yaml
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):  # then nothing is said of settings
+    if not path.is_file():
+        problems.append("config.yaml is missing.")
         return {}
-    return content if isinstance(content, dict) else {}
+    try:
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problems.append(f"config.yaml cannot be read: {' '.join(str(error).split())}")
+        return {}
+    if not isinstance(sections, dict):
+        problems.append("config.yaml holds no configuration.")
+        return {}
+    return sections

@@ -49,9 +49,8 @@ class Advisor(View):
         # of all steps: to read the file again at each judgement would take longer and longer
         self._metrics = [row for row in read_metrics(run_dir, []) if row["step"] <= (resume_step or 0)]
         self._names: dict[tuple[str, ...], dict[str, int]] = {}
-        if log.exists():
-            with self._warning():
-                keep_steps(log, resume_step or 0)
+        with self._warning():
+            keep_steps(log, resume_step or 0)
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event == "evaluation":

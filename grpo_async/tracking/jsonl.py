@@ -29,8 +29,7 @@ class MetricsLog(Writer):
         self._path = path
         self._waiting = b""
         self._failing_since: float | None = None
-        if path.exists():
-            keep_steps(path, first_step - 1)
+        keep_steps(path, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -84,7 +83,9 @@ class MetricsLog(Writer):
 
 def keep_steps(path: Path, last_step: int) -> None:
     """Of a file with one JSON object a line, drop the lines of steps after `last_step`, which a resume repeats, and a torn last
-    line. Where other lines cannot be read they are left out, too, and the whole file is kept beside it."""
+    line. Where other lines cannot be read they are left out, too, and the whole file is kept beside it. No file: nothing to do."""
+    if not path.exists():
+        return
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1].splitlines()
     steps = [_step_of(line) for line in whole]

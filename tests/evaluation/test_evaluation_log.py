@@ -30,6 +30,9 @@ def test_what_was_added_is_read_back_and_later_steps_are_dropped(tmp_path: Path)
     assert EvaluationLog(path, start=8).records == records[:3]
     assert EvaluationLog(path, start=12).records == records[:3]  # the line is gone from the file, too
     assert log.result("end") == records[-1].result
+    path.write_bytes(path.read_bytes() + b'{"step": 8, "wh\xff\n')
+    assert EvaluationLog(path, start=12).records == records[:3]
+    assert path.with_name("evaluations.jsonl.damaged").exists()
     assert EvaluationLog(tmp_path / "none", start=3).records == []
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence
-from grpo_async.findings.evidence import read_evaluations, read_metrics
+from grpo_async.findings.evidence import read_config, read_evaluations, read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.json_files import read_object, read_objects
 from grpo_async.utils.run_state import state_of
@@ -74,7 +73,7 @@ def read_run(run_dir: RunDir, label: str) -> RunData:
         on_gpu=known("on_gpu", bool),
         num_gpus=num_gpus if isinstance(num_gpus := status.get("num_gpus"), int) else None,
         summary=summary,
-        config=read_config(run_dir.config, problems),
+        config=shown_config(read_config(run_dir.config, problems)),
         metrics=metrics,
         evaluations=read_evaluations(run_dir, problems),
         num_sampled=rollouts.num_sampled,
@@ -101,24 +100,6 @@ def _status(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     if status:
         return state_of(status).state
     return str(summary.get("status", "?")) if summary else "unfinished"
-
-
-def read_config(path: Path, problems: list[str]) -> Mapping[str, Any]:
-    """The part of a config.yaml that a report may show; empty, and a sentence in `problems`, where it cannot be read."""
-    import yaml
-
-    if not path.is_file():
-        problems.append("config.yaml is missing.")
-        return {}
-    try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problems.append(f"config.yaml cannot be read: {' '.join(str(error).split())}")
-        return {}
-    if not isinstance(sections, dict):
-        problems.append("config.yaml holds no configuration.")
-        return {}
-    return shown_config(sections)
 
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:
