@@ -46,7 +46,7 @@ _EXCHANGES: Mapping[str, type[Exchange]] = {
     "/messages": Messages,
     "/messages/count_tokens": Messages,
 }
-_MOST_BYTES = 64 << 20  # of a request
+_MAX_REQUEST_BYTES = 64 << 20
 _BACKLOG = 4096  # all agents of a run may begin at once
 _KEEPALIVE_S = 75.0
 _END_TIMEOUT_S = 5.0
@@ -231,7 +231,7 @@ class AgentEndpoint:
 
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
     return web.BaseRequest(
-        message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=_MOST_BYTES
+        message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=_MAX_REQUEST_BYTES
     )
 
 
@@ -244,7 +244,9 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     try:
         content = await request.read()  # ends with the connection
     except web.HTTPRequestEntityTooLarge as error:
-        raise AgentRefusal(413, "invalid_request_error", f"the request has more than {_MOST_BYTES} bytes") from error
+        raise AgentRefusal(
+            413, "invalid_request_error", f"the request has more than {_MAX_REQUEST_BYTES} bytes"
+        ) from error
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:

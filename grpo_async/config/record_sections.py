@@ -15,7 +15,7 @@ class RolloutRecordSection(StrictModel):
     sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
     """Fraction of the groups that are stored; which ones follows from the group's id. Failed and stale groups are always stored.
     Metrics and the ledger count all groups, stored or not."""
-    token_figures: bool = True
+    token_stats: bool = True
     """Store what the trainer found for each token: its log-probability, the proximal one, the importance ratio, the entropy, and
     why a token was clipped or left out."""
     max_gb: float = Field(default=20.0, gt=0.0)

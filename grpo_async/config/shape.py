@@ -21,6 +21,7 @@ _MAX_KEY = 60  # difflib's time grows with the square
 
 RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
+    ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
     ("training", "row_tokens"): None,
 }
 """Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None:

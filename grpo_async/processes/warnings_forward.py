@@ -11,7 +11,7 @@ from contextlib import contextmanager
 _FREE = 3
 _INTERVAL_S = 60.0
 _MAX_LINES = 3
-_LONGEST = 1000
+_MAX_CHARS = 1000
 
 
 class WarningForwarder(logging.Handler):
@@ -49,7 +49,7 @@ def _in_short(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) > _MAX_LINES:
         text = f"{lines[0]} ... {lines[-1].strip()}"
-    return text[:_LONGEST]
+    return text[:_MAX_CHARS]
 
 
 @contextmanager

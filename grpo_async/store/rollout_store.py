@@ -116,7 +116,7 @@ class RolloutStore(Writer):
             RunError: an earlier group could not be written (disk full, no permission), and is lost; this one is tried all the same.
             ValueError: stats that do not fit their rollout.
         """
-        stats = (stats or {}) if self._settings.token_figures else {}
+        stats = (stats or {}) if self._settings.token_stats else {}
         check_stats(group, stats)
         with self._changed:
             if self._is_closed:

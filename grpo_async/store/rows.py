@@ -43,7 +43,7 @@ class RolloutRow:
 
     `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `marks` (records.TokenFlag) are what the trainer
     found: aligned with `completion_ids`, None where the mask is 0; each is None as a whole where the trainer never saw the
-    rollout, or `record.rollouts.token_figures` was off.
+    rollout, or `record.rollouts.token_stats` was off.
     """
 
     rollout_id: str

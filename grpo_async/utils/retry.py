@@ -10,7 +10,7 @@ import json
 import random
 from dataclasses import dataclass, field
 
-_LONGEST_MESSAGE = 2000
+_MAX_MESSAGE_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ def server_message(body: bytes) -> str:
     try:
         parsed = json.loads(text)
     except ValueError:
-        return text[:_LONGEST_MESSAGE] or "(empty body)"
+        return text[:_MAX_MESSAGE_CHARS] or "(empty body)"
     error = parsed.get("error", parsed.get("detail", parsed)) if isinstance(parsed, dict) else parsed
     if isinstance(error, dict):
         error = error.get("message", error)
-    return str(error)[:_LONGEST_MESSAGE]
+    return str(error)[:_MAX_MESSAGE_CHARS]

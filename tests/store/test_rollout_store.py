@@ -71,7 +71,7 @@ def test_the_statistics_of_the_trainer_are_stored_unless_they_are_switched_off(
 ) -> None:
     group = build_group(1, [build_rollout("1-0")])
     for is_on in (True, False):
-        store = open_store(tmp_path / str(is_on), settings=small_blocks(token_figures=is_on))
+        store = open_store(tmp_path / str(is_on), settings=small_blocks(token_stats=is_on))
         append(store, group, [], GroupStatus.TRAINED, 1, stats={"1-0": build_stats(3)})
         store.flush()
     (on,), (off,) = (read_groups(tmp_path / str(is_on))[0].rollouts for is_on in (True, False))

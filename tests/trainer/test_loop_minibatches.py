@@ -123,7 +123,7 @@ def test_the_statistics_of_both_ranks_come_back_to_their_rollouts_and_those_of_a
 
 
 @pytest.mark.parametrize(
-    ("setting", "stored"), [({"kept": {2}}, ["g2-r0", "g2-r1"]), ({"kept": ()}, []), ({"token_figures": False}, [])]
+    ("setting", "stored"), [({"kept": {2}}, ["g2-r0", "g2-r1"]), ({"kept": ()}, []), ({"token_stats": False}, [])]
 )
 def test_only_groups_that_are_stored_have_statistics(setting: dict[str, Any], stored: list[str]) -> None:
     source, commands, _ = _one_step((True, True, True), **setting)
