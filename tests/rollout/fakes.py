@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,18 @@ def cut(*ids: int) -> Answer:
     return ids, FinishReason.LENGTH
 
 
-class ScriptedClient:
-    """Answers the n-th request of every rollout with the n-th answer; the version of a token is the number of its turn."""
+class FakeClient:
+    """Stands for `InferenceClient`: a request is answered with `answer(request)`; an error is raised.
 
-    def __init__(self, *turns: Answer) -> None:
-        self._turns = turns
+    Attributes:
+        gate: an answer's tokens arrive at once, its end when this is set.
+        tokens_before_error: so many of policy version 0 arrive before an error is raised.
+    """
+
+    def __init__(self, answer: Callable[[GenerateRequest], Generation | Exception]) -> None:
+        self._answer = answer
+        self.gate: asyncio.Event | None = None
+        self.tokens_before_error = 0
         self.requests: list[GenerateRequest] = []
 
     async def generate(
@@ -42,16 +50,32 @@ class ScriptedClient:
         partial: Generation | None = None,
     ) -> Generation:
         self.requests.append(request)
-        number = int(request.request_id.rpartition("-t")[2])
-        ids, reason = self._turns[number]
-        if on_tokens is not None:
-            on_tokens(len(ids), number)
-        return Generation(
-            token_ids=array("i", ids),
-            logprobs=array("f", [-0.1]) * len(ids),
-            policy_versions=array("i", [number]) * len(ids),
-            finish_reason=reason,
-        )
+        answer, tell = self._answer(request), on_tokens or (lambda num_tokens, version: None)
+        if isinstance(answer, Exception):
+            if self.tokens_before_error:
+                tell(self.tokens_before_error, 0)
+            raise answer
+        tell(len(answer.token_ids), answer.policy_versions[0])
+        if self.gate is not None:
+            await self.gate.wait()
+        return answer
+
+
+class ScriptedClient(FakeClient):
+    """Answers the n-th request of every rollout with the n-th answer; the version of a token is the number of its turn."""
+
+    def __init__(self, *turns: Answer) -> None:
+        super().__init__(lambda request: _turn(turns, int(request.request_id.rpartition("-t")[2])))
+
+
+def _turn(turns: Sequence[Answer], number: int) -> Generation:
+    ids, reason = turns[number]
+    return Generation(
+        token_ids=array("i", ids),
+        logprobs=array("f", [-0.1]) * len(ids),
+        policy_versions=array("i", [number]) * len(ids),
+        finish_reason=reason,
+    )
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.inference.api import GenerateRequest
-from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
 from grpo_async.rollout.conversation import Conversation, Rollout
@@ -200,17 +200,12 @@ class _ResumingClient(ScriptedClient):
         self.seen: list[PartialRollout | None] = []
 
     async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        on_tokens: OnTokens | None = None,
-        affinity: str = "",
-        partial: Generation | None = None,
+        self, request: GenerateRequest, *, partial: Generation | None = None, **given: Any
     ) -> Generation:
         assert partial is not None
         if partial.finish_reason is not None:
             return partial
-        rest = await super().generate(request, on_tokens=on_tokens, affinity=affinity)
+        rest = await super().generate(request, **given)
         assert rest.token_ids[: len(partial.token_ids)] == partial.token_ids
         partial.token_ids[:], partial.logprobs[:] = rest.token_ids, rest.logprobs
         partial.policy_versions[:] = rest.policy_versions

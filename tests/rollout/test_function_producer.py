@@ -20,7 +20,7 @@ from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest
 from tests.rollout import trl_style_rollout_function as trl_style
-from tests.rollout.fakes import EOS, FakeRenderer, ScriptedClient, stop
+from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, stop
 from tests.support.records import make_prompt
 
 
@@ -298,11 +298,6 @@ async def _generates_on_the_loop(prompts: list[Any], trainer: Any) -> Any:
     return trainer.generate(prompts)
 
 
-class _RejectingClient:
-    async def generate(self, request: Any, **_: Any) -> Any:
-        raise RequestRejectedError(400, "too long")
-
-
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
@@ -317,7 +312,7 @@ def test_a_failure_reaches_whoever_waits_for_the_group_as_itself(
     function: Callable[..., Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        _make(_producer(function, _RejectingClient()), make_prompt())
+        _make(_producer(function, FakeClient(lambda request: RequestRejectedError(400, "too long"))), make_prompt())
 
 
 @pytest.fixture

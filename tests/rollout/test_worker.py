@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
 from grpo_async.inference.api import GenerateRequest
-from grpo_async.inference.client import Generation, OnTokens
+from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
@@ -37,7 +37,7 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
-from tests.rollout.fakes import FakeRenderer
+from tests.rollout.fakes import FakeClient, FakeRenderer
 from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.stored import read_groups
 
@@ -49,36 +49,21 @@ class _Renderer(FakeRenderer):
         return str(token_ids[0])
 
 
-@dataclass
-class _Client:
-    """Answers by script, keyed by the rollout's name ("g3-r1"); may be told to hold everything back."""
+class _Client(FakeClient):
+    """Answers by script, keyed by the rollout's name ("g3-r1")."""
 
-    script: Script
-    version: int = 0
-    gate: asyncio.Event | None = None
-    tokens_before_failure: int = 0
-    names: list[str] = field(default_factory=list)
+    def __init__(self, script: Script) -> None:
+        super().__init__(lambda request: self.script(_name(request)))
+        self.script = script
+        self.version = 0
 
-    async def generate(
-        self,
-        request: GenerateRequest,
-        *,
-        on_tokens: OnTokens | None = None,
-        affinity: str = "",
-        partial: Generation | None = None,
-    ) -> Generation:
-        name = request.request_id.rpartition("-")[0]
-        self.names.append(name)
-        answer = self.script(name)
-        if isinstance(answer, Exception):
-            if on_tokens is not None and self.tokens_before_failure:
-                on_tokens(self.tokens_before_failure, self.version)
-            raise answer
-        if on_tokens is not None:
-            on_tokens(len(answer.token_ids), answer.policy_versions[0])
-        if self.gate is not None:
-            await self.gate.wait()
-        return answer
+    @property
+    def names(self) -> list[str]:
+        return [_name(request) for request in self.requests]
+
+
+def _name(request: GenerateRequest) -> str:
+    return request.request_id.rpartition("-")[0]
 
 
 def _answer(value: int, *, version: int = 0) -> Generation:
@@ -264,7 +249,7 @@ def test_a_failed_rollout_leaves_its_group_to_the_survivors(tmp_path: Path) -> N
         return RequestRejectedError(400, "bad") if name.endswith("r3") else _alternating(name)
 
     setup = _Setup(tmp_path, script)
-    setup.client.tokens_before_failure = 5
+    setup.client.tokens_before_error = 5
     (group, _) = setup.taken(2)
     assert len(group.samples) == 3
     assert [part["reward_of_first_token"] for part in group.reward_parts] == [1.0, 0.0, 1.0]
