@@ -63,18 +63,21 @@ class RolloutStatus(StrEnum):
 class GroupStatus(StrEnum):
     """Where a group stands. Every group that was started for training is in exactly one of the first seven."""
 
-    IN_FLIGHT = "in_flight"  # generating or being scored
-    QUEUED = "queued"  # scored, waiting for the trainer
     TRAINED = "trained"  # used by an optimizer step
     FILTERED = "filtered"  # scored but without a learning signal (zero variance, unscored)
     STALE = "stale"  # older than `rollout.max_staleness` when it was wanted
     FAILED = "failed"  # too few of its rollouts survived, or scoring raised
     CANCELLED = "cancelled"  # given up on purpose; its prompt is issued again after a resume
+    QUEUED = "queued"  # scored, waiting for the trainer
+    IN_FLIGHT = "in_flight"  # generating or being scored
     EVALUATED = "evaluated"  # of held-out prompts: not in the ledger, only in the store of an evaluation
 
     @property
     def is_final(self) -> bool:
         return self not in (GroupStatus.IN_FLIGHT, GroupStatus.QUEUED)
+
+
+LEDGER_STATUSES = tuple(status for status in GroupStatus if status is not GroupStatus.EVALUATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

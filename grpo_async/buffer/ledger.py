@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from grpo_async.records import GroupStatus
-
-_STATUSES = [status for status in GroupStatus if status is not GroupStatus.EVALUATED]
+from grpo_async.records import LEDGER_STATUSES, GroupStatus
 
 
 @dataclass(slots=True)
@@ -84,13 +82,13 @@ class Ledger:
     def num_events(self) -> int:
         """Grows while anything moves: tokens that arrive, groups that are started or closed."""
         with self._lock:
-            return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in _STATUSES)
+            return self._tokens["started"] + self._groups["started"] + sum(self._groups[s] for s in LEDGER_STATUSES)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{"groups": {"started": n, "trained": n, ...}, "tokens": {...}}, taken at one instant."""
         with self._lock:
-            groups = {status.value: self._groups[status] for status in _STATUSES}
-            tokens = {status.value: self._tokens[status] for status in _STATUSES}
+            groups = {status.value: self._groups[status] for status in LEDGER_STATUSES}
+            tokens = {status.value: self._tokens[status] for status in LEDGER_STATUSES}
             for group in self._open.values():
                 groups[group.status.value] += 1
                 tokens[group.status.value] += group.tokens
@@ -102,7 +100,9 @@ class Ledger:
 
 def is_closed(snapshot: dict[str, dict[str, int]]) -> bool:
     """True if nothing is unaccounted for, in groups and in tokens."""
-    return all(counts["started"] == sum(counts[status.value] for status in _STATUSES) for counts in snapshot.values())
+    return all(
+        counts["started"] == sum(counts[status.value] for status in LEDGER_STATUSES) for counts in snapshot.values()
+    )
 
 
 def totals_for_resume(snapshot: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:

@@ -55,9 +55,9 @@ _JSON_LOGS_HELP = """\
   preflight   checks: [{name, status: pass|warn|fail, detail}]
   step        step, max_steps, eta_s, metrics: {name: number or null}
   evaluation  when: before|after|"step N", metrics
-  server      name, trouble: a text, or null when it serves again
   servers     servers: [{index, url, state, version, running, waiting,
-              kv_usage, restarts, ...}], when a state changes
+              kv_usage, restarts, words: what is wrong with one that
+              is not up, ...}], when a state changes
   advice      step, bound_by, text, setting, current, suggested
   learning    is_learning: true|false|null, key, text, numbers
   note        text

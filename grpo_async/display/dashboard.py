@@ -24,13 +24,13 @@ from rich.text import Text
 
 from grpo_async.display.progress import (
     CURVES,
-    LEDGER_STATES,
     Progress,
     ServerStatus,
     ago,
     evaluations_text,
     join,
 )
+from grpo_async.records import LEDGER_STATUSES
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration, format_number
 
@@ -64,7 +64,7 @@ def dashboard(
     if width < _MIN_BOX[0] or height < _MIN_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
     run, pipeline = _run(progress, now), list(_pipeline(progress))
-    num_servers = max(1, len(progress.servers), len(progress.servers_down))
+    num_servers = max(1, len(progress.servers))
     num_lines = sum(1 + len(text) // max(1, width - 15) for _, _, text in run)
     rows = _divide(
         {
@@ -301,21 +301,15 @@ def _servers_title(progress: Progress) -> Text:
 
 def _servers(progress: Progress, num_rows: int) -> RenderableType:
     """One line each; where there is no room for all, those in trouble first, and a line that counts the others."""
-    down, known = progress.servers_down, progress.servers
-    if not known:  # nothing was heard of any yet
-        lost = [_line(f"DOWN: the {name} {words}", "bold red") for name, words in down.items()]
-        return Group(*(lost or [_line("no news of the servers yet", "dim")]))
+    known = progress.servers
+    if not known:
+        return _line("no news of the servers yet", "dim")
     left: list[ServerStatus] = []
     if len(known) > num_rows:
         ordered = sorted(known, key=lambda server: server.state == "serving")
         known, left = ordered[: max(0, num_rows - 1)], ordered[max(0, num_rows - 1) :]
     has_hosts = len({server.url.rpartition(":")[0] for server in progress.servers}) > 1
-    lines = []
-    for server in known:
-        # the launcher calls them "inference server" (of one) and "inference server 3"
-        about = (f"inference server {server.index}", *(["inference server"] if len(progress.servers) == 1 else []))
-        words = next((down[name] for name in about if name in down), "" if server.state == "serving" else server.words)
-        lines.append(_server(server, words, has_hosts=has_hosts))
+    lines = [_server(server, has_hosts=has_hosts) for server in known]
     if not left:
         return Group(*lines)
     serving, busy = sum(server.state == "serving" for server in left), sum(server.running or 0 for server in left)
@@ -324,7 +318,7 @@ def _servers(progress: Progress, num_rows: int) -> RenderableType:
     return Group(*lines, _line(words, "dim"))
 
 
-def _server(server: ServerStatus, words: str, *, has_hosts: bool) -> Text:
+def _server(server: ServerStatus, *, has_hosts: bool) -> Text:
     """0 host:port  serving   v12  run 64/128  wait 3  KV 38%  restarts 1  and what is wrong"""
     line = Text.assemble((f"{server.index:>2}", "bold"), no_wrap=True, overflow="ellipsis")
     if has_hosts:
@@ -339,14 +333,14 @@ def _server(server: ServerStatus, words: str, *, has_hosts: bool) -> Text:
             line.append(f"  KV {server.kv_usage:.0%}", style=style)
     if server.restarts:
         line.append(f"  restarts {server.restarts}", style="yellow")
-    return line.append(f"  {words}" if words else "", style="red")
+    return line.append(f"  {server.words}" if server.words else "", style="red")
 
 
 def _run(progress: Progress, now: float) -> list[Row]:
     """What is needed most first: what has no room is not shown."""
     warning, note = progress.last_message(is_warning=True), progress.last_message(is_warning=False)
     advice = "" if progress.advice is None else progress.advice.text
-    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATES[:5]), " ")
+    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATUSES[:5]), " ")
     push, saved = progress.push, progress.checkpoints
     pushed = push and join(
         [

@@ -33,8 +33,7 @@ _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25
 _END_S = 5.0
 EVENTS = (
-    "start", "phase", "preflight", "step", "evaluation", "server", "servers", "advice", "learning", "note", "warning", "error",
-    "end",
+    "start", "phase", "preflight", "step", "evaluation", "servers", "advice", "learning", "note", "warning", "error", "end",
 )  # fmt: skip
 """All of them; what each has is in the help of the commands (cli.options)."""
 
@@ -92,12 +91,6 @@ class Display:
             for text in _not_passed(checks):
                 self.progress.add_message(text, is_warning=True)
         self._show("preflight", checks=list(checks))
-
-    def server(self, name: str, trouble: str | None) -> None:
-        """What is wrong with a server; None: it serves again. The supervisor says it in a note, too."""
-        with self.progress.lock:
-            self.progress.set_server(name, trouble)
-        self._show("server", name=name, trouble=trouble)
 
     def servers(self, servers: Sequence[Mapping[str, Any]]) -> None:
         """State and load of every server, about every other second; see progress.ServerStatus."""

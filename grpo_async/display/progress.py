@@ -25,7 +25,10 @@ _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_un
 _OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
 _MAX_MESSAGES = 500
 _MAX_POINTS = 1024  # of a curve; a multiple of 2
-LEDGER_STATES = ("trained", "filtered", "stale", "failed", "cancelled", "queued", "in_flight")
+_TRAINER_TIME = {
+    "idle": "trainer_idle_ratio", "train": "training_fraction", "push": "pushing_fraction", "save": "checkpoint_fraction",
+    "other": "other_fraction",
+}  # fmt: skip
 
 CURVES: Mapping[str, str] = {
     "reward": "reward",
@@ -131,8 +134,6 @@ class Progress:
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_AVERAGED_STEPS + 1))
     """Of the last steps: as many as are shown."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    servers_down: dict[str, str] = field(default_factory=dict)
-    """What is wrong, by name of the server."""
     servers: list[ServerStatus] = field(default_factory=list)
     messages: deque[RunMessage] = field(default_factory=lambda: deque(maxlen=_MAX_MESSAGES))
     advice: Finding | None = None
@@ -175,12 +176,6 @@ class Progress:
     def set_servers(self, servers: Iterable[Mapping[str, Any]]) -> None:
         """What the trainer reports of every server."""
         self.servers = sorted((ServerStatus.of(content) for content in servers), key=lambda server: server.index)
-
-    def set_server(self, name: str, trouble: str | None) -> None:
-        """Note what is wrong with a server; None: it serves again."""
-        self.servers_down.pop(one_line(name), None)
-        if trouble is not None:
-            self.servers_down[one_line(name)] = one_line(trouble)
 
     def read_checkpoints(self, run_dir: RunDir) -> None:
         """Read from the disk what the trainer has written."""
@@ -239,17 +234,9 @@ class Progress:
         return {age: value for age in sorted(map(int, ages)) if (value := self.value(f"{prefix}{age}")) is not None}
 
     def trainer_fractions(self) -> dict[str, float]:
-        """How the trainer spent the newest step: waiting for samples, training, pushing, copying a checkpoint; fractions of 1.
-
-        step_time 10, idle ratio 0.2, push 1 s -> idle 0.2, train 0.7, push 0.1
-        """
-        step_s, idle = self.value("step_time"), self.value("pipeline/trainer_idle_ratio")
-        if idle is None:
-            return {}
-        push = min(1.0, (self.value("sync/push_s") or 0.0) / step_s) if step_s else 0.0
-        saving = min(1.0, (self.value("checkpoint/staged_s") or 0.0) / step_s) if step_s else 0.0
-        fractions = {"idle": idle, "train": max(0.0, 1.0 - idle - push - saving), "push": push}
-        return {**fractions, "save": saving} if saving >= 0.005 else fractions
+        """How the trainer spent the newest step, without what rounds to 0 %: {"idle": 0.2, "train": 0.7, "push": 0.1}."""
+        found = {name: self.value(f"pipeline/{metric}") for name, metric in _TRAINER_TIME.items()}
+        return {name: value for name, value in found.items() if value is not None and value >= 0.005}
 
 
 def join(parts: Iterable[str | None], separator: str = "  ") -> str:
@@ -283,7 +270,7 @@ def step_line(progress: Progress) -> str:
 
 def restarts_text(progress: Progress) -> str | None:
     """`servers 1  restarts 2  last recovery 12.3 s`; None while no server was ever lost."""
-    if not progress.value("servers/restarts") and not progress.servers_down:
+    if not progress.value("servers/restarts"):
         return None
     recovery = progress.text("servers/recovery_s", "last recovery {:.1f} s")
     return join(

@@ -18,7 +18,6 @@ from rich.text import Text
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.display import print_line
 from grpo_async.display.progress import (
-    LEDGER_STATES,
     Checkpoints,
     LastPush,
     Progress,
@@ -33,6 +32,7 @@ from grpo_async.display.status_file import VERSION
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Evidence, Finding, Severity, Verdict, judge
 from grpo_async.findings.evidence import new_metrics
+from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object
@@ -155,7 +155,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     yield "tokens/s", _means(status, progress, _TOKENS)
     yield "idle", _means(status, progress, _IDLE)
     groups = (content.get("ledger") or {}).get("groups") or {}
-    yield "groups", join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATES if state in groups)
+    yield "groups", join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATUSES if state in groups)
     for server in progress.servers if is_running else ():
         yield f"server {server.index}", _server(server)
     yield "checkpoint", "none" if progress.checkpoints.step is None else f"step {progress.checkpoints.step}"

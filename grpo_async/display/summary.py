@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.checks.memory import describe_peak
-from grpo_async.display.progress import LEDGER_STATES, join
+from grpo_async.display.progress import join
+from grpo_async.records import LEDGER_STATUSES
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import duration, finite
 
@@ -65,7 +66,7 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
     yield "overlap", text("{:.0%} efficiency", "overlap_efficiency") or ""
     yield "staleness", text("mean {:.2f}, max {:.0f} steps", "staleness_mean", "staleness_max") or ""
     if groups := (summary.get("ledger") or {}).get("groups"):
-        parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATES if groups.get(state)]
+        parts = [f"{groups[state]} {state.replace('_', ' ')}" for state in LEDGER_STATUSES if groups.get(state)]
         closed = "closed" if summary.get("ledger_closed") else "NOT CLOSED: groups are missing, please report this"
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
     memory = summary.get("memory") or {}

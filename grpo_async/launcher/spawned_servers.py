@@ -110,7 +110,6 @@ class SpawnedServer:
             took_s = time.monotonic() - self._down_since
             self._down_since = None
             self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-            self._display.server(self.name, None)
 
     def ask_restart(self, reason: str, life: int | None = None) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
@@ -145,7 +144,6 @@ class SpawnedServer:
                     return
                 count = f"restart {self._restarts.in_a_row} of {self._restarts.max_restarts}"
                 self._display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
-                self._display.server(self.name, f"{end.how}, {count}")
                 if await self._servers.stops_within(delay_s):
                     return
                 child, end = None, await self._restart()
@@ -213,7 +211,6 @@ class SpawnedServer:
         after = f"after {number} restart{'' if number == 1 else 's'} in a row (inference.max_restarts)"
         self.given_up = f"the {self.name} was given up {after}: it {end.how}"
         self._tell("given_up", f"{end.how}, {after}")
-        self._display.server(self.name, "given up")
         self._servers.gave_up(self, last_words)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from grpo_async.records import GroupStatus, RolloutStatus
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS
 from grpo_async.store.summaries import GroupSummary, sql_of
 
@@ -26,9 +27,8 @@ ROW_KEY = "(seq * 65536 + coalesce(rollout_index, 65535))"
 """One number per row; a group without rollouts has a row of its own."""
 
 NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
-ROLLOUT_STATUSES = ("finished", "truncated", "failed")
-GROUP_STATUSES = ("trained", "filtered", "stale", "failed", "cancelled", "evaluated")
 
+_FINAL = tuple(status for status in GroupStatus if status.is_final)
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
 _TOKENS = "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies marks"
 INDEXED = tuple(name for name in COLUMN_NAMES if name not in f"{_TEXTS} {_TOKENS}".split())
@@ -85,7 +85,7 @@ _ROLLOUT = (
     _number("length", "r.num_tokens", "tokens that the policy sampled", "length > 1000"),
     _number("completion_length", "r.num_completion_tokens", "the same with tool results"),
     _number("prompt_length", "r.num_prompt_tokens", "tokens of the prompt"),
-    Name(name="status", kind=TEXT, sql="r.status", help="how the rollout ended", values=ROLLOUT_STATUSES,
+    Name(name="status", kind=TEXT, sql="r.status", help="how the rollout ended", values=tuple(RolloutStatus),
          example="status = 'finished'"),
     _number("turns", "r.num_turns", "generations of the policy", "turns >= 3"),
     Name(name="tools", kind=LIST, sql="r.tool_names", help="names of the tools that were called", example="'python' IN tools"),
@@ -118,7 +118,7 @@ _ROLLOUT = (
 
 _GROUP = (
     _number("group_id", "r.group_id", "id of the group", "group_id = 17"),
-    Name(name="group_status", kind=TEXT, sql="r.group_status", help="what became of the group", values=GROUP_STATUSES,
+    Name(name="group_status", kind=TEXT, sql="r.group_status", help="what became of the group", values=_FINAL,
          example="group_status IN ('trained', 'stale')"),
     _number("group_size", "g.size", "rollouts in the group"),
     _number("group_reward", "g.reward_mean", "mean reward", "group_reward < 0.5"),

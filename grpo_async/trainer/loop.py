@@ -174,11 +174,10 @@ class LeaderLoop:
         for step in range(first_step, config.training.max_steps + 1):
             self.activity.begin(f"in step {step}")
             self._context.checkpoints.poll()
-            began, wait_began = time.time(), time.monotonic()
+            began = time.time()
             groups = self._take(step)
             if groups is None:
                 return step - 1
-            waited_s = time.monotonic() - wait_began
             metrics = self._source.group_metrics(groups)
             minibatches = split_groups(groups, config.training.minibatches)
             self._sync.sleep_servers()
@@ -199,7 +198,6 @@ class LeaderLoop:
             metrics.update(
                 self._meter.step(
                     self._read(),
-                    waited_s=waited_s,
                     trained_tokens=result.num_tokens,
                     staleness=_staleness(trained, step - 1),
                     reward=metrics.get("reward"),
@@ -272,7 +270,7 @@ class LeaderLoop:
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
             num_shared += plan.num_shared_tokens
-            ids = {sample.group_id for sample in samples} if config.record.rollouts.token_figures else set()
+            ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
         commands = [StepCommand(minibatches=mine, lr=lr, token_room=tokens.room) for mine in zip(*parts, strict=True)]

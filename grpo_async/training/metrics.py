@@ -7,20 +7,21 @@ Names and definitions are TRL's where it has the metric: `policy_loss` (with the
 `entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
 over samples, those of tokens over tokens.
 
-    trainer idle    = seconds blocked on samples / wall            generator idle = 1 - seconds generating / wall
-    overlap         = max(generation, training) / wall             1.0 is perfect overlap
+    trainer idle    = seconds waiting for samples / wall           generator idle = 1 - seconds generating / wall
+    overlap         = max(generation, wall - waiting) / wall       1.0 is perfect overlap
     tokens/s        = tokens of the window / seconds of the window
-    *_fraction      of the trainer's wall time: waiting for samples, training, pushing, checkpoint, other; together 1
+    *_fraction      of the trainer's wall time: training, pushing, checkpoint, other; 1 together with trainer idle
 
-Idle and the fraction of waiting differ by the pushes to servers that came back while the trainer waited: those are pushing.
+A push to a server that came back while the trainer waited is pushing, not waiting.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -198,7 +199,6 @@ class Totals:
     """Sums over the steps so far, of bounded size; survives a resume."""
 
     wall_s: float = 0.0
-    waited_s: float = 0.0
     generation_busy_s: float = 0.0
     generated_tokens: int = 0
     trained_tokens: int = 0
@@ -210,6 +210,11 @@ class Totals:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Totals:
+        """From a checkpoint; one of an earlier version may hold more."""
+        return cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
 
 
 class PipelineMeter:
@@ -232,7 +237,6 @@ class PipelineMeter:
         self,
         now: CounterSnapshot,
         *,
-        waited_s: float,
         trained_tokens: int,
         staleness: Mapping[int, int],
         reward: float | None,
@@ -241,7 +245,6 @@ class PipelineMeter:
         """Metrics of the step that ended at `now`.
 
         Args:
-            waited_s: for samples.
             staleness: number of trained tokens by their staleness.
             reward: mean of the step; None: none was scored.
             spent: seconds since the reading before, by what of ACTIVITIES they went into.
@@ -253,7 +256,6 @@ class PipelineMeter:
         self._last = replace(now, generated_tokens=max(now.generated_tokens, self._last.generated_tokens))
         totals = self.totals
         totals.wall_s += wall
-        totals.waited_s += waited_s
         totals.generation_busy_s += busy
         totals.generated_tokens += generated
         totals.trained_tokens += trained_tokens
@@ -265,7 +267,7 @@ class PipelineMeter:
             if len(totals.first_rewards) < _NUM_REWARDS:
                 totals.first_rewards.append(reward)
             totals.last_rewards = [*totals.last_rewards, reward][-_NUM_REWARDS:]
-        ratios = _of_wall(wall, waited_s=waited_s, busy_s=busy, spent=spent)
+        ratios = _of_wall(wall, busy_s=busy, spent=spent)
         metrics = {
             "step_time": wall,
             "perf/trained_tokens_per_s": trained_tokens / wall,
@@ -290,7 +292,7 @@ class PipelineMeter:
             "generated_tokens_per_s": totals.generated_tokens / wall,
             "staleness_mean": totals.staleness_sum / max(totals.trained_tokens, 1),
             "staleness_max": totals.staleness_max,
-            **_of_wall(wall, waited_s=totals.waited_s, busy_s=totals.generation_busy_s, spent=totals.spent_s),
+            **_of_wall(wall, busy_s=totals.generation_busy_s, spent=totals.spent_s),
         }
         if totals.first_rewards:
             summary["reward_first"] = fmean(totals.first_rewards)
@@ -298,13 +300,15 @@ class PipelineMeter:
         return summary
 
 
-def _of_wall(wall: float, *, waited_s: float, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
+def _of_wall(wall: float, *, busy_s: float, spent: Mapping[str, float]) -> dict[str, float]:
     """See the module's docstring."""
+    fractions = _fractions(spent, wall)
+    idle = fractions.pop("waiting")
     return {
-        "trainer_idle_ratio": waited_s / wall,
+        "trainer_idle_ratio": idle,
         "generator_idle_ratio": 1.0 - busy_s / wall,
-        "overlap_efficiency": max(busy_s, wall - waited_s) / wall,
-        **{f"{what}_fraction": part for what, part in _fractions(spent, wall).items()},
+        "overlap_efficiency": max(busy_s / wall, 1.0 - idle),
+        **{f"{what}_fraction": part for what, part in fractions.items()},
     }
 
 

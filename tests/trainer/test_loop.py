@@ -208,15 +208,14 @@ def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_wa
         sync.up = sync.has_ready = True
 
     lines, _ = _run(sync, _Source({2: comes_back}), steps=2, sync_steps=2)
-    spent = {
-        name: lines[1][f"pipeline/{name}_fraction"] * lines[1]["step_time"] for name in ("waiting", "pushing", "other")
-    }
-    blocked_s = lines[1]["pipeline/trainer_idle_ratio"] * lines[1]["step_time"]
-    assert spent["waiting"] >= 0.05
-    assert blocked_s - spent["waiting"] >= 0.1
-    assert spent["pushing"] >= 0.2  # that one, and the one after the step
-    shares = [value for name, value in lines[1].items() if name.startswith("pipeline/") and name.endswith("_fraction")]
-    assert sum(shares) == pytest.approx(1.0)
+    step_s, idle = lines[1]["step_time"], lines[1]["pipeline/trainer_idle_ratio"]
+    pushing_s = lines[1]["pipeline/pushing_fraction"] * step_s
+    assert idle * step_s >= 0.05
+    assert pushing_s >= 0.2  # that one, and the one after the step
+    fractions = [
+        value for name, value in lines[1].items() if name.startswith("pipeline/") and name.endswith("_fraction")
+    ]
+    assert sum(fractions) + idle == pytest.approx(1.0)
 
 
 class _Polled(FakeSource):
@@ -251,4 +250,3 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
     waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
     assert 0.5 <= waited_s <= metrics["step_time"]
-    assert metrics["pipeline/waiting_fraction"] == pytest.approx(metrics["pipeline/trainer_idle_ratio"], abs=0.01)

@@ -13,13 +13,11 @@ def _reading(time_s: float, busy_s: float, tokens: int) -> CounterSnapshot:
 
 
 def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
-    """Steps of 4 s and 2 s: waited 1 s and 1 s, generated 3 s and 2 s."""
+    """Steps of 4 s and 2 s: waited 1 s and 0.5 s, generated 3 s and 2 s."""
     meter = PipelineMeter(_reading(10.0, 5.0, 100))
-    # 0.25 of the 1 s that was blocked on samples went into a push
-    first_spent = {"waiting": 0.75, "pushing": 0.5, "training": 2.25}
+    first_spent = {"waiting": 1.0, "pushing": 0.5, "training": 2.25}
     first = meter.step(
         _reading(14.0, 8.0, 500),
-        waited_s=1.0,
         trained_tokens=200,
         staleness={0: 1, 1: 2},
         reward=0.2,
@@ -27,11 +25,10 @@ def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
     )
     meter.step(
         _reading(16.0, 10.0, 700),
-        waited_s=1.0,
         trained_tokens=100,
         staleness={2: 1},
         reward=0.6,
-        spent={"training": 1.0, "checkpoint": 0.5},
+        spent={"waiting": 0.5, "training": 1.0, "checkpoint": 0.5},
     )
     return meter, first
 
@@ -51,30 +48,28 @@ def test_the_figures_of_a_step() -> None:
             "async/staleness_max": 1.0,
             "async/staleness/0": 1 / 3,
             "async/staleness/1": 2 / 3,
-            "pipeline/waiting_fraction": 0.1875,  # 0.75 / 4
             "pipeline/training_fraction": 0.5625,  # 2.25 / 4
             "pipeline/pushing_fraction": 0.125,
             "pipeline/checkpoint_fraction": 0.0,
-            "pipeline/other_fraction": 0.125,  # 4 - 3.5 = 0.5 s
+            "pipeline/other_fraction": 0.0625,  # 4 - 3.75 = 0.25 s
         }
     )
 
 
 def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> None:
     meter, _ = _two_steps()
-    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**meter.totals.as_dict()))  # type: ignore[arg-type]
+    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals.of({**meter.totals.as_dict(), "of_an_earlier_version": 1}))
     for summary in (meter.summary(), resumed.summary()):
         assert summary["wall_s"] == 6.0
-        assert summary["trainer_idle_ratio"] == pytest.approx(2 / 6)
+        assert summary["trainer_idle_ratio"] == pytest.approx(1.5 / 6)
         assert summary["generator_idle_ratio"] == pytest.approx(1 / 6)  # 1 - 5 / 6
         assert summary["trained_tokens_per_s"] == pytest.approx(50.0)
         assert summary["staleness_mean"] == pytest.approx(4 / 300)  # the step's tokens are what was trained: 300
         assert summary["staleness_max"] == 2.0
         assert summary["reward_first"] == pytest.approx(0.4)
-        assert summary["waiting_fraction"] == pytest.approx(0.75 / 6)
         assert summary["training_fraction"] == pytest.approx(3.25 / 6)
         assert summary["checkpoint_fraction"] == pytest.approx(0.5 / 6)
-        assert summary["other_fraction"] == pytest.approx(1.0 / 6)  # 0.5 + 0.5
+        assert summary["other_fraction"] == pytest.approx(0.25 / 6)
 
 
 def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
@@ -82,11 +77,12 @@ def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_m
     moment after the wall time: 4.1 s of 4 s."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     for time_s, tokens in ((1.0, 1000), (2.0, 5000), (3.0, 2000), (4.0, 3000), (5.0, 6000)):
-        meter.step(_reading(time_s, 0.0, tokens), waited_s=0.0, trained_tokens=0, staleness={}, reward=None, spent={})
+        meter.step(_reading(time_s, 0.0, tokens), trained_tokens=0, staleness={}, reward=None, spent={})
     assert meter.totals.generated_tokens == 6000
     spent = {"waiting": 1.0, "training": 3.1}
-    line = meter.step(_reading(9.0, 0.0, 0), waited_s=1.0, trained_tokens=0, staleness={}, reward=None, spent=spent)
-    assert sum(value for name, value in line.items() if name.endswith("_fraction")) == pytest.approx(1.0)
+    line = meter.step(_reading(9.0, 0.0, 0), trained_tokens=0, staleness={}, reward=None, spent=spent)
+    parts = [value for name, value in line.items() if name.endswith("_fraction")]
+    assert sum(parts) + line["pipeline/trainer_idle_ratio"] == pytest.approx(1.0)
     assert line["pipeline/training_fraction"] == pytest.approx(3.1 / 4.1)
 
 
@@ -94,7 +90,7 @@ def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> 
     """A plot then has a line for each, which falls to 0 where there is none."""
     meter = PipelineMeter(_reading(0.0, 0.0, 0))
     lines = [
-        meter.step(_reading(second, 0.0, 0), waited_s=0.0, trained_tokens=4, staleness=ages, reward=None, spent={})
+        meter.step(_reading(second, 0.0, 0), trained_tokens=4, staleness=ages, reward=None, spent={})
         for second, ages in ((1.0, {1: 4}), (2.0, {0: 3, 2: 1}), (3.0, {1: 4}), (4.0, {}))
     ]
     fractions = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]

@@ -41,7 +41,6 @@ NORMAL: dict[str, float] = {
     "pipeline/trainer_idle_ratio": 0.25,
     "pipeline/generator_idle_ratio": 0.5,
     "pipeline/training_fraction": 0.6,
-    "pipeline/waiting_fraction": 0.4,
     "perf/generated_tokens_per_s": 1000.0,
     "perf/trained_tokens_per_s": 800.0,
     "ledger/groups/started": 100.0,
