@@ -30,7 +30,7 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
-from grpo_async.rollout.participants import Participants, load_participants, startup_notes, token_counter
+from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
 from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.servers.embedded.families import check_embedded_family
@@ -76,20 +76,20 @@ def check_inputs(
     found.check_packages()
     found.check_devices()
     train_rows, held_out_rows = found.check_data()
-    participants = found.check_participants(train_rows, held_out_rows)
-    if participants is not None and has_model:
+    components = found.check_components(train_rows, held_out_rows)
+    if components is not None and has_model:
         prompts = found.measured_prompts(train_rows)
         deep = deep or found.may_be_too_long(prompts)
-        if participants.tool_sets or deep:
-            found.check_text(participants, prompts, deep=deep)
+        if components.tool_sets or deep:
+            found.check_text(components, prompts, deep=deep)
     for name in ("baseline_column", "group_by"):
         column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
         if rows and column is not None and column not in rows[0]:
             found.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
-    found.check_rewards(participants, train_rows)
+    found.check_rewards(components, train_rows)
     found.check_own_functions()
-    if participants is not None:
-        asyncio.run(participants.aclose())
+    if components is not None:
+        asyncio.run(components.aclose())
     found.check_connections(node_rank)
     if found.problems:
         raise ConfigError("\n".join(found.problems))
@@ -240,36 +240,36 @@ class _Findings:
 
     # ---- tools, environments, the rollout function, the agent ----
 
-    def check_participants(self, train: Rows | None, held_out: Rows | None) -> Participants | None:
+    def check_components(self, train: Rows | None, held_out: Rows | None) -> Components | None:
         """Against the rows of each source; None when one cannot be used."""
-        participants = None
+        components = None
         with self.collecting():
-            participants = load_participants(self.config)
-        if participants is not None:
+            components = load_components(self.config)
+        if components is not None:
             with self.collecting():
-                self.notes.extend(participants.notes)
+                self.notes.extend(components.notes)
             if self.config.rollout_function is not None:
                 self.notes.append(
                     "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s "
                     "and tool_calling are not used"
                 )
-            self.check_agent(participants)
-            if participants.environments is not None:
+            self.check_agent(components)
+            if components.environments is not None:
                 for key, rows in {"data.train": train, "evaluation.data": held_out}.items():
-                    found = participants.environments.check_rows(rows or ())
+                    found = components.environments.check_rows(rows or ())
                     self.problems.extend(f"{key}, {problem}" for problem in found)
-        return participants
+        return components
 
-    def check_agent(self, participants: Participants) -> None:
+    def check_agent(self, components: Components) -> None:
         """What a run with an agent does, and where the endpoint listens."""
         section, rollout = self.config.rollout.agent, self.config.rollout
-        if section is None or participants.agent is None:
+        if section is None or components.agent is None:
             return
         what = section.function or section.environment or f"the command {' '.join(section.command or ())}"
         where = " in the sandbox" if section.sandbox else ""
         self.notes.append(
             f"rollout.agent: {what} makes the rollouts{where}, {rollout.group_size} of each row, "
-            f"{participants.agent.max_concurrent} at once, each in at most {section.timeout_s:g} s; it calls the model at an "
+            f"{components.agent.max_concurrent} at once, each in at most {section.timeout_s:g} s; it calls the model at an "
             f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
             "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
         )
@@ -297,20 +297,20 @@ class _Findings:
         longest = self.config.inference.max_model_len
         return any(sum(len(each.content.encode(errors="replace")) for each in p.messages) >= longest for p in prompts)
 
-    def check_text(self, participants: Participants, prompts: Sequence[Prompt], *, deep: bool) -> None:
+    def check_text(self, components: Components, prompts: Sequence[Prompt], *, deep: bool) -> None:
         """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
         inference.max_model_len."""
         config = self.config
         train, longest = config.data.train, config.inference.max_model_len
         try:
             renderer, folder = load_renderer(config), Path(config.model.path)
-            for schemas in participants.tool_sets:
+            for schemas in components.tool_sets:
                 self.note(renderer.check_tools(schemas))
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             if not deep or not prompts:
                 return
-            lengths = list(map(token_counter(renderer, participants), prompts))
+            lengths = list(map(token_counter(renderer, components), prompts))
         except (ConfigError, ChatError) as error:
             self.problems.append(str(error))
             return
@@ -329,7 +329,7 @@ class _Findings:
 
     # ---- rewards and other functions ----
 
-    def check_rewards(self, participants: Participants | None, rows: Rows | None) -> None:
+    def check_rewards(self, components: Components | None, rows: Rows | None) -> None:
         config = self.config
         try:
             rewards = load_rewards(config.rewards)
@@ -338,8 +338,8 @@ class _Findings:
             return
         if rows:
             self.problems.extend(reward_problems(config, rewards, rows[0]))
-        environments = participants.environments if participants else None
-        own = participants.reward_weights.keys() if participants is not None else set()
+        environments = components.environments if components else None
+        own = components.reward_weights.keys() if components is not None else set()
         names = {reward.name for reward in rewards}
         if not rewards and environments is not None and not environments.all_have_rewards:
             self.problems.append(

@@ -24,8 +24,8 @@ from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, PromptOutcomes, evaluation_result
 from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.rollout.components import ProducerParts
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.participants import ProducerParts
 from grpo_async.rollout.producer import GroupProducer, GroupRequest
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer

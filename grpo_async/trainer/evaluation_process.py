@@ -78,8 +78,8 @@ def _run(
     """The result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluator
+    from grpo_async.rollout.components import ProducerParts
     from grpo_async.rollout.error_log import ErrorLog
-    from grpo_async.rollout.participants import ProducerParts
     from grpo_async.trainer.connections import make_client
     from grpo_async.trainer.rollout_side import load_rollout_inputs
 
@@ -96,7 +96,7 @@ def _run(
 
     parts = ProducerParts(
         config=config,
-        participants=inputs.participants,
+        components=inputs.components,
         client=client,
         renderer=renderer,
         errors=ErrorLog(),
@@ -127,7 +127,7 @@ def _run(
         except asyncio.CancelledError:
             return None
         finally:
-            await inputs.participants.aclose()
+            await inputs.components.aclose()
             await client.aclose()
         baseline = {} if evaluator.majority_baseline is None else {"majority_baseline": evaluator.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}

@@ -20,8 +20,8 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
+from grpo_async.rollout.components import Components, ProducerParts, load_components, token_counter
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.participants import Participants, ProducerParts, load_participants, token_counter
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
@@ -59,7 +59,7 @@ class RolloutSide:
 class RolloutInputs:
     """What rollouts are made and scored with, in training and in an evaluation alone."""
 
-    participants: Participants
+    components: Components
     data: LoadedData
     rewards: Sequence[RewardFunction]
     scorer: Scorer
@@ -73,8 +73,8 @@ def load_rollout_inputs(
     Raises:
         ConfigError: data or reward functions cannot be used.
     """
-    participants = load_participants(config)
-    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, participants))
+    components = load_components(config)
+    data = load_data(config.data, config.evaluation, count_tokens=token_counter(renderer, components))
     rewards = load_rewards(config.rewards)
     problems = reward_problems(config, rewards, data.train[0])
     if problems:
@@ -84,11 +84,11 @@ def load_rollout_inputs(
         advantage=config.advantage,
         train_zero_variance=config.rollout.zero_variance == "train",
         train_truncated=config.rollout.overlong == "train",
-        environment_weights=participants.reward_weights,
+        environment_weights=components.reward_weights,
         max_steps=config.training.max_steps,
         timeline=timeline,
     )
-    return RolloutInputs(participants=participants, data=data, rewards=rewards, scorer=scorer)
+    return RolloutInputs(components=components, data=data, rewards=rewards, scorer=scorer)
 
 
 def build_rollout_side(
@@ -108,7 +108,7 @@ def build_rollout_side(
     rollout = config.rollout
     start = state.step if state else 0
     inputs = load_rollout_inputs(config, renderer, timeline)
-    participants, data, scorer = inputs.participants, inputs.data, inputs.scorer
+    components, data, scorer = inputs.components, inputs.data, inputs.scorer
     for note in data.notes:
         logger.info("%s", note)
     stream = PromptStream(
@@ -143,7 +143,7 @@ def build_rollout_side(
     errors = ErrorLog(resume.failures if resume else None)
     parts = ProducerParts(
         config=config,
-        participants=participants,
+        components=components,
         client=client,
         renderer=renderer,
         errors=errors,
@@ -181,7 +181,7 @@ def build_rollout_side(
         # servers that others run may come and go for ever
         server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
         closing=[reward.close for reward in inputs.rewards],
-        closing_on_loop=[participants.aclose],
+        closing_on_loop=[components.aclose],
     )
     first = [
         make_prompt(data.train[number], number, data.train_system_prompt)
@@ -191,6 +191,6 @@ def build_rollout_side(
         source=source,
         evaluator=build_evaluator(config, data, parts, scorer),
         first_prompts=first,
-        tool_sets=participants.tool_sets,
+        tool_sets=components.tool_sets,
         supersede=supersede,
     )

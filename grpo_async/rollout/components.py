@@ -1,4 +1,4 @@
-"""Who takes part in a rollout beside the policy: tools, environments, or a rollout function or an agent in place of all of them."""
+"""What rollouts are made with beside the policy: tools, environments, or a rollout function or an agent in place of all of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Participants:
+class Components:
     """What the configuration names, imported and checked."""
 
     config: ExperimentConfig
@@ -101,17 +101,17 @@ def startup_notes(owner: Any, arguments: Mapping[str, Any] | None = None) -> lis
     return [str(note) for note in notes(**given)]
 
 
-def token_counter(renderer: ChatRenderer, participants: Participants) -> Callable[[Prompt], int]:
+def token_counter(renderer: ChatRenderer, components: Components) -> Callable[[Prompt], int]:
     """Counts a prompt's tokens as they will be sent: chat template and tools included, what an environment adds not."""
 
     def count(prompt: Prompt) -> int:
-        tools = participants.schemas_for(prompt.columns)
+        tools = components.schemas_for(prompt.columns)
         return len(renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools))
 
     return count
 
 
-def load_participants(config: ExperimentConfig) -> Participants:
+def load_components(config: ExperimentConfig) -> Components:
     """Import tools, environments, the rollout function and the agent; one instance of each environment is made.
 
     Raises:
@@ -134,7 +134,7 @@ def load_participants(config: ExperimentConfig) -> Participants:
         if environments is not None:
             asyncio.run(environments.close())
         raise ConfigError("\n".join(problems))
-    return Participants(config=config, tools=tools, environments=environments, function=function, agent=agent)
+    return Components(config=config, tools=tools, environments=environments, function=function, agent=agent)
 
 
 def _load_function(config: ExperimentConfig) -> Callable[..., Any] | None:
@@ -169,7 +169,7 @@ class ProducerParts:
     """What producers are built from, for training and for evaluation alike."""
 
     config: ExperimentConfig
-    participants: Participants
+    components: Components
     client: InferenceClient
     renderer: ChatRenderer
     errors: ErrorLog
@@ -189,11 +189,11 @@ class ProducerParts:
             max_turns=rollout.max_turns,
             stop_token_ids=self.renderer.end_of_turn_ids,
         )
-        if self.participants.function is not None:
-            return self._function_producer(self.participants.function, settings, temperature, group_size)
-        if self.participants.agent is not None:
+        if self.components.function is not None:
+            return self._function_producer(self.components.function, settings, temperature, group_size)
+        if self.components.agent is not None:
             return AgentProducer(
-                self.participants.agent,
+                self.components.agent,
                 self.client,
                 self.renderer,
                 settings,
@@ -209,8 +209,8 @@ class ProducerParts:
             rollout_timeout_s=rollout.rollout_timeout_s,
             max_result_chars=config.tool_calling.max_result_chars,
             errors=self.errors,
-            tools=self.participants.tools,
-            environments=self.participants.environments,
+            tools=self.components.tools,
+            environments=self.components.environments,
             tracks=self.timeline.slots(self.track),
         )
 

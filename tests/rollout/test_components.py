@@ -10,7 +10,7 @@ import pytest
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
-from grpo_async.rollout.participants import load_participants
+from grpo_async.rollout.components import load_components
 from tests.launcher.support import make_config
 from tests.support.local_server import Request, local_server
 from tests.trainer.sides import open_side, side_config, steps_seen, take
@@ -64,7 +64,7 @@ def one_argument(prompts: list[Any]) -> dict[str, Any]:
     [
         ("tests.trainer.sides:nowhere", r"rollout_function\.function: tests\.trainer\.sides:nowhere: .*nowhere"),
         (
-            "tests.rollout.test_participants:one_argument",
+            "tests.rollout.test_components:one_argument",
             r"one_argument: it is called as f\(prompts, trainer\), but: too many positional",
         ),
     ],
@@ -74,4 +74,4 @@ def test_a_rollout_function_that_cannot_be_found_or_called_is_named_before_anyth
 ) -> None:
     config = make_config(tmp_path, rollout_function={"function": function})
     with pytest.raises(ConfigError, match=message):
-        load_participants(config)
+        load_components(config)
