@@ -27,7 +27,8 @@ Layers; imports go down only, packages of one line do not import each other:
     checks | evaluation | quickstart              before step 1; beside training; the tasks that need no data
     rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterwards
     scoring | servers | envs | processes | agents what the processes of a run say to each other; the endpoint for agents
-    data | chat | tools | rewards | inference | buffer | batching | weights | store
+    data | chat | tools | rewards | buffer | batching | weights | store
+    inference                                     requests to the servers, and which of those are up
     findings                                      does it learn, and what bounds it
     user_code | sandbox
     tracking

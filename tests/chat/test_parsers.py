@@ -329,8 +329,8 @@ def test_no_calls_are_no_calls(name: str) -> None:
     [
         ("raises", "RuntimeError: no such luck"),
         ("leaves", "SystemExit: 3"),
-        ("returns_text", "returned a string as tool calls; return a list"),
-        ("content_is_a_number", "returned a number as content; return text"),
+        ("returns_text", "returned a string ('search()') as tool calls; return a list"),
+        ("content_is_a_number", "returned a number (3) as content; return text"),
     ],
 )
 def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, error: str) -> None:

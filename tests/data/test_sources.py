@@ -220,7 +220,7 @@ def test_a_generator_without_end_needs_a_limit(monkeypatch: pytest.MonkeyPatch) 
         ("no_dict", "row 1: expected a dict"),
         ("strange_value", "row 0: column `answer` holds a builtins.set"),
         ("asynchronous", "is async"),
-        ("returns_text", "returned text ('abc'); it must yield rows"),
+        ("returns_text", "returned a string ('abc'); it must yield rows"),
         ("not_a_function", "cannot be called"),
         ("sum", "did you mean"),
         ("sums", "does not fit the `arguments` {}: missing a required argument: 'num_rows'"),
@@ -286,7 +286,7 @@ def test_messages_are_brought_into_one_form() -> None:
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "`arguments` must be an object"),
         ({"role": "tool", "content": "a", "tool_call_id": 7}, "its `tool_call_id` must be text, got a number (7)"),
         ({"role": None, "content": "a"}, "has no `role`"),
-        ("b", "must be a {role, content} message, got text ('b')"),
+        ("b", "must be a {role, content} message, got a string ('b')"),
     ],
 )
 def test_a_bad_message_is_named_with_its_place(message: Any, words: str) -> None:
@@ -336,7 +336,7 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
     [
         ("reward_model.truth", "answer", "but `reward_model` has no `truth`; it has `style`, `ground_truth`"),
         ("reward_modle.ground_truth", "answer", "not a column here"),
-        ("data_source.name", "answer", "but `data_source` is text ('gsm8k'), which has nothing below it"),
+        ("data_source.name", "answer", "but `data_source` is a string ('gsm8k'), which has nothing below it"),
         ("extra_info.tries.2.answer", "answer", "but `extra_info.tries` is a list of 2 without an entry `2`"),
         ("reward_modle", "answer", "did you mean `reward_model`"),
         ("extra_info.split", "data_source", "two columns named `data_source`"),

@@ -75,18 +75,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(prepa
     }
 
 
-def test_the_callers_random_state_and_threads_are_left_alone(tmp_path: Path) -> None:
-    import torch
-
-    torch.manual_seed(5)
-    expected = torch.rand(3).tolist()
-    torch.manual_seed(5)
-    threads = torch.get_num_threads()
-    prepare(tmp_path / "made", recipe=SHORT, report=_silent)
-    assert torch.rand(3).tolist() == expected
-    assert torch.get_num_threads() == threads
-
-
 def test_another_recipe_or_force_makes_it_again(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     prepare(folder, recipe=SHORT, report=_silent)

@@ -20,21 +20,13 @@ from grpo_async.envs import load_environments
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.demonstration import Demonstration
 from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tasks.base import WarmupRecipe, is_held_out
 from grpo_async.quickstart.tasks.code import CodeTask, Formula, all_formulas
 from grpo_async.quickstart.tasks.game import MAX_GUESSES, Game, GameTask
 from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask, _SumTask
-from grpo_async.quickstart.warmup import demonstration
 from grpo_async.rewards.reasoning_gym import task_score
 from grpo_async.tools import load_tools
 
 ITEM = ChainSum.of(3, 4, -2, 1)
-
-
-def test_about_one_key_in_eight_is_held_out_and_always_the_same() -> None:
-    held_out = [number for number in range(4000) if is_held_out(str(number))]
-    assert 430 < len(held_out) < 570  # 500 expected, standard deviation 21
-    assert held_out[:5] == [0, 9, 10, 21, 32]  # other ones would silently move rows between the sides
 
 
 @pytest.mark.parametrize(
@@ -62,15 +54,6 @@ def test_the_split_covers_every_item_once(name: str, num_training: int | None, n
 
 
 # ---- sums ----
-
-
-def test_a_sum_reads_and_adds_up_as_worked_out_by_hand() -> None:
-    assert (ITEM.text, ITEM.answer) == ("3 + 4 - 2 + 1", 6)
-    assert ITEM.steps == ["3 + 4 = 7", "7 - 2 = 5", "5 + 1 = 6"]
-    item = ChainSum((4, 0, 7), ("-", "-"))
-    assert (item.text, item.terms, item.answer) == ("4 - 0 - 7", (4, 0, -7), -3)
-    assert item.steps == ["4 - 0 = 4", "4 - 7 = -3"]
-    assert ChainSum.of(3, 4, -2).is_held_out == ChainSum.of(4, -2, 3).is_held_out == ChainSum.of(4, 3, -2).is_held_out
 
 
 @pytest.mark.parametrize("task", [ThinkTask(), ReasoningGymTask(), ToolTask()], ids=lambda task: task.name)
@@ -164,15 +147,6 @@ def test_searching_halves_what_is_left_and_finds_every_number_in_three_guesses()
         assert len(guesses) <= MAX_GUESSES == 3
 
 
-def test_insisting_says_one_number_of_the_range_over_and_over_and_finds_one_in_seven() -> None:
-    rng = random.Random(0)
-    games = [_guesses(GameTask().lazy(Game(low=5, target=7), rng)) for _ in range(700)]
-    assert {len(set(guesses)) for guesses in games} == {1}
-    assert {guesses[0] for guesses in games} == set(range(5, 12))
-    assert {len(guesses) for guesses in games if guesses[0] != 7} == {3}
-    assert 70 < sum(guesses == [7] for guesses in games) < 130  # 100 expected, standard deviation 9
-
-
 def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_model_was_shown() -> None:
     async def schemas() -> Sequence[Mapping[str, Any]]:
         factory = "grpo_async.envs.guessing_game:GuessingGame"
@@ -188,26 +162,3 @@ def test_the_environment_of_a_run_takes_the_rows_and_offers_the_tools_that_the_m
     assert GuessingGame(max_guesses=3).reset(**row) == "Guess my number from 231 to 237."
     assert row["prompt"] == [{"role": "user", "content": ""}]
     assert not {game.low for game in task.training_items()} & {game.low for game in task.held_out_items()}
-
-
-# ---- the warm-up ----
-
-
-def test_at_first_everything_is_good_and_in_the_end_about_a_third() -> None:
-    recipe, rng, task = WarmupRecipe(num_steps=100), random.Random(0), ThinkTask()
-
-    def shown(steps: range, times: int) -> list[str]:
-        return [demonstration(task, ITEM, step, recipe, rng).turns[0].text for step in steps for _ in range(times)]
-
-    good = task.good(ITEM, rng).turns[0].text
-    early, late = shown(range(87), 20), shown(range(88, 100), 200)  # 0.875 x 100 = 87.5
-    assert set(early) == {good}
-    assert late.count(good) / len(late) == pytest.approx(0.3, abs=0.03)
-
-
-def test_the_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
-    recipe = WarmupRecipe(num_steps=120, lr_warmup_steps=20)
-    assert recipe.lr_factor(0) == pytest.approx(1 / 20)
-    assert recipe.lr_factor(19) == recipe.lr_factor(20) == pytest.approx(1.0)
-    assert recipe.lr_factor(70) == pytest.approx(0.55)  # half way: 0.1 + 0.9 x (1 + cos(pi / 2)) / 2
-    assert recipe.lr_factor(120) == pytest.approx(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -13,16 +12,6 @@ from grpo_async.quickstart.tasks.sums import ThinkTask
 
 TASK = ThinkTask()
 USER = {"role": "user", "content": "1 + 1 ="}
-FUNCTION = {
-    "name": "weather",
-    "description": "Tells the weather.",
-    "parameters": {
-        "type": "object",
-        "properties": {"town": {"type": "string", "description": "Its name."}, "days": {"type": ["integer", "null"]}},
-        "required": ["town"],
-    },
-}
-TOOL = {"type": "function", "function": FUNCTION}
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +42,6 @@ def _calls(*arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in arguments]
 
 
-def test_the_template_is_chatml_and_ends_where_the_assistant_begins(tokenizer: Any) -> None:
-    text = _rendered(tokenizer, USER, add_generation_prompt=True)
-    assert text == "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n"
-    system = {"role": "system", "content": "Add."}
-    assert _rendered(tokenizer, system, USER).startswith("<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n")
-    assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-
-
 def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_together(tokenizer: Any) -> None:
     calling = {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"}, {"town": "Rome", "days": 2})}
     results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
@@ -73,29 +53,6 @@ def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_t
         "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_text_before_a_call_and_arguments_given_as_text_are_kept(tokenizer: Any) -> None:
-    calling = {"role": "assistant", "content": "Let me see.", "tool_calls": _calls('{"town": "Bern"}')}
-    assert _rendered(tokenizer, USER, calling).endswith(
-        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call><|im_end|>\n'
-    )
-    silent = {"role": "assistant", "content": None, "tool_calls": _calls({"town": "Bern"})}
-    assert "None" not in _rendered(tokenizer, USER, silent)
-
-
-def test_a_longer_conversation_begins_with_the_text_of_the_shorter(tokenizer: Any) -> None:
-    messages = [
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"})},
-        {"role": "tool", "content": "rain"},
-        {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Rome"})},
-        {"role": "tool", "content": "sun"},
-        {"role": "assistant", "content": "Rome."},
-    ]
-    texts = [_rendered(tokenizer, *messages[:count], tools=[TOOL]) for count in range(1, 7)]
-    for shorter, longer in itertools.pairwise(texts):
-        assert longer.startswith(shorter)
 
 
 def test_the_vocabulary_is_small_and_a_whole_sample_fits_the_limits_of_the_config(tokenizer: Any) -> None:

@@ -88,16 +88,6 @@ def test_an_exception_pays_nothing_and_is_told_once(
     assert metrics == {"task_score/refused": 0.0, "task_score/failed": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("returned", "paid"), [(float("nan"), 0.0), (float("inf"), 0.0), (7, 1.0), (-1, 0.0), ("x", 0.0), (None, 0.0)]
-)
-def test_strange_scores_are_clipped_or_count_as_nothing(
-    monkeypatch: pytest.MonkeyPatch, returned: Any, paid: float
-) -> None:
-    _fake(monkeypatch, lambda answer, entry: returned if answer == "6" else 0.0)
-    assert task_score(["6"], ["t"], [DATA]) == [paid]
-
-
 def test_what_text_without_an_answer_gets_is_not_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     _fake(monkeypatch, lambda answer, entry: {"6": 1.0, "5": 0.06}.get(answer, 0.05))
     assert task_score(["6", "5", "4"], ["t"] * 3, [DATA] * 3) == [1.0, 0.06, 0.0]
@@ -138,12 +128,6 @@ def test_code_in_an_answer_is_not_run(task: str) -> None:
     attack = f"__import__({__name__!r}, fromlist=['RAN']).RAN.append(1)"
     assert _scores(task, attack, f" {attack}", f"[{attack}]", f"{attack}!", f"{attack} # 1 2") == [0.0] * 5
     assert RAN == []
-
-
-@pytest.mark.parametrize("task", sorted(EVALUATED))
-def test_known_answers_of_evaluated_tasks_pass_the_check(task: str) -> None:
-    for row, (_, entry) in enumerate(_rows(task)):
-        assert _scores(task, entry["answer"], row=row) == [1.0]
 
 
 def test_the_list_of_evaluated_tasks_is_complete() -> None:

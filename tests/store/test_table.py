@@ -192,11 +192,6 @@ def test_the_same_prompt_is_followed_over_the_steps(table: RolloutTable) -> None
     assert table.same_prompt("'; DROP TABLE rows") == []
 
 
-def test_names_of_rewards_and_columns_are_those_that_occur(table: RolloutTable) -> None:
-    assert table.reward_names() == ["exact", "format"]
-    assert table.column_names() == ["answer", "odd_one"]
-
-
 def test_extremes_are_the_best_the_worst_and_what_changed_most(table: RolloutTable) -> None:
     found = table.extremes(k=2)
     assert [each.rollout_id for each in found.best] == ["3-0", "3-1"]

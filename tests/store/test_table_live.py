@@ -343,21 +343,6 @@ def test_a_search_reads_only_what_is_new(
         assert tables == len(table._index._searches) < 40
 
 
-def test_a_block_that_comes_late_is_searched_too(tmp_path: Path) -> None:
-    """It was damaged, and is restored after later ones were searched."""
-    for group_id in range(2):
-        write_groups(tmp_path, group_id, seal=True)
-    path = min(tmp_path.glob("*.parquet"))
-    whole = path.read_bytes()
-    path.write_bytes(whole[:2000])
-    query = parse_query("text ilike '%what is%'")
-    with RolloutTable.open(tmp_path) as table:
-        assert table.count(query).groups == 1
-        path.write_bytes(whole)
-        table.refresh()
-        assert table.count(query).groups == 2
-
-
 def test_a_table_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -16,7 +15,7 @@ from grpo_async.store import GroupRow
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
-from grpo_async.viewer.plain import group_page, group_table, rollout_page, token_style
+from grpo_async.viewer.plain import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
@@ -155,11 +154,6 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
     assert [line.split()[1] for line in lines[1:]] == [str(each) for each in ids]
 
 
-def test_tokens_are_coloured_by_their_probability() -> None:
-    assert [token_style(math.log(p), 1) for p in (0.51, 0.49, 0.11, 0.09)] == ["", "yellow", "yellow", "red"]
-    assert token_style(0.0, 0) == "dim"
-
-
 CALL = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
 
 
@@ -188,25 +182,6 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     assert 'assistant (policy)\ncalls add({"a": 1})' in text
     for part in ("tool add (tool)\n3", "extracted: 42", "not searched for tool calls: no JSON at character 3"):
         assert part in text
-
-
-def test_the_group_page_shows_calls_and_what_the_environment_said_where_all_rollouts_heard_the_same(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
-    said = TaggedMessage(role="user", content="count to 3", origin=Origin.ENVIRONMENT)
-
-    def page(*heard: str) -> str:
-        rollouts = []
-        for number, text in enumerate(heard):
-            rollout = build_rollout(f"7-{number}")
-            calling = TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[CALL.as_dict()])
-            turns = [replace(rollout.turns[0], messages=[calling])]
-            rollouts.append(replace(rollout, turns=turns, prompt_messages=[replace(said, content=text)]))
-        return _render(group_page(_stored(tmp_path / "-".join(heard), open_store, build_group(7, rollouts))))
-
-    assert "user: count to 3" in page("count to 3", "count to 3")
-    assert 'add({"a": 1})' in page("count to 3")
-    assert "user: what is 1 + 1?" in page("count to 3", "count to 4")  # each its own: the data's prompt stands for all
 
 
 def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: Path, open_store: OpenStore) -> None:

@@ -42,8 +42,6 @@ _COLOURS = """() => {
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer;
   return new Set(new Uint32Array(data)).size;
 }"""
-_BRIGHTNESS = """() => document.querySelector("canvas").getContext("2d").getImageData(200, 200, 1, 1).data
-  .slice(0, 3).reduce((sum, part) => sum + part, 0)"""
 
 
 def _event(track: str, name: str, start: float, end: float, **details: Any) -> Event:
@@ -174,30 +172,3 @@ def test_keys_the_wheel_and_the_pointer_zoom_and_move_and_the_host_hears_of_it(d
     assert after[1] - after[0] == pytest.approx(2)
     assert 0.15 < after[0] - 4 < 0.3  # 100 of about 900 pixels, which are 2 s
     assert page.evaluate("clicked.length") == 0  # a drag is no click
-
-
-def test_newer_data_keep_the_window_and_no_data_break_nothing(draw: Callable[..., Page]) -> None:
-    page = draw()
-    page.evaluate("view.show(1e9 + 4, 1e9 + 6)")
-    page.evaluate("data => view.update(data)", _data(_event("trainer", "train", 10, 20)))
-    assert _window(page) == (pytest.approx(4), pytest.approx(6))
-    page.evaluate("view.destroy()")
-    assert page.locator("#place *").count() == 0
-    draw({"spans": []})  # nothing happened yet
-    page.mouse.move(300, 20)
-    page.keyboard.press("w")
-
-
-def test_it_follows_size_and_theme(browser: Browser) -> None:
-    with watched_page(browser, origin=ORIGIN, color_scheme="dark") as watched:
-        page = _open(watched)
-        page.evaluate(_DRAW, _data())
-        page.evaluate(_NEXT_FRAMES)
-        assert page.evaluate(_BRIGHTNESS) < 300
-        page.emulate_media(color_scheme="light")
-        page.evaluate(_NEXT_FRAMES)
-        assert page.evaluate(_BRIGHTNESS) > 300
-        assert page.evaluate(_COLOURS) > 8
-        page.set_viewport_size({"width": 500, "height": 600})
-        page.wait_for_function("() => document.querySelector('canvas').clientWidth <= 500")
-        watched.assert_quiet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -46,35 +45,6 @@ def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
     entries = _entries(ColourMode.ADVANTAGE, clipped)
     assert [text for _, text in entries] == [
         "≤-1.5", "≤-0.5", "≤-0.05", "about 0", "≥0.05", "≥0.5", "≥1.5", "no gradient", "not trained on",
-    ]  # fmt: skip
-
-
-def test_log_ratios_are_trainer_minus_sampler() -> None:
-    # differences 0.01, 0.1, -0.3, 1.0; unknown where one of the two is
-    rollout = _rollout(
-        [1] * 6,
-        logprobs=[-1.0, -1.0, -1.0, -2.0, None, -1.0],
-        trainer_logprobs=[-0.99, -0.9, -1.3, -1.0, -1.0, None],
-    )
-    assert token_classes(ColourMode.LOG_RATIO, rollout) == ["even", "up-1", "down-2", "up-3", "unknown", "unknown"]
-    assert token_classes(ColourMode.LOG_RATIO, _rollout([1])) == ["unknown"]  # the trainer never saw it
-
-
-def test_probabilities_and_entropies_have_five_levels() -> None:
-    chances = [0.95, 0.89, 0.49, 0.09, 0.009]
-    rollout = _rollout([1] * 5, logprobs=[math.log(p) for p in chances], entropies=[0.05, 0.1, 0.6, 1.5, 2.0])
-    levels = [f"level-{level}" for level in range(5)]
-    assert token_classes(ColourMode.PROBABILITY, rollout) == levels
-    assert token_classes(ColourMode.ENTROPY, rollout) == levels
-    assert token_classes(ColourMode.ENTROPY, _rollout([1])) == ["unknown"]
-    assert [name for name, _ in _entries(ColourMode.PROBABILITY, rollout)] == levels
-
-
-def test_neighbouring_versions_differ_and_the_legend_names_those_that_are_there() -> None:
-    rollout = _rollout([1, 1, 0, 1], versions=[5, 6, -1, 11])
-    assert token_classes(ColourMode.VERSION, rollout) == ["version-5", "version-0", "untrained", "version-5"]
-    assert _entries(ColourMode.VERSION, rollout) == [
-        ("version-5", "5, 11"), ("version-0", "6"), ("untrained", "not trained on"),
     ]  # fmt: skip
 
 

@@ -70,9 +70,9 @@ def test_several_runs_have_a_colour_each_and_only_the_main_lines() -> None:
     assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
     # stacked areas are plots of their own
-    drawings = draw(_plot("shares"), [_run(steps(3), "a"), _run(steps(3), "b")])
-    assert [drawing.name for drawing in drawings] == ["shares-1", "shares-2"]
-    assert [each["label"] for each in drawings[0].data["series"]] == ["training", "waiting"]
+    drawings = draw(_plot("trainer-time"), [_run(steps(3), "a"), _run(steps(3), "b")])
+    assert [drawing.name for drawing in drawings] == ["trainer-time-1", "trainer-time-2"]
+    assert [each["label"] for each in drawings[0].data["series"]] == ["waiting", "training"]
 
 
 def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -144,31 +143,6 @@ def test_the_cursor_shows_the_values_in_every_plot_and_keys_move_it(wide: Watche
     assert wide.page.locator("#chart-entropy output").inner_text() == "0.6"
 
 
-def test_a_series_is_switched_off_by_its_entry_in_the_legend(wide: WatchedPage) -> None:
-    canvas = wide.page.locator("#chart-entropy .chart-plot canvas")
-    before = canvas.evaluate(_INK)
-    button = wide.page.locator("#chart-entropy .chart-legend button")
-    button.click()
-    assert button.get_attribute("aria-pressed") == "false"
-    wide.page.wait_for_timeout(50)
-    assert not canvas.evaluate(_HAS_COLOUR, LIGHT_BLUE)
-    button.click()
-    wide.page.wait_for_timeout(50)
-    assert canvas.evaluate(_INK) == before
-
-
-def test_plots_have_names_and_their_numbers_as_tables(wide: WatchedPage) -> None:
-    label = wide.page.locator("#chart-entropy .chart-plot").get_attribute("aria-label")
-    assert label == (
-        "Entropy by step 1 to 40. entropy: first 0.99, last 0.6, lowest 0.6, highest 0.99. Arrow keys move the cursor."
-    )
-    wide.page.locator("#plot-entropy .chart-table summary").click()
-    wide.page.locator("#plot-entropy .chart-table td").first.wait_for()  # filled when the browser says that it is open
-    cells = wide.page.locator("#plot-entropy .chart-table td").all_inner_texts()
-    assert cells[:4] == ["1", "0.99", "2", "0.98"]
-    assert len(cells) == 80
-
-
 def _becomes_true(page: Page, condition: Callable[[], Any]) -> bool:
     """What the page does in its next frame, which comes when the machine has time for it."""
     for _ in range(500):
@@ -206,31 +180,3 @@ def test_the_page_fits_its_window(browser: Browser, report: Path) -> None:
             assert _becomes_true(page, lambda: page.evaluate("document.documentElement.scrollWidth") <= width)  # noqa: B023
             assert _becomes_true(page, lambda: chart.evaluate(script))
         watched.assert_quiet()
-
-
-def test_text_can_be_read_in_both_schemes(wide: WatchedPage) -> None:
-    """Contrast by WCAG 2: of text on its background at least 4.5, of series on theirs at least 3."""
-    grounds = {"--text": "--background", "--text-muted": "--surface-raised", "--accent": "--info-surface"}
-    grounds |= {f"--{level}": f"--{level}-surface" for level in ("good", "warning", "bad")}
-    series = {f"--series-{number}": "--surface" for number in range(1, 9)}
-    names = sorted({*grounds, *grounds.values(), *series, *series.values()})
-    schemes: tuple[Literal["light", "dark"], ...] = ("dark", "light")  # the others look at it in light colours
-    for scheme in schemes:
-        wide.page.emulate_media(color_scheme=scheme)
-        wide.page.wait_for_timeout(50)
-        colours = dict(zip(names, wide.page.evaluate("names => names.map(Charts.colour)", names), strict=True))
-        for pairs, least in ((grounds, 4.5), (series, 3.0)):
-            for front, ground in pairs.items():
-                assert _contrast(colours[front], colours[ground]) >= least, (scheme, front, ground)
-
-
-def _contrast(first: str, second: str) -> float:
-    light, dark = sorted((_luminance(first), _luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    """Of "rgb(0, 105, 180)"."""
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

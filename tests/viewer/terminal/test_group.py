@@ -9,11 +9,9 @@ from textual.pilot import Pilot
 
 from grpo_async.records import GroupStatus
 from grpo_async.viewer.terminal.app import Inspector
-from grpo_async.viewer.terminal.browse import BrowseScreen
 from grpo_async.viewer.terminal.group import (
     GroupScreen,
     best_rollout,
-    columns_that_fit,
     completion_text,
     marked_text,
 )
@@ -70,33 +68,6 @@ def test_rollouts_stand_side_by_side_with_what_they_got(eight: Path, size: tuple
     drive(eight, scenario, size=size)
 
 
-def test_texts_scroll_columns_grow_and_neighbours_are_reached(eight: Path) -> None:
-    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
-        await press(pilot, "down", "enter", "pagedown", "down")
-        page = shown(app)
-        assert "▶0 0-0" in page
-        assert "reward 0.000" in page
-        assert "the answer is" not in page
-        await press(pilot, "g")
-        assert "the answer is" in shown(app)
-        await press(pilot, "G")
-        assert "and so on" in shown(app)
-        await press(pilot, "plus", "plus")
-        assert "0-3 of 8 rollouts" in shown(app)
-        await press(pilot, "minus", "minus", "minus")
-        assert "0 of 8 rollouts" in shown(app)
-        assert "│" not in shown(app)
-        await press(pilot, "n")
-        assert "group 0 " in shown(app)
-        assert [each.message for each in app._notifications] == ["that was the last one"]
-        await press(pilot, "p")
-        assert "group 1 " in shown(app)
-        await press(pilot, "o")
-        on(app, BrowseScreen)
-
-    drive(eight, scenario)
-
-
 def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_store: OpenStore) -> None:
     store = open_store(tmp_path / "rollouts")
     rollouts = [build_rollout(f"0-{i}", text=text) for i, text in enumerate(("a x c\nd", "a b c\nd", "a b c\nd"))]
@@ -119,10 +90,3 @@ def test_words_that_the_reference_does_not_have_are_marked(tmp_path: Path, open_
         assert "marked" not in shown(app)
 
     drive(tmp_path, scenario)
-
-
-def test_columns_that_fit() -> None:
-    # 79 = 38 + 3 + 38; the last: narrower than 12 cells nobody reads
-    cases = [(79, 8, None, 2), (139, 8, None, 3), (139, 2, None, 2), (20, 8, None, 1), (79, 8, 4, 4), (79, 8, 40, 5)]
-    for width, rollouts, wanted, fit in cases:
-        assert columns_that_fit(width, rollouts, wanted) == fit

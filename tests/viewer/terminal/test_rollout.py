@@ -139,34 +139,6 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
     drive(run, scenario, text="'add' in tools")
 
 
-def test_the_cursor_moves_by_lines_and_pages_through_a_long_rollout(tmp_path: Path, open_store: OpenStore) -> None:
-    rollout = build_rollout("0-0", ids=list(range(1000, 3000)))
-    store = open_store(tmp_path / "rollouts")
-    append(store, build_group(0, [rollout]), [build_sample(0, rollout, 1.0)], GroupStatus.TRAINED, 1)
-    store.flush()
-
-    async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
-        page = (await _open(pilot, app)).page
-        await press(pilot, "j")
-        per_line = page.cursor
-        assert per_line == (80 - 3 - 2) // 5  # "1000 " takes 5 cells
-        await press(pilot, "k")
-        assert page.cursor == 0
-        await press(pilot, "pagedown")
-        assert page.cursor > 5 * per_line
-        assert f"{1000 + page.cursor} " in shown(app)
-        await press(pilot, "G")
-        assert page.cursor == 1999
-        assert "2999" in shown(app)
-        await press(pilot, "l")
-        assert page.cursor == 1999
-        await press(pilot, "g")
-        assert page.cursor == 0
-        assert "system (prompt)" in shown(app)
-
-    drive(tmp_path, scenario)
-
-
 def test_token_texts_show_line_ends_and_nothing_that_a_terminal_obeys(tmp_path: Path, open_store: OpenStore) -> None:
     texts = TokenTexts(byte_tokenizer())
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -8,7 +8,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 import webbrowser
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from grpo_async.errors import ConfigError, RunError
+from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
@@ -305,35 +304,6 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
         assert asyncio.run(ask()) == [(1,)]
     finally:
         index.close()
-
-
-def test_at_most_four_queries_run_at_once_and_errors_keep_their_type(tmp_path: Path) -> None:
-    library, lock = Library([RunDir(tmp_path)]), threading.Lock()
-    running, most = 0, 0
-    together = threading.Barrier(4)
-
-    def work() -> None:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        together.wait(timeout=20)
-        with lock:
-            running -= 1
-
-    def fail() -> None:
-        raise RunError("the store is damaged")
-
-    async def ask() -> None:
-        await asyncio.gather(*(library.ask(work) for _ in range(12)))
-        with pytest.raises(RunError, match="damaged") as caught:
-            await library.ask(fail)
-        assert error_answer(caught.value).status_code == 503
-
-    asyncio.run(ask())
-    assert most == 4
-    with pytest.raises(ZeroDivisionError):  # a fault of ours is no answer
-        error_answer(ZeroDivisionError())
 
 
 # -- starting

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +11,12 @@ import pytest
 
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.web.api import Opening
 from tests.support.browser import watch, watched_page
 from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import (
     Inspector,
-    append_group,
     append_steps,
     serving,
-    tool_rollout,
     write_events,
     write_run,
 )
@@ -119,17 +115,6 @@ def test_fields_and_their_values_are_suggested_while_one_writes(show: Show) -> N
     page.click("#suggestions li:has-text(\"group_status = 'trained'\")")
     page.press("#query", "Enter")
     page.wait_for_selector("text=48 rollouts in 12 groups")
-
-
-def test_headers_sort_both_ways(show: Show) -> None:
-    page = show("#/groups?run=one")
-    page.click(".grid-head button:has-text('reward')")
-    page.wait_for_selector("[aria-sort=descending]:has-text('reward')")
-    assert rows(page)[0] in ("9", "10", "11")  # step 4: all have reward 1
-    page.click(".grid-head button:has-text('reward')")
-    page.wait_for_selector("[aria-sort=ascending]:has-text('reward')")
-    assert rows(page)[0] in ("0", "1", "2")
-    assert "sort=reward" in page.url
 
 
 def test_a_click_on_a_bar_filters_and_dragging_takes_a_range(show: Show) -> None:
@@ -254,20 +239,6 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> No
     page.wait_for_selector(".tip", state="hidden")
 
 
-def test_colours_follow_the_choice_and_the_address(show: Show) -> None:
-    page = show("#/rollout?run=one&id=g3-r0&color=flags")
-    assert "token-clipped-low" in (page.get_attribute("[data-token='1']", "class") or "")
-    page.keyboard.press("c")  # from the last back to the first: advantage
-    page.wait_for_selector("[data-token='0'].token-up-2")
-    assert "color=advantage" in page.url
-    background = "getComputedStyle(document.querySelector(\"[data-token='0']\")).backgroundColor"
-    assert page.evaluate(background) == "rgb(179, 232, 195)"
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate(background) == "rgb(29, 86, 54)"
-    page.emulate_media(color_scheme="light")
-    assert page.locator(".legend li").count() >= 7
-
-
 def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show: Show) -> None:
     page = show("#/rollout?run=hostile&id=g0-r0")
     assert "count to 3" in page.inner_text(".turn >> nth=0")
@@ -279,23 +250,6 @@ def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show:
     assert tool.locator(".tool-body").first.is_visible()
     page.locator("[data-token='2']").hover()  # the tool's first token
     assert "no: template, tool or environment" in page.locator(".tip").inner_text()
-
-
-def test_the_arrow_key_goes_on_into_tokens_that_are_folded(browser: Browser, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.create()
-    with RolloutStore(run.rollouts) as store:
-        rollout = tool_rollout("g0-r0", "x")
-        called = replace(rollout.turns[0], tool_response_ids=list(range(100, 180)))  # more than 60 are folded
-        rollout = replace(rollout, turns=[called, *rollout.turns[1:]])
-        append_group(store, 0, "prompt", [rollout], [1.0], step=1)
-    with serving(run.root) as inspected, opened(browser, inspected, "#/rollout?run=run&id=g0-r0") as watched:
-        page = watched.page
-        assert not page.locator("[data-token='2']").is_visible()
-        page.locator("[data-token='1']").focus()
-        page.keyboard.press("ArrowRight")
-        assert page.evaluate("document.activeElement.dataset.token") == "2"
-        assert page.locator("[data-token='2']").is_visible()
 
 
 # -- compare
@@ -390,31 +344,6 @@ def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Brow
         page.click("button:has-text('Compare two')")
         page.wait_for_selector(".diff")
         assert [each.inner_text() for each in page.locator(".diff").all()] == ["old 2 0", "old 2 3"]
-
-
-def test_both_of_one_prompt_are_compared(browser: Browser, resumed: Inspector) -> None:
-    group = resumed.json("api/group", id=3)["summary"]
-    with opened(browser, resumed, f"#/prompt?run=run&superseded=1&hash={group['prompt_hash']}") as watched:
-        page = watched.page
-        page.wait_for_selector("h1:has-text('Same prompt')")
-        page.check("[aria-label='left: step 2, group 3'] >> nth=0")
-        page.check("[aria-label='right: step 2, group 3'] >> nth=1")
-        page.click("button:has-text('Compare left and right')")
-        page.wait_for_selector(".diff")
-        assert page.locator(".diff del").all_inner_texts() == ["old"]
-        assert page.locator(".diff ins").all_inner_texts() == ["new"]
-
-
-def test_the_command_says_the_first_order_and_whether_with_superseded(browser: Browser, tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", num_steps=2)
-    with RolloutStore(RunDir(root).rollouts) as store:
-        store.supersede_from(3, step=1)
-        append_steps(store, [2], first=6)
-    opening = Opening(query="reward=0", sort="id", superseded=True)
-    with serving(root, opening=opening) as inspected, opened(browser, inspected) as watched:
-        page = watched.page
-        page.wait_for_selector("text=21 rollouts in 9 groups")
-        assert rows(page) == [str(group) for group in range(9)]
 
 
 # -- the run itself
