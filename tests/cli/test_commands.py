@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from grpo_async.cli.app import app
-from grpo_async.cli.train import spell_out_resume
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.display import EVENTS
@@ -122,12 +121,6 @@ def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(
     assert _invoke("status", "x", "--json", "--watch").exit_code == 2
 
 
-def test_resume_takes_a_value_or_none() -> None:
-    given = {"x.yaml": "x.yaml", "--resume x.yaml": "--resume auto x.yaml", "x.yaml --resume": "x.yaml --resume auto",
-             "--resume --clean": "--resume auto --clean", "--resume 40": "--resume 40", "--resume=40": "--resume=40"}  # fmt: skip
-    assert {line: " ".join(spell_out_resume(line.split())) for line in given} == given
-
-
 def test_train_hands_everything_to_the_launcher_and_exits_with_its_code(
     config: str, runs: list[dict[str, Any]]
 ) -> None:
@@ -229,11 +222,3 @@ def test_a_server_started_by_hand_is_never_without_a_token(
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
-
-
-@pytest.mark.parametrize("command", ["status", "report", "export", "inspect-rollouts", "trace", "train"])
-def test_a_path_that_cannot_be_looked_at_is_named_and_no_traceback(command: str) -> None:
-    done = CliRunner().invoke(app, [command, "x" * 300])
-    assert done.exit_code == 2
-    assert "File name too long" in done.output
-    assert isinstance(done.exception, SystemExit)

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
 from grpo_async.launcher import evaluate as evaluate_module
@@ -84,15 +83,6 @@ def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatc
     assert done.exit_code == 2
 
 
-def test_results_get_a_folder_of_their_own_each_time(tmp_path: Path) -> None:
-    config, subject = _config(tmp_path), Subject(label="step_5")
-    first = evaluate_module._choose_folder(config, subject, None)
-    assert first == config.run.dir / f"{config.run.name}.eval-step_5"
-    first.mkdir(parents=True)
-    assert evaluate_module._choose_folder(config, subject, None).name == f"{config.run.name}.eval-step_5-2"
-    assert evaluate_module._choose_folder(config, subject, tmp_path / "out") == tmp_path / "out"
-
-
 def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:
     """Adapters are merged by then; GPUs of the trainer go to the servers."""
     config = _config(
@@ -112,25 +102,3 @@ def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) 
     assert served.rollout == config.rollout
     assert served.training.max_steps == 7
     assert served.evaluation == config.evaluation
-
-
-def test_the_table_fits_a_terminal_with_few_and_with_many_groups() -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    metrics = {
-        "num_prompts": 200.0, "reward": 0.5, "reward_stderr": 0.02, "pass@1": 0.5, "pass@2": 0.6, "pass@4": 0.7,
-        "mean@4": 0.5, "majority@4": 0.65, "mean_length": 123.4, "truncated": 0.01, "num_failed": 3.0, "rewards/a": 1.0,
-    }  # fmt: skip
-    for count in (0, 2, 12):
-        text = StringIO()
-        by_group = {f"a source with a rather long name {n}": metrics for n in range(count)}
-        print_evaluation(Console(file=text, width=80), metrics, by_group, group_by="source", title="held out")
-        shown = text.getvalue()
-        assert max(len(line) for line in shown.splitlines()) <= 80
-        assert "…" not in shown
-        for word in ("prompts", "pass@4", "majority@4", "0.650", "123.4"):
-            assert word in shown
-        assert ("pass@2" in shown) == (count < 12)
-        assert "rewards/a" not in shown

@@ -123,13 +123,6 @@ def test_what_a_resume_left_behind_is_shown_when_asked_for(store: RolloutStore) 
         assert "superseded" in _invoke("demo", "--superseded").stdout
 
 
-def test_a_limit_cuts_the_table_and_says_so(store: RolloutStore) -> None:
-    for group_id in range(3, 50):
-        append_simple(store, group_id)
-    assert "40 of 50 matching groups, 50 in the run" in _invoke("demo").stdout
-    assert "50 of 50 matching groups" in _invoke("demo", "--limit", "0").stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -188,13 +181,6 @@ def test_controls_in_json_and_in_mistakes_are_shown_and_not_obeyed(store: Rollou
     assert mistake.exit_code == 2
     assert not set("\x1b\x07\u202e") & set(mistake.stderr)
     assert "de\u241b]0;title" in mistake.stderr
-
-
-def test_help_ends_with_what_a_query_may_say() -> None:
-    page = CliRunner().invoke(app, ["inspect-rollouts", "--help"]).stdout
-    assert "reward < 0.2 and truncated" in page
-    assert "group_status" in page
-    assert page.index("--no-browser") < page.index("Columns of a rollout")
 
 
 def test_a_terminal_gets_the_screen_and_its_options(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +21,7 @@ from grpo_async.display import status as status_module
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Progress
-from grpo_async.display.status import MetricsTail, describe, newest_run, read_status, watch
+from grpo_async.display.status import MetricsTail, describe, read_status, watch
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
@@ -182,19 +181,6 @@ def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
         run_dir.status.write_text(text)
         with pytest.raises(RunError, match=r"status\.json"):
             read_status(run_dir)
-
-
-def test_the_newest_run_is_the_one_that_wrote_last(run_dir: RunDir) -> None:
-    runs = run_dir.root.parent
-    with pytest.raises(ConfigError, match="holds no run"):
-        newest_run(runs)
-    for age_s, name in ((10.0, "x"), (5.0, "newer"), (20.0, "old")):
-        folder = RunDir(runs / name)
-        folder.create()
-        folder.status.write_text("{}")
-        os.utime(folder.status, (time.time() - age_s,) * 2)
-    (runs / "no-run").mkdir()
-    assert newest_run(runs).root.name == "newer"
 
 
 def _table(run_dir: RunDir) -> str:
