@@ -11,7 +11,6 @@ Where things are: `template` (messages to text), `encoding` (text to ids, inject
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -29,6 +28,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
+from grpo_async.utils.text import did_you_mean
 
 
 class ChatRenderer:
@@ -209,8 +209,7 @@ class ChatRenderer:
 def _token_id(tokenizer: Any, token: str) -> int:
     vocabulary = tokenizer.get_vocab()
     if token not in vocabulary:
-        nearest = difflib.get_close_matches(token, tokenizer.get_added_vocab(), n=1)
-        hint = f"; did you mean `{nearest[0]}`?" if nearest else ""
+        hint = did_you_mean(token, tokenizer.get_added_vocab())
         raise ConfigError(f"model.end_of_turn_tokens: {token!r} is not a token of the model's tokenizer{hint}")
     return int(vocabulary[token])
 

@@ -17,7 +17,6 @@ The nested column stays as it is. A column whose own name has a dot is meant bef
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -49,7 +48,7 @@ from grpo_async.data.rows import PlacedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
-from grpo_async.utils.text import backticked, json_kind
+from grpo_async.utils.text import backticked, did_you_mean, json_kind
 
 _READERS: Mapping[type, Callable[[Any], PlacedRows]] = {
     JsonlSource: read_jsonl,
@@ -191,9 +190,8 @@ def _look_up(row: Row, path: str, place: str) -> Any:
 
 def _missing(path: str, walked: Sequence[str], key: str, owner: Any, place: str) -> str:
     if not walked:
-        near = difflib.get_close_matches(key, owner, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {backticked(owner)}{hint}"
+        columns = f"{backticked(owner)}{did_you_mean(key, owner)}"
+        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {columns}"
     inside = ".".join(walked)
     if isinstance(owner, dict):
         return f"{place}: `columns` renames `{path}`, but `{inside}` has no `{key}`; it has {backticked(owner)}"

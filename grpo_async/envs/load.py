@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from grpo_async.tools.schema import UnusableError
 from grpo_async.tools.tool import Tool
 from grpo_async.user_code.calls import Parameters
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.text import did_you_mean
 
 
 class Environments:
@@ -100,11 +100,9 @@ class Environments:
         value = columns[COLUMN]
         if not names or (isinstance(value, str) and value in self.pools):
             return None
-        nearest = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         return (
-            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{hint} (if the column means something "
-            "else, rename it with `data.train.columns`)"
+            f"the column `{COLUMN}` says {value!r}, but the environments are {names}{did_you_mean(str(value), names)} (if the "
+            "column means something else, rename it with `data.train.columns`)"
         )
 
 

@@ -12,7 +12,6 @@ Everything is written beside and renamed, so a folder that exists is whole. A se
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import random
 import shutil
@@ -27,6 +26,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.quickstart.tasks import TASKS, Task
 from grpo_async.quickstart.tasks.base import WarmupRecipe
 from grpo_async.utils.folders import put_in_place
+from grpo_async.utils.text import backticked, did_you_mean
 
 RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warm-up changes: prepared folders are then made again
 DEFAULT_TASK = "think"
@@ -72,9 +72,8 @@ def prepare(
         ConfigError: there is no such task, or the folder holds something that was not made here.
     """
     if task not in TASKS:
-        nearest = difflib.get_close_matches(task, TASKS, n=1)
-        known = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(TASKS)}"
-        raise ConfigError(f"there is no quickstart task {task!r}; {known}")
+        hint = did_you_mean(task, TASKS) or f"; there are {backticked(TASKS)}"
+        raise ConfigError(f"there is no quickstart task {task!r}{hint}")
     chosen = TASKS[task]
     folder = default_folder(seed, task=task) if folder is None else folder
     recipe = recipe or chosen.recipe

@@ -8,7 +8,6 @@ concurrently, except those of one environment's instance, which run one after th
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, cut, error_text
 from grpo_async.tools.tool import Tool
+from grpo_async.utils.text import did_you_mean
 
 # A policy that repeats itself can write hundreds of calls into one turn. Their results would fill any context, and the
 # calls all the threads; nobody needs more than this at once.
@@ -81,8 +81,7 @@ class ToolExecutor:
             raise ToolError(call.error)
         tool = self._tools.get(call.name)
         if tool is None:
-            nearest = difflib.get_close_matches(call.name, list(self._tools), n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            hint = did_you_mean(call.name, self._tools)
             raise ToolError(f"there is no tool {call.name[:60]!r}; there is {', '.join(self._tools) or 'none'}{hint}")
         return tool
 

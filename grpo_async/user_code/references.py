@@ -5,7 +5,6 @@ Every problem is a ConfigError that says what failed, what there is instead, and
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -13,13 +12,13 @@ import os
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import is_async
-from grpo_async.utils.text import shortlist
+from grpo_async.utils.text import did_you_mean, shortlist
 
 
 def resolve(reference: str) -> Any:
@@ -104,14 +103,11 @@ def _public_names(owner: Any) -> list[str]:
     return sorted(name for name, value in own.items() if not name.startswith("_") and callable(value))
 
 
-def _choices(wanted: str, available: Iterable[str]) -> str:
-    names = list(available)
-    if not names:
+def _choices(wanted: str, available: Sequence[str]) -> str:
+    """The names that are there, and the nearest."""
+    if not available:
         return "none"
-    nearest = difflib.get_close_matches(wanted, names, n=1)
-    if nearest:
-        return f"`{nearest[0]}`; did you mean that?"
-    return shortlist([f"`{name}`" for name in names], ", ")
+    return shortlist([f"`{name}`" for name in available], ", ") + did_you_mean(wanted, available)
 
 
 def resolve_plain_function(

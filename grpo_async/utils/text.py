@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable
+from difflib import get_close_matches
 from itertools import islice
 
 
@@ -54,3 +55,9 @@ def json_kind(value: object) -> str:
         return "null"
     word = words.get(type(value), type(value).__name__)
     return f"{word} ({text})" if len(text := repr(value)) <= 40 else word
+
+
+def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+    """ "; did you mean `rollout` or `rollouts`?": the nearest of the known names; empty where none is near."""
+    near = get_close_matches(word, list(known), n=most)
+    return f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""

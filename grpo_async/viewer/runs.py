@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.text import did_you_mean, shortlist
 
 RUNS_FOLDER = Path("runs")
 
@@ -56,11 +56,9 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     known = _names(runs_folder)
     if not known:
         raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
-    near = get_close_matches(Path(name).name, known, n=_MAX_LISTED)
-    if near:
-        raise ConfigError(f"there is no run '{name}'; did you mean {' or '.join(repr(each) for each in near)}?")
-    listed = ", ".join(known[:_MAX_LISTED]) + (", ..." if len(known) > _MAX_LISTED else "")
-    raise ConfigError(f"there is no run '{name}'; {runs_folder} holds {listed}")
+    hint = did_you_mean(Path(name).name, known, most=_MAX_LISTED)
+    listed = shortlist(known, ", ", most=_MAX_LISTED)
+    raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
 
 
 def _names(runs_folder: Path) -> list[str]:

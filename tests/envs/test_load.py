@@ -30,7 +30,7 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
         f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but has no docstring",
         f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: needs the argument(s) ['url']; set them in `environments.NeedsUrl.arg",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
-        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `Full`; did you mean that?",
+        f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `AsyncClose`, ",
         f"environments.constant.factory: {SAMPLES}:constant: is a int, which cannot be called",
         f"environments.later.factory: {SAMPLES}:later: is async",
         f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
@@ -83,7 +83,7 @@ def test_rows_that_select_nothing_are_said_with_the_names_there_are() -> None:
         ]
         problems = environments.check_rows(rows)
         assert [problem[:6] for problem in problems] == ["row 1:", "row 2:", "row 3:"]
-        assert "says 'fulls', but the environments are ['full', 'bare']; did you mean 'full'?" in problems[0]
+        assert "says 'fulls', but the environments are ['full', 'bare']; did you mean `full`? (if" in problems[0]
         assert "says None, but the environments are ['full', 'bare'] (if" in problems[1]
         assert "the column `environment` is missing" in problems[2]
         with pytest.raises(ConfigError, match="says 'fulls'"):

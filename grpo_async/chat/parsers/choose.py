@@ -14,7 +14,6 @@ calls are held to the same rules as those of the built-in formats (see json_call
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve_function
-from grpo_async.utils.text import backticked, json_kind
+from grpo_async.utils.text import backticked, did_you_mean, json_kind
 
 AUTO = "auto"
 RESPONSE_TEMPLATE = "response_template"
@@ -67,10 +66,9 @@ def choose_parser(
         raise ConfigError("tool_calling.parser: the tokenizer has no `response_template`; set another parser")
     if setting not in (AUTO, RESPONSE_TEMPLATE):
         names = [AUTO, *FORMATS, RESPONSE_TEMPLATE]
-        nearest = difflib.get_close_matches(setting, names, n=1)
-        hint = f"did you mean `{nearest[0]}`?" if nearest else f"it is one of {backticked(names)}"
+        hint = did_you_mean(setting, names) or f"; it is one of {backticked(names)}"
         raise ConfigError(
-            f"tool_calling.parser: there is no parser {setting!r}; {hint}, or `module:attribute` of your own"
+            f"tool_calling.parser: there is no parser {setting!r}{hint}, or `module:attribute` of your own"
         )
     found = _recognise(template_source, vocabulary) if setting == AUTO else None
     if found is not None:
