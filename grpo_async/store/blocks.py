@@ -94,7 +94,7 @@ def sql_path(path: Path) -> str:
     return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
 
 
-_BRANCHES = "branches.jsonl"
+_ABANDONED = "branches.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +106,19 @@ class AbandonedRange:
     until_seq: int
 
 
-def add_branch(folder: Path, branch: AbandonedRange) -> None:
-    """Raises OSError, or as `read_branches`."""
-    lines = (json.dumps(asdict(each)) + "\n" for each in [*read_branches(folder), branch])
-    write_atomically(folder / _BRANCHES, "".join(lines), mode=0o600)
+def add_abandoned(folder: Path, groups: AbandonedRange) -> None:
+    """Raises OSError, or as `read_abandoned`."""
+    lines = (json.dumps(asdict(each)) + "\n" for each in [*read_abandoned(folder), groups])
+    write_atomically(folder / _ABANDONED, "".join(lines), mode=0o600)
 
 
-def read_branches(folder: Path) -> list[AbandonedRange]:
-    """Every branch that was left, in order.
+def read_abandoned(folder: Path) -> list[AbandonedRange]:
+    """What every resume left behind, in order.
 
     Raises:
         RunError: a line cannot be read.
     """
-    path = folder / _BRANCHES
+    path = folder / _ABANDONED
     if not path.is_file():
         return []
     found = []

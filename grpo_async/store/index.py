@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_branches, sql_path
+from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_abandoned, sql_path
 from grpo_async.store.query import Query, QueryError, quote
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
@@ -107,7 +107,7 @@ class Index:
             threading.Lock()
         )  # taken before the other; a refresh takes it too: no row moves during a search
         self._blocks: dict[int, _Block] = {}
-        self._branches: list[tuple[int, int]] = []
+        self._abandoned: list[tuple[int, int]] = []
         self._problems: dict[str, str] = {}  # damaged blocks and lines
         self._failed: dict[Path, tuple[int, int]] = {}  # damaged file -> (size, mtime): tried again when it changed
         self._searches: dict[str, _Search] = {}  # by their SQL
@@ -172,7 +172,7 @@ class Index:
     def superseded(self) -> str:
         """A condition over `seq`."""
         with self._lock:  # the numbers are ours
-            return f"({' OR '.join(f'(seq >= {low} AND seq < {high})' for low, high in self._branches) or 'false'})"
+            return f"({' OR '.join(f'(seq >= {low} AND seq < {high})' for low, high in self._abandoned) or 'false'})"
 
     def read_blocks(self, columns: str, condition: Sql, files: Sequence[Path]) -> list[tuple[Any, ...]]:
         """SELECT `columns` of the rows in `files` and in `unsealed` for which `condition` holds, in the order of writing.
@@ -421,10 +421,10 @@ class Index:
             self._connection.execute(f"DELETE FROM {table} WHERE seq BETWEEN ? AND ?", (block.first, block.last_seq))
 
     def _supersede(self) -> None:
-        bounds = [(branch.from_seq, branch.until_seq) for branch in read_branches(self.folder)]
-        if bounds == self._branches:
+        bounds = [(each.from_seq, each.until_seq) for each in read_abandoned(self.folder)]
+        if bounds == self._abandoned:
             return
-        self._branches = bounds
+        self._abandoned = bounds
         with self._change():
             for table in ("rows", "groups"):
                 self._connection.execute(f"UPDATE {table} SET superseded = {self.superseded()}")

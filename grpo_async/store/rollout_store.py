@@ -29,10 +29,10 @@ from grpo_async.store.blocks import (
     Block,
     LineFile,
     WriterLock,
-    add_branch,
+    add_abandoned,
     find_blocks,
     open_name,
-    read_branches,
+    read_abandoned,
     torn_bytes,
 )
 from grpo_async.store.lines import Entry, check_stats, line_of
@@ -177,7 +177,7 @@ class RolloutStore(Writer):
             until = self._next_seq = max(self._open(), seq)
             try:
                 self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                add_branch(self._folder, AbandonedRange(step=step, from_seq=seq, until_seq=until))
+                add_abandoned(self._folder, AbandonedRange(step=step, from_seq=seq, until_seq=until))
                 with self._metadata.change() as now:
                     now.go_back(seq)
             except OSError as error:
@@ -224,10 +224,10 @@ class RolloutStore(Writer):
         """The next seq; reads the folder the first time."""
         if self._next_seq is None:
             self._metadata.load(self._settings.sample_rate)
-            branches = read_branches(self._folder)
+            abandoned = read_abandoned(self._folder)
             self._next_seq = max(
                 _next_seq(find_blocks(self._folder)),
-                max((branch.until_seq for branch in branches), default=0),
+                max((each.until_seq for each in abandoned), default=0),
             )
         return self._next_seq
 

@@ -16,7 +16,7 @@ from grpo_async.config.sections import LaunchSection
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, RolloutGroup
 from grpo_async.store import RolloutStore, rollout_store, sealer
-from grpo_async.store.blocks import AbandonedRange, add_branch, find_blocks, read_branches, torn_bytes
+from grpo_async.store.blocks import AbandonedRange, add_abandoned, find_blocks, read_abandoned, torn_bytes
 from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
 from tests.store.builders import (
@@ -402,13 +402,13 @@ def test_a_store_whose_newest_blocks_were_removed_by_hand_never_uses_a_seq_of_th
 
 
 def test_damaged_files_beside_the_blocks_are_errors_with_what_to_do(tmp_path: Path) -> None:
-    branches = [AbandonedRange(step=1, from_seq=5, until_seq=9), AbandonedRange(step=2, from_seq=7, until_seq=12)]
-    for each in branches:
-        add_branch(tmp_path, each)
-    assert read_branches(tmp_path) == branches
+    abandoned = [AbandonedRange(step=1, from_seq=5, until_seq=9), AbandonedRange(step=2, from_seq=7, until_seq=12)]
+    for each in abandoned:
+        add_abandoned(tmp_path, each)
+    assert read_abandoned(tmp_path) == abandoned
     (tmp_path / "branches.jsonl").write_bytes(b'{"step": 1}\n')
     with pytest.raises(RunError, match=r"branches\.jsonl:1: .*; remove it to read the rest"):
-        read_branches(tmp_path)
+        read_abandoned(tmp_path)
     (tmp_path / "store.json").write_text("{")
     with pytest.raises(RunError, match=r"store\.json is damaged: .*; remove it to read the rest"):
         RolloutStore(tmp_path).position()
