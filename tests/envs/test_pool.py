@@ -62,17 +62,6 @@ def test_leases_are_granted_in_order_and_whole_so_that_none_waits_for_ever() -> 
     run("Full", use, max_instances=3)
 
 
-def test_a_wish_beyond_the_maximum_is_refused() -> None:
-    async def use(pool: EnvironmentPool) -> None:
-        with pytest.raises(
-            ValueError, match=r"3 instances are wanted at once; raise `environments\.only\.max_instances`: 2"
-        ):
-            async with pool.lease(3):
-                pass
-
-    run("Full", use, max_instances=2)
-
-
 def test_a_lease_that_is_cancelled_in_the_moment_of_its_grant_holds_nothing() -> None:
     """R6.1"""
 

@@ -52,17 +52,6 @@ def test_an_environment_with_its_own_reward_and_a_column_of_the_row() -> None:
     with_one(f"{TRL}:IncrementEnv", use)
 
 
-def test_async_tools_and_an_async_reward_and_text_parts() -> None:
-    async def use(environment: Environment) -> None:
-        text = await environment.reset({})
-        topic = environment.instance.topic
-        assert text == f"Write notes about {topic}"
-        assert (await call(environment, "note", text=topic)).result == f'{{"notes": ["{topic}"]}}'
-        assert await environment.get_reward() == 1.0
-
-    with_one(f"{TRL}:JudgedEnv", use)
-
-
 def test_a_dict_of_environments_selected_by_a_column() -> None:
     async def run() -> None:
         instances = []

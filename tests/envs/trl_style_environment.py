@@ -1,8 +1,5 @@
 """Environments and reward functions as people write them for TRL's GRPOTrainer; nothing here knows of this package."""
 
-import asyncio
-import random
-
 
 class FakeClient:
     """Stands for the client of an environment's server."""
@@ -98,33 +95,6 @@ class IncrementEnv:
         """
         self.counter += step
         return self.counter
-
-
-class JudgedEnv:
-    """Everything async, and the environment owns the data."""
-
-    def reset(self, **kwargs):
-        self.notes = []
-        self.topic = random.choice(["cats", "dogs"])
-        return [{"type": "text", "text": "Write notes about "}, {"type": "text", "text": self.topic}]
-
-    async def note(self, text: str) -> dict:
-        """
-        Write down a note.
-
-        Args:
-            text: The note.
-
-        Returns:
-            The notes so far.
-        """
-        await asyncio.sleep(0)
-        self.notes.append(text)
-        return {"notes": self.notes}
-
-    async def get_reward(self) -> float:
-        await asyncio.sleep(0)
-        return float(any(self.topic in note for note in self.notes))
 
 
 def reward_func(environments, **kwargs) -> list[float]:

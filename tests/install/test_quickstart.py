@@ -58,12 +58,3 @@ def test_resume_without_a_run_is_refused(checkout: Path) -> None:
     assert result.returncode == 2
     assert "nothing to resume" in result.stderr
     assert not (checkout / "calls").exists()
-
-
-def test_help_is_the_head_of_the_script(checkout: Path) -> None:
-    result = subprocess.run(
-        [checkout / "scripts/quickstart.sh", "--help"], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert result.stdout.startswith("Trains a small model from nothing")
-    assert "--seed N" in result.stdout
-    assert "set -euo" not in result.stdout

@@ -87,16 +87,6 @@ def test_the_plan_takes_a_wheel_that_pip_would_find(checkout: Path) -> None:
 
 
 @on_linux
-def test_the_plan_with_a_gpu_takes_the_cuda_builds(checkout: Path) -> None:
-    _program(checkout / "programs/nvidia-smi", "echo 'NVIDIA H200, 590.44.01'")
-    command: list[str | Path] = [checkout / "scripts/bootstrap.sh", "--plan", "--with-vllm", "--with", "hub"]
-    result = _run(command, folder=checkout, environment=_environment(checkout))
-    assert result.returncode == 0, result.stderr
-    assert "NVIDIA H200" in result.stdout
-    assert "--editable '.[hub,math,vllm]'" in result.stdout
-
-
-@on_linux
 def test_vllm_without_a_cpu_torch_is_refused_before_anything_is_made(checkout: Path) -> None:
     result = _run(
         [checkout / "scripts/bootstrap.sh", "--with-vllm"], folder=checkout, environment=_environment(checkout)
@@ -175,14 +165,6 @@ def test_a_stamp_that_does_not_fit_installs_again(checkout: Path, change: dict[s
     result = _run(command, folder=checkout, environment=_environment(checkout))
     assert result.returncode == (2 if change else 0), result.stdout + result.stderr
     assert ("is ready" in result.stdout) == (not change)
-
-
-@on_linux
-def test_a_gpu_that_appears_makes_the_environment_anew(checkout: Path) -> None:
-    _installed(checkout, {"math"})
-    _program(checkout / "programs/nvidia-smi", "echo 'NVIDIA H200, 590.44.01'")
-    result = _run([checkout / "scripts/bootstrap.sh", "--plan"], folder=checkout, environment=_environment(checkout))
-    assert re.search(r"^rebuild +it has torch cpu, wanted is torch cuda$", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_a_cpu_wheel_fits_only_its_version_python_and_processor(tmp_path: Path) -> None:

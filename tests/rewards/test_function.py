@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -117,17 +116,6 @@ def test_a_function_that_empties_its_lists_does_not_disturb_the_caller() -> None
     completions, answers = ["a", "b"], ["c", "d"]
     asyncio.run(score(RewardFunction(greedy), completions, columns={"answer": answers}))
     assert (completions, answers) == (["a", "b"], ["c", "d"])
-
-
-def test_an_async_call_is_awaited_on_a_loop_of_its_own() -> None:
-    """R1.11: an async `__call__` is awaited, inside a partial too."""
-
-    class Judge:
-        async def __call__(self, completions: list[str]) -> list[float]:
-            return [float(threading.current_thread() is not threading.main_thread())]
-
-    assert asyncio.run(score(RewardFunction(Judge()), ["a"])).values == [1.0]
-    assert asyncio.run(score(RewardFunction(functools.partial(Judge())), ["a"])).values == [1.0]
 
 
 def test_async_rewards_of_a_run_share_a_loop_as_in_trl_and_the_calls_of_a_worker_too() -> None:

@@ -79,17 +79,3 @@ def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() 
     with loaded(f"{TRL}:scaled", name="judge", arguments={"factor": 3}) as reward:
         assert reward.name == "judge"
         assert asyncio.run(score(reward, ["ab"])).values == [6.0]
-
-
-def test_several_extra_columns_and_a_metric_are_kept_as_documented() -> None:
-    with loaded(f"{TRL}:logs_what_it_extracted") as reward:
-        outcome = asyncio.run(score(reward, [r"\boxed{4}", "5"], columns={"ground_truth": ["4", "4"]}))
-    assert outcome.values == [1.0, 0.0]
-    assert outcome.extra_columns == {"golden_answer": ["4", "4"], "extracted_answer": ["4", "[none]"]}
-    assert outcome.metrics == {"accuracy": 0.5}
-
-
-@pytest.mark.parametrize(("step", "value"), [(4, 0.0), (5, 1.0)])
-def test_a_function_sees_the_state_of_the_trainer(step: int, value: float) -> None:
-    with loaded(f"{TRL}:curriculum") as reward:
-        assert asyncio.run(score(reward, ["a"], step=step)).values == [value]

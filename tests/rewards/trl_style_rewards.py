@@ -58,18 +58,6 @@ async def async_reward(prompts, completions, ground_truth, **kwargs):
     return [1.0 if truth in completion else 0.0 for completion, truth in zip(completions, ground_truth, strict=True)]
 
 
-def logs_what_it_extracted(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
-    extracted = [re.search(r"\\boxed\{(.*?)\}", c) for c in completions]
-    extracted = [m.group(1) if m else None for m in extracted]
-    rewards = [1.0 if e == gt else 0.0 for e, gt in zip(extracted, ground_truth, strict=False)]
-    if log_extra:
-        log_extra("golden_answer", list(ground_truth))
-        log_extra("extracted_answer", [e or "[none]" for e in extracted])
-    if log_metric:
-        log_metric("accuracy", sum(rewards) / len(rewards))
-    return rewards
-
-
 def counter_reward(environments, **kwargs):
     return [float(env.counter) for env in environments]
 
@@ -92,10 +80,6 @@ async def async_counter_reward(prompts, completions, environments, **kwargs):
 def names_of_keywords(completions, **kwargs):
     kwargs["log_extra"]("names", [" ".join(sorted(kwargs))] * len(completions))
     return [0.0] * len(completions)
-
-
-def curriculum(completions, trainer_state, **kwargs):
-    return [float(trainer_state.global_step >= trainer_state.max_steps / 2)] * len(completions)
 
 
 class LengthTarget:
