@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from grpo_async.config.document import Document, KeyPath, Location, Problems, shorten
-from grpo_async.config.shape import Shape, did_you_mean, suggest_key
+from grpo_async.config.shape import Shape, suggest_key
+from grpo_async.utils.text import did_you_mean
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")

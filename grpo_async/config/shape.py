@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from grpo_async.config.document import KeyPath, index_of
+from grpo_async.utils.text import CLOSE_ENOUGH, did_you_mean
 
-_CLOSE_ENOUGH = 0.7  # difflib's ratio; below it a suggestion is more often noise than help
-_MAX_KEY = 60  # difflib's time grows with the square
+_MAX_PATH = 120  # difflib's time grows with the square
 
 RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
@@ -136,12 +136,6 @@ class Shape:
                 yield from Shape.of(get_args(alternative)[0]).settings(f"{prefix}0.")
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when no known word is near."""
-    near = get_close_matches(word, known, n=1, cutoff=_CLOSE_ENOUGH) if len(word) <= _MAX_KEY else []
-    return f"; did you mean '{near[0]}'?" if near else ""
-
-
 def suggest_key(root: Shape, path: KeyPath) -> str:
     """What to write instead of a path whose last key (or an earlier one) is unknown; empty without a good guess. A name of another
     trainer is known; else it is the nearest key of ours, in the same section first.
@@ -170,12 +164,12 @@ def _of_another_trainer(key: str) -> str:
 def _anywhere(root: Shape, path: KeyPath) -> str:
     """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
     dotted, last = ".".join(path), path[-1]
-    if len(dotted) > 2 * _MAX_KEY:
+    if len(dotted) > _MAX_PATH:
         return ""
 
     def score(candidate: str) -> float:
         likeness = SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
-        return likeness + SequenceMatcher(None, dotted, candidate).ratio() / 2 if likeness > _CLOSE_ENOUGH else 0.0
+        return likeness + SequenceMatcher(None, dotted, candidate).ratio() / 2 if likeness > CLOSE_ENOUGH else 0.0
 
     scores = {candidate: score(candidate) for candidate in root.settings()}
     best = max(scores, key=scores.__getitem__)

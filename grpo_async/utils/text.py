@@ -7,6 +7,10 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from itertools import islice
 
+CLOSE_ENOUGH = 0.7
+"""difflib's ratio of two names; below it a suggestion is more often noise than help."""
+_MAX_WORD = 60  # difflib's time grows with the square
+
 
 def finite(value: object) -> float | None:
     """`value` where it is a finite number, else None: metrics.jsonl has null for what was not finite, files may hold anything."""
@@ -58,6 +62,7 @@ def json_kind(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
-    """ "; did you mean `rollout` or `rollouts`?": the nearest of the known names; empty where none is near."""
-    near = get_close_matches(word, list(known), n=most)
-    return f"; did you mean {' or '.join(f'`{name}`' for name in near)}?" if near else ""
+    """ "; did you mean 'rollout' or 'rollouts'?": the nearest of the known names; empty where none is near."""
+    near = get_close_matches(word, list(known), n=most, cutoff=CLOSE_ENOUGH) if len(word) <= _MAX_WORD else []
+    quoted = " or ".join(f"'{name}'" for name in near)
+    return f"; did you mean {quoted}?" if near else ""

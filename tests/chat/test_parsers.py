@@ -270,7 +270,7 @@ def test_the_xml_calls_of_qwen3_coder_are_not_mistaken_for_json() -> None:
 
 def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(
-        ConfigError, match=r"tool_calling.parser: there is no parser 'hermess'; did you mean `hermes`\?"
+        ConfigError, match=r"tool_calling.parser: there is no parser 'hermess'; did you mean 'hermes'\?"
     ):
         renderer_of("qwen3", parser="hermess")
 

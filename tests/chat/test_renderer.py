@@ -105,7 +105,7 @@ def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
 
 def test_an_end_of_turn_token_must_be_one_token() -> None:
     with pytest.raises(
-        ConfigError, match=r"end_of_turn_tokens: '<\|im_ends\|>' is not a token .*; did you mean `<\|im_end\|>`\?"
+        ConfigError, match=r"end_of_turn_tokens: '<\|im_ends\|>' is not a token .*; did you mean '<\|im_end\|>'\?"
     ):
         renderer_of("qwen3", end_of_turn_tokens=["<|im_ends|>"])
 

@@ -61,7 +61,7 @@ def test_rows_that_an_environment_cannot_use_are_found_in_both_sources(tmp_path:
         evaluation={"data": {"type": "jsonl", "path": str(held_out)}},
         environments=GAME,
     )
-    with pytest.raises(ConfigError, match=r"evaluation\.data, row 0: .*'gmae'.*did you mean `game`\?"):
+    with pytest.raises(ConfigError, match=r"evaluation\.data, row 0: .*'gmae'.*did you mean 'game'\?"):
         check_inputs(config, engine=EMBEDDED)
 
 
@@ -81,7 +81,7 @@ def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_pa
     assert "3 at once, each in at most 300 s; it calls the model at an endpoint on 127.0.0.1" in notes
     assert "its own reward (`agent`, weight 1) is added to that of grpo_async.rewards.text:exact_match" in notes
     for section, told in (
-        ({"function": "grpo_async.quickstart.agent:rnu"}, r"rollout\.agent\.function: .*did you mean `run`"),
+        ({"function": "grpo_async.quickstart.agent:runn"}, r"rollout\.agent\.function: .*did you mean 'run'"),
         ({"function": "no_such_module:run"}, r"rollout\.agent\.function: no_such_module:run: there is no module"),
         ({"command": ["no-such-program"]}, r"there is no program 'no-such-program' on PATH"),
         ({"command": ["true"], "host": "192.0.2.7"}, r"rollout\.agent\.host: 192\.0\.2\.7 cannot be bound"),

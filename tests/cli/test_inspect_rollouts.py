@@ -126,7 +126,7 @@ def test_what_a_resume_left_behind_is_shown_when_asked_for(store: RolloutStore) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dmeo"], "there is no run 'dmeo'; did you mean `demo`?"),
+        (["dmeo"], "there is no run 'dmeo'; did you mean 'demo'?"),
         (["demo", "--group", "99"], "runs/demo has no group 99 among its 3 groups"),
         (
             ["demo", "--rollout", "99"],

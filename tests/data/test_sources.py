@@ -338,7 +338,7 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
         ("reward_modle.ground_truth", "answer", "not a column here"),
         ("data_source.name", "answer", "but `data_source` is a string ('gsm8k'), which has nothing below it"),
         ("extra_info.tries.2.answer", "answer", "but `extra_info.tries` is a list of 2 without an entry `2`"),
-        ("reward_modle", "answer", "did you mean `reward_model`"),
+        ("reward_modle", "answer", "did you mean 'reward_model'"),
         ("extra_info.split", "data_source", "two columns named `data_source`"),
         ("answer", "data_source", "old: new, so perhaps `{data_source: answer}`"),
     ],

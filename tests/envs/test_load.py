@@ -83,7 +83,7 @@ def test_rows_that_select_nothing_are_said_with_the_names_there_are() -> None:
         ]
         problems = environments.check_rows(rows)
         assert [problem[:6] for problem in problems] == ["row 1:", "row 2:", "row 3:"]
-        assert "says 'fulls', but the environments are ['full', 'bare']; did you mean `full`? (if" in problems[0]
+        assert "says 'fulls', but the environments are ['full', 'bare']; did you mean 'full'? (if" in problems[0]
         assert "says None, but the environments are ['full', 'bare'] (if" in problems[1]
         assert "the column `environment` is missing" in problems[2]
         with pytest.raises(ConfigError, match="says 'fulls'"):

@@ -135,7 +135,7 @@ def test_a_folder_of_another_task_is_made_again_and_an_unknown_task_is_refused(t
     prepare(tmp_path / "made", task="code", recipe=SHORT, report=_silent)
     prepare(tmp_path / "made", task="game", recipe=SHORT, report=_silent)
     assert "target" in json.loads((tmp_path / "made" / "train.jsonl").read_text().splitlines()[0])
-    with pytest.raises(ConfigError, match="no quickstart task 'gaem'; did you mean `game`"):
+    with pytest.raises(ConfigError, match="no quickstart task 'gaem'; did you mean 'game'"):
         prepare(tmp_path / "made", task="gaem", report=_silent)
 
 

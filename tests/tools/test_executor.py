@@ -98,7 +98,7 @@ def test_calls_with_one_serial_key_run_one_after_the_other_in_their_order() -> N
 def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:
     far, near = execute([sample_tools.multiply, sample_tools.async_add], [call("fly"), call("multipy")])
     assert error_of(far) == "there is no tool 'fly'; there is multiply, async_add"
-    assert error_of(near) == "there is no tool 'multipy'; there is multiply, async_add; did you mean `multiply`?"
+    assert error_of(near) == "there is no tool 'multipy'; there is multiply, async_add; did you mean 'multiply'?"
 
 
 def test_long_results_and_long_errors_are_cut() -> None:

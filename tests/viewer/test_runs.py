@@ -19,7 +19,7 @@ def test_a_run_is_found_by_name_and_by_path_and_an_unknown_one_lists_the_nearest
         (runs / name).mkdir(parents=True)
     assert find_run("other", runs).root == runs / "other"
     assert find_run(str(runs / "other"), tmp_path / "elsewhere").root == runs / "other"
-    with pytest.raises(ConfigError, match="there is no run 'quickstrat'; did you mean `quickstart`"):
+    with pytest.raises(ConfigError, match="there is no run 'quickstrat'; did you mean 'quickstart'"):
         find_run("quickstrat", runs)
     with pytest.raises(ConfigError, match=r"there is no run 'zzz'; .*runs holds (quickstart, other|other, quickstart)"):
         find_run("zzz", runs)
