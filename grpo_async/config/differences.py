@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_async.utils.text import clipped
+
 MISSING = "(not set)"
 
 
@@ -19,8 +21,7 @@ class Difference:
 
     def __str__(self) -> str:
         """ "optimizer.lr: 1e-05 -> 0.0001", shortened."""
-        texts = (text if len(text) <= 80 else text[:77] + "..." for text in self.values)
-        return f"{self.path}: {' -> '.join(texts)}"
+        return f"{self.path}: {' -> '.join(clipped(text, 80) for text in self.values)}"
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, str]:

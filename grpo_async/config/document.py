@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
+from grpo_async.utils.text import clipped
+
 KeyPath: TypeAlias = tuple[str, ...]
 """Keys and list indices from the root, all as text: ("rewards", "0", "weight")."""
 _MAX_VALUES = 20_000  # of a configuration, aliases unfolded: a few lines of them can stand for billions
@@ -39,11 +41,6 @@ YAML_1_2_RULES: tuple[tuple[str, re.Pattern[str], list[str]], ...] = (
 def index_of(key: str) -> int | None:
     """The index of a list entry that a key of a path means: "12" -> 12; None for anything else, such as "²" or 5,000 digits."""
     return int(key) if key.isascii() and key.isdecimal() and len(key) <= _MAX_DIGITS else None
-
-
-def shorten(text: str, longest: int = 80) -> str:
-    """`text` as it is shown in a message: "...", where it was longer."""
-    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 class Location(NamedTuple):
@@ -212,7 +209,7 @@ def _construct(tag: str, text: Any) -> Any:
     if pattern is None:
         return usable_text(text)
     if not pattern.match(text):
-        raise ValueError(f"'{shorten(text)}' does not fit its tag '{tag}'")
+        raise ValueError(f"'{clipped(text, 80)}' does not fit its tag '{tag}'")
     match tag.removeprefix(_PREFIX):
         case "null":
             return None
@@ -222,7 +219,7 @@ def _construct(tag: str, text: Any) -> Any:
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     number = int(text, 0 if text.startswith(("0o", "0x")) else 10) if len(text) <= _MAX_DIGITS else 1 << 63
     if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"{shorten(text)} is beyond 64 bits; write a smaller number, or quote it if it is text")
+        raise ValueError(f"{clipped(text, 80)} is beyond 64 bits; write a smaller number, or quote it if it is text")
     return number
 
 

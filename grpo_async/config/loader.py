@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any
@@ -33,13 +32,13 @@ from grpo_async.config.document import (
     read_scalar,
     read_yaml,
     read_yaml_file,
-    shorten,
     usable_text,
 )
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.problems import report
 from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
 from grpo_async.errors import ConfigError
+from grpo_async.utils.text import clipped, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +101,8 @@ def dump_values(values: Mapping[str, Any]) -> str:
 def _no_such_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory; name a YAML file"
-    names = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, sorted(names), n=1)
-    return f"there is no file {path}" + (f"; did you mean '{path.parent / near[0]}'?" if near else "")
+    names = sorted(file.name for file in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    return f"there is no file {path}{did_you_mean(path.name, names)}"
 
 
 def _take_old_names(document: Document, problems: Problems) -> None:
@@ -209,7 +207,7 @@ def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: S
 def _apply_override(document: Document, override: str, shape: Shape, problems: Problems) -> None:
     """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`. A path that does not
     exist and a value that cannot be read are problems."""
-    location = Location(f"--set {shorten(override, 100).encode(errors='backslashreplace').decode()}")
+    location = Location(f"--set {clipped(override, 100).encode(errors='backslashreplace').decode()}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
     if (new := RENAMED_KEYS.get(path)) is not None:
@@ -225,7 +223,7 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
     elif missing := [one for one in lists if path[: len(one) + 1] not in document.locations]:
         entries, key = document.value(missing[0]), path[len(missing[0])]
         known = ", ".join(map(str, range(len(entries)))) or "none at all"
-        problems.add(location, f"'{'.'.join(missing[0])}' has no entry '{key}', only {shorten(known)}")
+        problems.add(location, f"'{'.'.join(missing[0])}' has no entry '{key}', only {clipped(known, 80)}")
     else:
         document.put(path, read_yaml(text, location, problems, has_lines=False))
         _take_old_names(document, problems)

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.document import Document, KeyPath, Location, Problems, shorten
+from grpo_async.config.document import Document, KeyPath, Location, Problems
 from grpo_async.config.shape import Shape, suggest_key
-from grpo_async.utils.text import did_you_mean
+from grpo_async.utils.text import clipped, did_you_mean
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
@@ -111,4 +111,4 @@ def _shown(value: object) -> str:
         return "a mapping"
     if isinstance(value, list | tuple):
         return "a list" if value else "an empty list"
-    return shorten(repr(value))
+    return clipped(repr(value), 80)

@@ -15,7 +15,7 @@ from grpo_async.checks.memory import describe_peak
 from grpo_async.display.progress import join
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import duration, finite
+from grpo_async.utils.text import clipped, duration, finite
 
 _FIRST = ("num_prompts", "reward", "reward_stderr")
 _LAST = ("mean_length", "truncated", "num_failed", "num_unscored")
@@ -127,7 +127,7 @@ def print_evaluation(
     table.add_column(plain(group_by or ""), no_wrap=True)
     if len(columns) <= _MAX_COLUMNS:
         for column in columns:
-            table.add_column(Text(_short(column)), justify="right", overflow="fold")
+            table.add_column(Text(clipped(plain(column), _MAX_NAME)), justify="right", overflow="fold")
         for name in names:
             table.add_row(_NAMES.get(name, name), *(_shown(name, values.get(name)) for values in columns.values()))
     else:
@@ -135,7 +135,7 @@ def print_evaluation(
         for name in names:
             table.add_column(_NAMES.get(name, name), justify="right", no_wrap=True)
         for column, values in columns.items():
-            table.add_row(Text(_short(column)), *(_shown(name, values.get(name)) for name in names))
+            table.add_row(Text(clipped(plain(column), _MAX_NAME)), *(_shown(name, values.get(name)) for name in names))
     console.print(Text(plain(title), style="bold"))
     console.print(table)
 
@@ -149,11 +149,6 @@ def _important(names: Sequence[str]) -> list[str]:
     largest = {name.partition("@")[0]: name for name in names if "@" in name}
     wanted = (*_FIRST, largest.get("pass"), largest.get("majority"), "mean_length")
     return [name for name in names if name in wanted]
-
-
-def _short(name: str) -> str:
-    text = plain(name)
-    return text if len(text) <= _MAX_NAME else text[: _MAX_NAME - 3] + "..."
 
 
 def _shown(name: str, value: Any) -> str:

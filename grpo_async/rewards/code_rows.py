@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 from grpo_async.rewards.text import after_thinking
-from grpo_async.user_code.calls import clipped
+from grpo_async.utils.text import clipped
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 

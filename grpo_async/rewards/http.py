@@ -38,8 +38,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.rewards.call import ENVIRONMENTS, checked_by
 from grpo_async.rewards.text import final_text
-from grpo_async.user_code.calls import clipped
 from grpo_async.utils.retry import RetryPolicy, server_message
+from grpo_async.utils.text import clipped
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_WAIT_S = 60.0  # that a server can ask for with Retry-After

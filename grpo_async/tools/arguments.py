@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
-from grpo_async.user_code.calls import clipped
+from grpo_async.utils.text import clipped
 
 Arguments = TypeAdapter[dict[str, Any]]
 

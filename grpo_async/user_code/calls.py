@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from grpo_async.records import LARGEST_REWARD
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner
+from grpo_async.utils.text import clipped
 
 Result = TypeVar("Result")
 
@@ -207,11 +208,6 @@ def read_numbers(raw: Any, count: int, *, of: str) -> list[float | None]:
 def shown(value: Any) -> str:
     """Value and type in a few words, for errors."""
     return f"{clipped(repr(value))} ({type(value).__name__})"
-
-
-def clipped(text: str, most: int = 60) -> str:
-    """At most so many characters, the last three dots where some are left out."""
-    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -47,6 +47,11 @@ def shortlist(texts: Collection[str], separator: str = "; ", *, most: int = 8) -
     return separator.join(islice(texts, most)) + more
 
 
+def clipped(text: str, most: int = 60) -> str:
+    """At most so many characters, the last three dots where some are left out."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def backticked(names: Iterable[object]) -> str:
     """Names as a message quotes them: a, b -> "`a`, `b`"; none -> "(none)"."""
     return ", ".join(f"`{name}`" for name in names) or "(none)"
