@@ -14,7 +14,7 @@ from pathlib import Path
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.json_files import parse_object
-from grpo_async.utils.whole_lines import Writer
+from grpo_async.utils.whole_lines import Writer, append_whole
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +55,9 @@ class MetricsLog(Writer):
             os.close(self._descriptor)
 
     def _write_waiting(self, *, is_last: bool = False) -> None:
-        size = os.fstat(self._descriptor).st_size
-        rest = self._waiting
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            append_whole(self._descriptor, self._waiting)
         except OSError as error:
-            os.ftruncate(self._descriptor, size)  # no reader ever sees half a line
             self._note(error, is_last=is_last)
             return
         self._waiting = b""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_async.utils.whole_lines import whole_bytes
+from grpo_async.utils.whole_lines import append_whole, whole_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,9 @@ class EventWriter:
                 if time.monotonic() < self._makes_room_at:
                     return num_events
                 self._drop_older_half()
-            self._write(data)
+            assert self._descriptor is not None
+            append_whole(self._descriptor, data)
+            self._size += len(data)
         except OSError as error:
             self.close()
             if not self._is_failing:
@@ -149,17 +151,6 @@ class EventWriter:
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         self._size = whole_bytes(self._descriptor)
         os.ftruncate(self._descriptor, self._size)  # a line that a kill has torn
-
-    def _write(self, data: bytes) -> None:
-        assert self._descriptor is not None
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            os.ftruncate(self._descriptor, self._size)
-            raise
-        self._size += len(data)
 
     def _drop_older_half(self) -> None:
         """Begin the file anew with its newer half."""

@@ -26,6 +26,21 @@ def whole_bytes(descriptor: int) -> int:
     return 0
 
 
+def append_whole(descriptor: int, lines: bytes) -> None:
+    """Append lines to a file that is opened for appending; no reader ever sees half of one that could not be written.
+
+    Raises:
+        OSError: they could not be written, and nothing of them is left.
+    """
+    size, rest = os.fstat(descriptor).st_size, memoryview(lines)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        os.ftruncate(descriptor, size)
+        raise
+
+
 class Writer(ABC):
     """A writer as a context: leaving it closes it. What cannot be written then is raised; where another error ends the run it is
     logged instead, because the user has to know the other one first."""
