@@ -24,7 +24,6 @@ from torch import nn
 
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import ClippedLoss
 from grpo_async.config.model_sections import OptimizerSection
@@ -68,8 +67,6 @@ class StepOutcome:
     grad_norm: float
     computed_tokens: int
     """Of all forwards on all ranks, padding included."""
-    shared_tokens: int = 0
-    """Of prompts, that samples have and that are computed for another one only."""
     num_micro_batches: int
     """Of one rank."""
 
@@ -149,20 +146,17 @@ class OurSide:
         """One step of --minibatches updates. A collective."""
         options = self._options
         minibatches: list[list[MicroBatch]] = []
-        computed = shared = num_micro_batches = 0
-        shares_prompts = self.policy.obstacle_to_shared_prompts is None
+        computed = num_micro_batches = 0
         for part in split(samples, options.minibatches):
             plan = plan_batch(
                 [len(sample.token_ids) for sample in part],
                 num_ranks=self._num_ranks,
                 micro_batch_tokens=options.micro_batch_tokens,
                 pack=True,
-                prompts=find_prompts(part) if shares_prompts else None,
             )
             weights = token_weights(part, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
             minibatches.append(split_by_rank(part, weights, plan, trainer_version=0)[self._rank].pack())
             computed += plan.num_computed_tokens
-            shared += plan.num_shared_tokens
             num_micro_batches += plan.num_micro_batches
         result = train_step(
             self.policy,
@@ -178,7 +172,6 @@ class OurSide:
             loss=result.loss,
             grad_norm=result.grad_norm,
             computed_tokens=computed,
-            shared_tokens=shared,
             num_micro_batches=num_micro_batches,
         )
 

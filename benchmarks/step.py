@@ -14,10 +14,9 @@ DistributedDataParallel):
     padded    samples as they come, padded to the longest of their micro-batch
     sorted    the same loop, samples sorted by length before
 
-Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; what is shared of prompts, which packed
-computes once for the samples of a group in a micro-batch, is not needed; `gpu` says the MFU. Exit code 1 when the step is not as
-fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time
-of a step goes is in every run's timeline (`events.jsonl`).
+Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; `gpu` says the MFU. Exit code 1 when the
+step is not as fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py;
+where the time of a step goes is in every run's timeline (`events.jsonl`).
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
 them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
@@ -134,7 +133,6 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     from benchmarks._step_sides import make_samples, process_group
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
-    from grpo_async.batching.prompts import find_prompts
     from grpo_async.batching.weights import token_weights
     from grpo_async.training.ranks import CommandChannel, StepCommand
 
@@ -160,7 +158,6 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
                     num_ranks=options.ranks,
                     micro_batch_tokens=options.micro_batch_tokens,
                     pack=True,
-                    prompts=find_prompts(samples),
                 )
                 weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=1)
                 times.append(now())
@@ -207,8 +204,7 @@ def _report_speed(
     for name in list(seconds)[1:]:
         report.row(f"packed over {name}", ratios(seconds, name, "packed"), "ratio")
     for name, outcome in outcomes.items():
-        needed = real - outcome.shared_tokens
-        report.row(f"{name}: needed / computed tokens", [needed / outcome.computed_tokens], "fraction")
+        report.row(f"{name}: needed / computed tokens", [real / outcome.computed_tokens], "fraction")
         report.row(f"{name}: computed tokens", [outcome.computed_tokens], "of a step")
         report.row(f"{name}: micro-batches", [outcome.num_micro_batches], "of a rank")
     middle = statistics.median(ratios(seconds, "padded", "packed"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,35 +19,20 @@ from grpo_async.records import BoolArray, FloatArray, IntArray, RolloutSample, j
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """What stands of a sample in a micro-batch that has its prompt already: all that follows the prompt. Positions are those in the
-    flattened (R x T) grid."""
-
-    start: int
-    """Where it begins."""
-    prompt_start: int
-    """Where the sample begins whose prompt it goes on from: earlier, in the same row."""
-    num_prompt_tokens: int
-    """How many tokens from there on are the prompt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """One forward of one rank. R rows of T tokens, N trained tokens in all rows together.
 
     `source_index` points at the position, in the flattened (R x T) grid, whose hidden state predicts the trained token: the
     token before it.
 
-    Worked example, samples 1 2 [5 6] and 1 2 [7] with their prompt in common, trained tokens in brackets:
+    Worked example, samples 1 2 [5 6] and 1 2 [7], trained tokens in brackets:
 
-        input_ids     1 2 5 6 7    source_index  0 + 1, 2, 0 + 1    targets  5 6 7
-        position_ids  0 1 2 3 2    segment_ids   0 0 0 0 1          continuations  at 4, of 2 tokens at 0
+        input_ids     1 2 5 6 1 2 7    source_index  1, 2, 5    targets  5 6 7
+        position_ids  0 1 2 3 0 1 2    segment_ids   0 0 0 0 1 1 1
     """
 
     input_ids: torch.Tensor  # (R, T) int64
-    position_ids: (
-        torch.Tensor
-    )  # (R, T) int64, restarts at 0 for every sample, or at the length of its prompt if that is elsewhere
+    position_ids: torch.Tensor  # (R, T) int64, restarts at 0 for every sample
     segment_ids: torch.Tensor  # (R, T) int64, number of the sample in its row; -1 = padding
     source_index: torch.Tensor  # (N,) int64
     target_ids: torch.Tensor  # (N,) int64
@@ -58,7 +43,6 @@ class MicroBatch:
     advantages: torch.Tensor  # (N,) float32
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
-    continuations: Sequence[Continuation] = ()  # samples whose prompt another one has; on the host
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
     most_rank_tokens: int = 0  # of that, those of the rank that has most
     host_segment_ids: torch.Tensor | None = (
@@ -119,18 +103,16 @@ class RankSamples:
 
     def _pack(self, plan: MicroBatchPlan, samples: slice, tokens: slice) -> MicroBatch:
         lengths, ids, mask = self.lengths[samples], self.token_ids[tokens], self.loss_mask[tokens]
-        layout = _lay_out(plan, lengths, mask)
+        starts, segments = _lay_out(plan, lengths)
         sample = np.repeat(np.arange(len(lengths)), lengths)  # (L,) which one each token belongs to
         position = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)  # (L,) within it
-        stands = position >= layout.known[sample]  # (L,) False in a prompt that another sample brings
-        # (L,) where each token stands in the flattened grid, be it as another sample's
-        place = np.where(stands, layout.origins[sample], layout.prompts[sample]) + position
+        place = starts[sample] + position  # (L,) in the flattened grid
         # a rank without samples computes one row of padding: FSDP's collectives need its forward
         num_rows = max(1, len(plan.rows))
 
         def grid(values: NDArray[np.int64], padding: int) -> torch.Tensor:
             filled = np.full(num_rows * plan.row_tokens, padding)
-            filled[place[stands]] = values[stands]
+            filled[place] = values
             return torch.from_numpy(filled).view(num_rows, plan.row_tokens)
 
         trained = np.flatnonzero(mask)  # (N,)
@@ -139,7 +121,7 @@ class RankSamples:
         return MicroBatch(
             input_ids=grid(ids.astype(np.int64), 0),
             position_ids=grid(position, 0),
-            segment_ids=grid(layout.segments[sample], -1),
+            segment_ids=grid(segments[sample], -1),
             source_index=torch.from_numpy(place[trained - 1]),
             target_ids=torch.from_numpy(ids[trained].astype(np.int64)),
             sample_index=torch.from_numpy((np.cumsum(is_trained) - 1)[owner]),
@@ -147,7 +129,6 @@ class RankSamples:
             advantages=torch.from_numpy(self.advantages[samples][owner]),
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
-            continuations=layout.continuations,
             minibatch_tokens=self.minibatch_tokens,
             most_rank_tokens=self.most_rank_tokens,
         )
@@ -188,34 +169,14 @@ def split_by_rank(
     return parts
 
 
-class _Layout(NamedTuple):
-    """Where the S samples of a micro-batch stand in its flattened grid."""
-
-    origins: NDArray[np.int64]  # (S,) where its first token stands, or would, were its prompt not another sample's
-    prompts: NDArray[np.int64]  # (S,) where that other sample stands
-    known: NDArray[np.int64]  # (S,) tokens that the other one brings, or 0
-    segments: NDArray[np.int64]  # (S,) number in the row
-    continuations: Sequence[Continuation]
-
-
-def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64], mask: BoolArray) -> _Layout:
-    origins, prompts, known, segments = np.zeros((4, len(lengths)), np.int64)
-    continuations = []
-    whole: dict[int, int] = {}  # index of a sample that has its prompt -> its start
-    number = begin = 0  # of the sample, and of its tokens in `mask`
+def _lay_out(plan: MicroBatchPlan, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each of the S samples of a micro-batch begins in its flattened grid, and its number in its row. (S,) each"""
+    starts, segments = np.zeros((2, len(lengths)), np.int64)
+    number = 0
     for row, indices in enumerate(plan.rows):
         place = row * plan.row_tokens
-        for segment, index in enumerate(indices):
-            start, stop = place, begin + int(lengths[number])
-            if index in plan.continues:
-                prompt, num_tokens = whole[plan.continues[index]], int(mask[begin:stop].argmax())
-                continuations.append(Continuation(start=start, prompt_start=prompt, num_prompt_tokens=num_tokens))
-                place -= num_tokens
-                prompts[number], known[number] = prompt, num_tokens
-            else:
-                whole[index] = start
-            origins[number], segments[number] = place, segment
-            place += stop - begin
-            begin = stop
+        for segment in range(len(indices)):
+            starts[number], segments[number] = place, segment
+            place += int(lengths[number])
             number += 1
-    return _Layout(origins, prompts, known, segments, tuple(continuations))
+    return starts, segments

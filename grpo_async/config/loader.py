@@ -106,15 +106,15 @@ def _no_such_file(path: Path) -> str:
 
 
 def _take_old_names(document: Document, problems: Problems) -> None:
-    """Give each setting that stands under its old name the one that it has now, and warn; drop what is gone where it is null."""
+    """Give each setting that stands under its old name the one that it has now, and warn; drop what is gone."""
     for old, new in RENAMED_KEYS.items():
         if old not in document.locations:
             continue
-        if new is None and document.value(old) is not None:
-            continue  # an unknown key, like any other
         location = document.locations.pop(old)
         value = document.value(old[:-1]).pop(old[-1])
         if new is None:
+            if value is not None:
+                logger.warning("%s: %s is gone and has no effect; remove it", location, ".".join(old))
             continue
         if new in document.locations:
             problems.add(location, f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is set, too; remove it")

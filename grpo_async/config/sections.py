@@ -78,10 +78,6 @@ class TrainingSection(StrictModel):
     pack: bool = True
     """The samples of a forward in one row, without padding. false: one sample per row, padded to the longest (for comparison; but
     for `bnpo`, which weighs by micro-batch, the loss is the same)."""
-    share_prompts: bool = True
-    """Compute a prompt once for the samples of a forward that begin with it, where that saves time; but for `bnpo`, which weighs by
-    micro-batch, the loss is the same. Packed only, without model.router_aux_loss, and with the attention `mask` only: with varlen
-    every sample has its own (the log says which it is)."""
     logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Logits are computed for this many tokens at a time and never held for more."""
     compile: bool = False

@@ -23,9 +23,10 @@ RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
     ("training", "row_tokens"): None,
+    ("training", "share_prompts"): None,
 }
 """Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None:
-it is gone, and stands as null in the config.yaml of every run of that time."""
+it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning unless it is null."""
 
 # Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
 FOREIGN_KEYS = {

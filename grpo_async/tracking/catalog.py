@@ -129,7 +129,6 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
     _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
     _metric("training/padding_fraction", "fraction of the tokens computed that are padding", "fraction", better=_LOWER),
-    _metric("training/shared_fraction", "fraction of the tokens that are another sample's prompt", "fraction", better=_HIGHER),
     _metric("clip_ratio/low_mean", "fraction of tokens that the lower clip took", "fraction"),
     _metric("clip_ratio/low_min", "smallest such fraction of a sample", "fraction", _MIN),
     _metric("clip_ratio/high_mean", "fraction of tokens that the upper clip took", "fraction"),

@@ -5,7 +5,6 @@ adapters -> activation checkpointing -> compile -> shard -> load; nothing before
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any
 
@@ -31,8 +30,6 @@ from grpo_async.training.reference import (
     is_policy_without_adapters,
 )
 from grpo_async.training.timing import StepClock
-
-logger = logging.getLogger(__name__)
 
 _MARGIN_S = 60.0
 
@@ -86,7 +83,7 @@ def build_context(
             _MARGIN_S,
         )
     )
-    context = TrainerContext(
+    return TrainerContext(
         config=config,
         run_dir=assignment.run_dir,
         policy=policy,
@@ -108,11 +105,6 @@ def build_context(
         num_ranks=assignment.world_size,
         clock=StepClock(timeline, device),
     )
-    obstacle = context.obstacle_to_shared_prompts
-    logger.info(
-        "prompts that samples have in common: %s", "computed once" if obstacle is None else f"not shared, {obstacle}"
-    )
-    return context
 
 
 def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceMesh, device: torch.device) -> Policy:

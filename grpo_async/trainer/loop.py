@@ -19,7 +19,6 @@ import numpy as np
 from grpo_async.batching.minibatch import Minibatch, split_groups
 from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
@@ -247,8 +246,7 @@ class LeaderLoop:
         parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
         tokens = TokenPlan(context.num_ranks)
         began = time.time()
-        num_tokens = num_computed = num_shared = num_rows = 0
-        shares_prompts = context.obstacle_to_shared_prompts is None
+        num_tokens = num_computed = num_rows = 0
         for minibatch in minibatches:
             samples = minibatch.samples
             plan = plan_batch(
@@ -256,7 +254,6 @@ class LeaderLoop:
                 num_ranks=context.num_ranks,
                 micro_batch_tokens=config.training.micro_batch_tokens,
                 pack=config.training.pack,
-                prompts=find_prompts(samples) if shares_prompts else None,
             )
             weights = token_weights(
                 samples,
@@ -269,7 +266,6 @@ class LeaderLoop:
             num_rows += len(samples)
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
-            num_shared += plan.num_shared_tokens
             ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
@@ -278,8 +274,7 @@ class LeaderLoop:
         packed = commands[0].pack()
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
         result = context.step(packed, lr, tokens.room)
-        result.metrics["training/padding_fraction"] = 1.0 - (num_tokens - num_shared) / num_computed
-        result.metrics["training/shared_fraction"] = num_shared / num_tokens
+        result.metrics["training/padding_fraction"] = 1.0 - num_tokens / num_computed
         collected = result.token_statistics
         return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
 

@@ -90,20 +90,7 @@ class Policy(nn.Module):
         config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(config)
         self._num_layers = int(config.num_hidden_layers)
-        self._attention = attention
         use_attention(model, attention)
-
-    @property
-    def obstacle_to_shared_prompts(self) -> str | None:
-        """Why every sample needs its prompt in its own place; None: one copy does for all that begin with it. The same on every
-        rank."""
-        if self._experts_per_token is not None:
-            return "the router's loss (model.router_aux_loss) counts the tokens of every sample"
-        if self._attention != "mask":
-            return (
-                f"the attention is {self._attention} (model.attention), which finds keys in a sample's own place only"
-            )
-        return None
 
     def forward(
         self,
@@ -151,7 +138,7 @@ class Policy(nn.Module):
     def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """States before the head, (R, T, H), and router logits of each layer where they are asked for."""
         segment_ids = batch.segment_ids if batch.host_segment_ids is None else batch.host_segment_ids
-        layout = SampleLayout(segment_ids, device=batch.input_ids.device, continuations=batch.continuations)
+        layout = SampleLayout(segment_ids, device=batch.input_ids.device)
         extra = {} if self._experts_per_token is None else {"output_router_logits": True}
         output = self.model.base_model(
             input_ids=batch.input_ids,

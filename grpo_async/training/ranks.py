@@ -176,20 +176,6 @@ class TrainerContext:
     peaks: Sequence[int] | None = None
     """Most memory that each rank had taken when its first step was done, in bytes; known to rank 0, empty on the others."""
 
-    @property
-    def obstacle_to_shared_prompts(self) -> str | None:
-        """Why a prompt is computed for each of its samples; None: once for those in a micro-batch. The same on every rank; rank 0
-        plans by it."""
-        training = self.config.training
-        if not training.share_prompts:
-            return "training.share_prompts is false"
-        if not training.pack:
-            return "samples are not packed (training.pack)"
-        obstacle = self.policy.obstacle_to_shared_prompts
-        if obstacle is None and self.reference is not None:
-            obstacle = self.reference.obstacle_to_shared_prompts
-        return obstacle
-
     def step(self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, token_room: int = 0) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
         tokens = TokenCollector(token_room, self.device) if token_room else None

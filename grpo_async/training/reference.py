@@ -41,11 +41,6 @@ class Reference:
         reshard(self._policy)
         return logprobs.float()
 
-    @property
-    def obstacle_to_shared_prompts(self) -> str | None:
-        """As of the policy: its attention may be another one."""
-        return self._policy.obstacle_to_shared_prompts
-
 
 def is_policy_without_adapters(config: ExperimentConfig) -> bool:
     """Whether the reference is the policy with its adapters left out."""

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.batching.pack import Continuation, MicroBatch, split_by_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import EMPTY_ROW_TOKENS, BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.batching.prompts import find_prompts
 from grpo_async.records import RolloutSample
 from tests.support.records import make_sample
 
@@ -24,23 +23,22 @@ def _pack(samples: list[RolloutSample], weights: list[float], plan: BatchPlan) -
     return [pickle.loads(pickle.dumps(part)).pack() for part in parts]
 
 
-def test_a_row_holds_a_shared_prompt_once_and_points_each_trained_token_at_the_state_before_it() -> None:
+def test_a_row_points_each_trained_token_at_the_state_before_it() -> None:
     samples = [
         make_sample(prompt=[1, 2], completion=[5, 6], version=3),
         make_sample(prompt=[9], completion=[8]),
         make_sample(prompt=[1, 2], completion=[7]),
     ]
-    plan = plan_batch([4, 2, 3], num_ranks=1, micro_batch_tokens=8, pack=True, prompts=find_prompts(samples))
+    plan = plan_batch([4, 2, 3], num_ranks=1, micro_batch_tokens=9, pack=True)
     (batch,) = _pack(samples, [0.25, 0.5, 1.0], plan)[0]
-    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 7, 9, 8]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
-    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 2, 2]]
-    assert batch.source_index.tolist() == [1, 2, 1, 5]  # the first token of the second one: the last of the prompt
+    assert batch.input_ids.tolist() == [[1, 2, 5, 6, 1, 2, 7, 9, 8]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1]]
+    assert batch.segment_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2, 2]]
+    assert batch.source_index.tolist() == [1, 2, 5, 7]
     assert batch.target_ids.tolist() == [5, 6, 7, 8]
     assert batch.sample_index.tolist() == [0, 0, 1, 2]
     assert batch.weights.tolist() == [0.25, 0.25, 1.0, 0.5]
     assert batch.staleness.tolist() == [1, 1, 4, 4]
-    assert list(batch.continuations) == [Continuation(start=4, prompt_start=0, num_prompt_tokens=2)]
 
 
 def _samples(draw: random.Random) -> list[RolloutSample]:
@@ -81,37 +79,27 @@ def _slowly(samples: list[RolloutSample], weights: list[float], plan: MicroBatch
             "source_index", "target_ids", "sample_index", "sampler_logprobs", "advantages", "weights", "staleness"
         )
     }  # fmt: skip
-    continuations = []
-    stands: dict[tuple[int, int], int] = {}  # (sample, position) -> place in the flattened grid
     num_trained_samples = 0
     for row, indices in enumerate(plan.rows):
         column = 0
         for segment, index in enumerate(indices):
-            sample, owner = samples[index], plan.continues.get(index)
+            sample = samples[index]
             mask = sample.loss_mask.tolist()
-            known = mask.index(True) if owner is not None else 0
-            if owner is not None:
-                start = row * plan.row_tokens + column
-                continuations.append(Continuation(start=start, prompt_start=stands[owner, 0], num_prompt_tokens=known))
             for position, token in enumerate(sample.token_ids.tolist()):
-                if owner is not None and position < known:
-                    stands[index, position] = stands[owner, position]
-                    continue
-                stands[index, position] = row * plan.row_tokens + column
                 grid["input_ids"][row][column] = token
                 grid["position_ids"][row][column] = position
                 grid["segment_ids"][row][column] = segment
-                column += 1
                 if mask[position]:
-                    columns["source_index"].append(stands[index, position - 1])
+                    columns["source_index"].append(row * plan.row_tokens + column - 1)
                     columns["target_ids"].append(token)
                     columns["sample_index"].append(num_trained_samples)
                     columns["sampler_logprobs"].append(float(sample.sampler_logprobs[position]))
                     columns["advantages"].append(sample.advantage)
                     columns["weights"].append(weights[index])
                     columns["staleness"].append(TRAINER_VERSION - int(sample.policy_versions[position]))
+                column += 1
             num_trained_samples += any(mask)
-    return {**grid, **columns, "continuations": tuple(continuations)}
+    return {**grid, **columns}
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -120,12 +108,11 @@ def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_rank
     """Tool tokens are context but no targets, samples with a trained token are numbered without gaps, unpacked rows are as long as
     the longest, a rank without samples computes padding, and all know the trained tokens of the whole minibatch."""
     draw = random.Random(num_ranks)
-    num_shared = num_empty = 0
+    num_empty = 0
     for _ in range(60):
         samples = _samples(draw)
         lengths = [len(sample.token_ids) for sample in samples]
-        prompts = find_prompts(samples) if pack else None
-        plan = plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=40, pack=pack, prompts=prompts)
+        plan = plan_batch(lengths, num_ranks=num_ranks, micro_batch_tokens=40, pack=pack)
         weights = [draw.random() for _ in samples]
         ranks = _pack(samples, weights, plan)
         trained = [sum(batch.num_trained_tokens for batch in rank) for rank in ranks]
@@ -133,7 +120,6 @@ def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_rank
         for rank, plans in zip(ranks, plan.ranks, strict=True):
             for batch, part in zip(rank, plans, strict=True):
                 expected = _slowly(samples, weights, part)
-                assert batch.continuations == expected.pop("continuations")
                 assert (batch.minibatch_tokens, batch.most_rank_tokens) == (sum(trained), max(trained))
                 for name, values in expected.items():
                     tensor = getattr(batch, name)
@@ -141,11 +127,10 @@ def test_whatever_the_samples_are_packing_gives_what_the_slow_way_gives(num_rank
                     assert torch.equal(
                         tensor, torch.tensor(values, dtype=torch.float32 if is_float else torch.int64)
                     ), name
-                num_shared += len(batch.continuations)
                 if not part.indices:
                     assert batch.input_ids.shape == (1, EMPTY_ROW_TOKENS)
                     num_empty += 1
-    assert (num_shared > 0, num_empty > 0) == (pack, num_ranks > 1), "the cases say little"
+    assert (num_empty > 0) == (num_ranks > 1), "the cases say little"
 
 
 def test_a_moved_micro_batch_keeps_what_is_no_tensor() -> None:

@@ -172,18 +172,14 @@ def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None
     report = Report("step", Namespace())
     seconds = {"packed": [2.0, 2.0, 1.0], "padded": [3.0, 4.0, 0.5], "sorted": [1.0, 1.0, 1.0]}
     outcomes = {
-        name: StepOutcome(
-            loss=0.0, grad_norm=1.0, computed_tokens=computed, shared_tokens=shared, num_micro_batches=number
-        )
-        for number, (name, computed, shared) in enumerate(
-            [("packed", 160, 48), ("padded", 400, 0), ("sorted", 250, 0)], 1
-        )
+        name: StepOutcome(loss=0.0, grad_norm=1.0, computed_tokens=computed, num_micro_batches=number)
+        for number, (name, computed) in enumerate([("packed", 200), ("padded", 400), ("sorted", 250)], 1)
     }
     step._report_speed(report, seconds, outcomes, trained=120, real=200)
     rows = _rows(report)
     assert rows["packed: trained tokens/s"] == (60.0, 60.0, 120.0)
     assert rows["packed over padded"] == (1.5, 2.0, 0.5)
-    assert rows["packed: needed / computed tokens"] == (0.95,)
+    assert rows["packed: needed / computed tokens"] == (1.0,)
     assert rows["padded: needed / computed tokens"] == (0.5,)
     (target,) = report.targets
     assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)

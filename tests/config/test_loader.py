@@ -34,12 +34,14 @@ def _problems(path: Path, *overrides: str) -> list[str]:
     return [line.replace(f"{path.parent}/", "") for line in str(caught.value).splitlines()]
 
 
-def test_a_setting_that_is_gone_is_overlooked_where_it_said_nothing(tmp_path: Path) -> None:
-    """As the config.yaml of a run of an earlier version has it; with a value it is refused as any other unknown one."""
-    config = load_config(_write(tmp_path, MINIMAL + "training: {row_tokens: null, max_steps: 7}\n"))
-    assert config.training.max_steps == 7
-    (problem,) = _problems(_write(tmp_path, MINIMAL + "training: {row_tokens: 512}\n"))
-    assert "training.row_tokens" in problem
+def test_a_setting_that_is_gone_is_dropped_with_a_warning_unless_it_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the config.yaml of a run of an earlier version has it."""
+    old = "training: {row_tokens: null, share_prompts: true, max_steps: 7}\n"
+    assert load_config(_write(tmp_path, MINIMAL + old)).training.max_steps == 7
+    assert "training.share_prompts is gone and has no effect" in caplog.text
+    assert "row_tokens" not in caplog.text
     (problem,) = _problems(_write(tmp_path, MINIMAL + "training: {no_such: null}\n"))
     assert "training.no_such" in problem
 

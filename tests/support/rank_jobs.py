@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.batching.prompts import find_prompts
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.loss_sections import BaseLoss, ClippedLoss
 from grpo_async.config.model_sections import ModelSection, OptimizerSection
@@ -70,7 +69,6 @@ def one_step(
     micro_batch_tokens: int = 4096,
     pack: bool = True,
     one_by_one: bool = False,
-    share_prompts: bool = False,
 ) -> StepResult:
     """One step on this rank's part of the samples, cut into minibatches of neighbours. `one_by_one`: every sample is a micro-batch;
     ranks take turns."""
@@ -86,7 +84,6 @@ def one_step(
             num_ranks=num_ranks,
             micro_batch_tokens=micro_batch_tokens,
             pack=pack,
-            prompts=find_prompts(part) if share_prompts else None,
         )
         if one_by_one:
             each = [MicroBatchPlan(rows=[[index]], row_tokens=length) for index, length in enumerate(lengths)]

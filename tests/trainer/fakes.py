@@ -71,7 +71,6 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
     """A trainer's context whose steps cost nothing; `commands` gets what rank 0 was sent."""
     default = {
         "num_ranks": 1,
-        "obstacle_to_shared_prompts": None,
         "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         "step": lambda *_: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),

@@ -34,7 +34,6 @@ class _Stub(FakeSource):
         # a TrainerContext
         self.num_ranks, self.run_dir, self.policy, self.optimizer = 1, None, None, None
         self.channel = self.checkpoints = self
-        self.obstacle_to_shared_prompts = None
 
     def loop(self, **arguments: Any) -> LeaderLoop:
         return make_loop(self, self, self.lines, progress={"mine": {"a": 1}}, **arguments)

@@ -147,8 +147,10 @@ def test_what_would_be_left_out_is_refused(arguments: dict[str, Any], message: s
             attention._make_mask(**{change: True})
 
 
-def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no such kernel for the CPU: a stand-in computes a sample at a time what it was asked for."""
+@pytest.mark.parametrize("has_groups", [True, False], ids=["grouped heads", "torch 2.11"])
+def test_what_varlen_hands_to_the_kernel(has_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no such kernel for the CPU: a stand-in computes a sample at a time what it was asked for. torch 2.11 takes as many
+    heads of keys as of queries."""
     import torch.nn.attention.varlen as library
 
     def stand_in(
@@ -162,12 +164,12 @@ def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
         *,
         scale: float,
         window_size: tuple[int, int],
-        enable_gqa: bool,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         assert ends_q.equal(ends_k)
         lengths = ends_q.diff().tolist()
         assert longest_q == longest_k == max(lengths)
-        assert enable_gqa
+        assert enable_gqa == has_groups == (q.shape[1] != k.shape[1])
         left, right = window_size
         assert right == 0
         pieces = []
@@ -178,7 +180,10 @@ def test_what_varlen_hands_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
             pieces.append(_dense(*part, whole, scale=scale, window=window, softcap=None)[0])
         return torch.cat(pieces)
 
-    monkeypatch.setattr(library, "varlen_attn", stand_in)
+    def of_torch_2_11(*tensors: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
+        return stand_in(*tensors, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(library, "varlen_attn", stand_in if has_groups else of_torch_2_11)
     segments = _segments([5, 3, 1, 3], [12, 0])
     for window in (None, 3):
         inputs = _inputs(segments)
@@ -194,7 +199,7 @@ def test_the_kernel_of_varlen_takes_what_it_is_handed() -> None:
 
     parameters = inspect.signature(varlen_attn).parameters
     assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size", "enable_gqa"} <= set(parameters)
+    assert {"scale", "window_size"} <= set(parameters)  # enable_gqa came after 2.11
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
