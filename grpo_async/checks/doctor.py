@@ -147,7 +147,10 @@ def _gpu(line: str) -> Found:
     if used.isdecimal() and total.isdecimal() and int(used) > int(total) // 10:
         return "warn", f"{message}: another program holds memory, which vLLM does not know of; see nvidia-smi"
     if capability.partition(".")[0].isdecimal() and float(capability) < 8.0:
-        return "warn", f"{message}: no bfloat16 in hardware; keep inference.dtype and model.compute_dtype at float32"
+        return (
+            "warn",
+            f"{message}: no bfloat16 in hardware; set inference.dtype and model.compute_dtype to float16 or float32",
+        )
     return "pass", message
 
 

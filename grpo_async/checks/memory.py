@@ -67,7 +67,7 @@ def estimate_trainer(config: ExperimentConfig, num_parameters: int) -> MemoryEst
     hidden, layers, vocabulary = _sizes(config.model.path, num_parameters)
     training, lora, launch = config.training, config.model.lora, config.launch
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes)
-    master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype or config.model.dtype]
+    master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
     trained = num_parameters if lora is None else min(num_parameters, num_parameters * lora.rank // hidden)
     trained_item = master if lora is None else 4
     kept = num_parameters * (_NF4_BYTES if lora is not None and lora.quantization is not None else master)
@@ -119,7 +119,7 @@ def shared_gpu_fraction(config: ExperimentConfig, num_parameters: int, gpu_bytes
     """
     trainer, inference = estimate_trainer(config, num_parameters), config.inference
     hidden, layers, _ = _sizes(config.model.path, num_parameters)
-    parallel, item = inference.vllm.tensor_parallel_size, ITEM_BYTES[inference.dtype]
+    parallel, item = inference.vllm.tensor_parallel_size, ITEM_BYTES[inference.dtype_in_use]
     served = num_parameters * item // parallel
     asleep = inference.vllm.sleep_while_training
     beside = trainer.weights + trainer.optimizer if asleep else trainer.total

@@ -275,7 +275,7 @@ def check_chat_template(context: PreflightContext) -> list[Found]:
 def check_dtypes(context: PreflightContext) -> Iterator[Found]:
     """Weights are served in the dtype they are sent in, and the trainer computes in the same."""
     config = context.config
-    wire, compute = config.inference.dtype, config.model.compute_dtype or config.model.dtype
+    wire, compute = config.inference.dtype_in_use, config.model.compute_dtype_in_use
     problems = [
         f"{server.name} serves {_info(server).dtype} and gets {wire} (inference.dtype)"
         for server in context.servers
@@ -292,8 +292,8 @@ def check_dtypes(context: PreflightContext) -> Iterator[Found]:
 def _dtypes(context: PreflightContext) -> str:
     model, served = context.config.model, sorted({_info(server).dtype for server in context.servers})
     return (
-        f"master weights {model.dtype}, trainer computes in {model.compute_dtype or model.dtype}, sent as "
-        f"{context.config.inference.dtype}, served as {', '.join(served)}"
+        f"master weights {model.dtype}, trainer computes in {model.compute_dtype_in_use}, sent as "
+        f"{context.config.inference.dtype_in_use}, served as {', '.join(served)}"
     )
 
 

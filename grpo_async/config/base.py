@@ -96,6 +96,7 @@ def _check_host(host: str) -> str:
 
 
 Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["float32", "bfloat16", "float16"]
 Reference = Annotated[
     str, AfterValidator(_check_reference), WithJsonSchema({"type": "string", "pattern": f"^{_REFERENCE.pattern}$"})
 ]

@@ -107,6 +107,25 @@ class ExperimentConfig(StrictModel):
     def run_path(self) -> Path:
         return self.run.dir / self.run.name
 
+    def with_dtypes(self, *, trains_on_gpu: bool, serves_on_gpu: bool) -> ExperimentConfig:
+        """With `model.compute_dtype` and `inference.dtype` filled in where they are null: bfloat16 on a GPU, float32 on a CPU."""
+        compute = self.model.compute_dtype or ("bfloat16" if trains_on_gpu else "float32")
+        served = self.inference.dtype or ("bfloat16" if serves_on_gpu else "float32")
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"compute_dtype": compute}),
+                "inference": self.inference.model_copy(update={"dtype": served}),
+            }
+        )
+
+    @property
+    def precision(self) -> str:
+        """For people: "float32 masters, computed and served in bfloat16, logits in float32"."""
+        compute, served = self.model.compute_dtype_in_use, self.inference.dtype_in_use
+        both = f"computed and served in {served}" if compute == served else f"computed in {compute}, served in {served}"
+        head = f", logits in {self.model.head_dtype}" if self.model.head_dtype is not None else ""
+        return f"{self.model.dtype} masters, {both}{head}"
+
     def lr_factor(self, step: int) -> float:
         """Factor on `optimizer.lr` at 0-based optimizer step `step`.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import Dtype, FilePath, ModelName, StrictModel
+from grpo_async.config.base import ComputeDtype, Dtype, FilePath, ModelName, StrictModel
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -31,8 +31,13 @@ class ModelSection(StrictModel):
     """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
     dtype: Dtype = "float32"
     """dtype of the trainer's master weights and optimizer state."""
-    compute_dtype: Dtype | None = None
-    """dtype of forward and backward; null = `model.dtype`. bfloat16 on GPUs."""
+    compute_dtype: ComputeDtype | None = None
+    """dtype of forward and backward. null: bfloat16 on a GPU, float32 on a CPU. float16 rounds eight times finer than bfloat16 and
+    so brings trainer and servers closer (arXiv 2510.26788), for models whose activations stay below 65504; the loss is scaled, so
+    that small gradients do not vanish."""
+    head_dtype: Literal["float32"] | None = None
+    """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
+    log-probabilities closer (arXiv 2506.13585); vLLM can from 0.26 on. null: in the dtype of everything else."""
     attention: Literal["auto", "mask", "varlen"] = "auto"
     """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
     time, on any device. auto: varlen where it can run."""
@@ -51,6 +56,11 @@ class ModelSection(StrictModel):
     """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
+
+    @property
+    def compute_dtype_in_use(self) -> ComputeDtype:
+        """`compute_dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        return self.compute_dtype or "float32"
 
 
 class OptimizerSection(StrictModel):

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import Count, Dtype, FilePath, Host, Processes, Seconds, ServerUrl, StrictModel
+from grpo_async.config.base import ComputeDtype, Count, FilePath, Host, Processes, Seconds, ServerUrl, StrictModel
 
 
 class VllmOptions(StrictModel):
@@ -67,8 +67,8 @@ class InferenceSection(StrictModel):
     """Address that a spawned server binds."""
     tls: TlsOptions | None = None
     """HTTPS between trainer and servers."""
-    dtype: Dtype = "float32"
-    """dtype of the served weights; weights are cast to it before they are sent."""
+    dtype: ComputeDtype | None = None
+    """dtype of the served weights; weights are cast to it before they are sent. null: bfloat16 on a GPU, float32 on a CPU."""
     max_model_len: int = Field(default=2048, ge=8)
     """Longest prompt + completion in tokens."""
     threads: Processes = 1
@@ -100,6 +100,11 @@ class InferenceSection(StrictModel):
         if twice:
             raise ValueError(f"named more than once: {twice}")
         return urls
+
+    @property
+    def dtype_in_use(self) -> ComputeDtype:
+        """`dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        return self.dtype or "float32"
 
     @property
     def longest_outage_s(self) -> float:

@@ -142,6 +142,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     yield "run", f"{content.get('run')}  ({content.get('directory')})"
     yield "state", join([status.state, status.why, progress.phase if is_running else None])
     yield "error", str(content.get("error") or "")
+    yield "precision", str(content.get("precision") or "")
     fraction = f"  {progress.step / progress.max_steps:.0%}" if progress.max_steps else ""
     yield "step", f"{progress.step}/{progress.max_steps}{fraction}"
     if is_running:

@@ -41,12 +41,13 @@ class StatusFile(View):
         engine: str | None = None,
         on_gpu: bool | None = None,
         num_gpus: int | None = None,
+        precision: str | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._progress = progress
         self._run_name = run_name
         self._attempt = attempt
-        self._engine, self._on_gpu, self._num_gpus = engine, on_gpu, num_gpus
+        self._engine, self._on_gpu, self._num_gpus, self._precision = engine, on_gpu, num_gpus, precision
         self._started_at = time.time()
         self._pid_started_at = psutil.Process().create_time()
         self._changed = threading.Event()
@@ -103,6 +104,7 @@ class StatusFile(View):
                 "engine": self._engine,  # embedded, vllm or external: what generates
                 "on_gpu": self._on_gpu,  # whether the trainer has a GPU
                 "num_gpus": self._num_gpus,  # of the machine with the servers and the first trainer ranks
+                "precision": self._precision,  # dtypes of masters, computation, servers and logits, in words
                 "exit_code": exit_code,
                 "error": error,  # why it failed
                 "reward": {

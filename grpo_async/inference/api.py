@@ -119,6 +119,8 @@ class ServerInfo(ApiModel):
     model: str
     dtype: Literal["float32", "bfloat16", "float16"]
     """dtype of the weights as served."""
+    head_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype in which it computes logits; null: that of the weights."""
     max_model_len: int
     vocab_size: int = 0
     """Rows of the embedding; a token id is below it."""

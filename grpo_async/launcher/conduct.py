@@ -53,6 +53,7 @@ def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output
         engine=plan.engine.engine,
         on_gpu=on_gpu,
         num_gpus=plan.num_gpus,
+        precision=config.precision,
     )
 
     def on_lost(text: str) -> None:  # prints nothing

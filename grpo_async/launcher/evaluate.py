@@ -26,10 +26,12 @@ from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.subject import Subject, choose_subject
+from grpo_async.launcher.gpus import with_dtypes
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.prepare import Start
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import Launcher
+from grpo_async.processes import machine as machine_module
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.safe_text import plain
@@ -65,6 +67,7 @@ def evaluate(
             raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
         subject = choose_subject(config, checkpoint=checkpoint, run=run)
         engine = choose_engine(config)
+        config = with_dtypes(config, engine, machine_module.inspect().gpus)
         notes = check_inputs(config, engine=engine, trains=False)
         run_dir = RunDir(_choose_folder(config, subject, out).absolute())
         check_run_place(run_dir)

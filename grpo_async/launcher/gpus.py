@@ -1,4 +1,4 @@
-"""Which process gets which GPU, and what follows from it: the transport of the weights, and the split of a shared GPU's memory.
+"""Which process gets which GPU, and what follows from it: dtypes, the transport of the weights, the split of a shared GPU's memory.
 
 Pure but for `split_memory`, which reads the headers of the model's files.
 """
@@ -46,6 +46,14 @@ class MemorySplit:
 
     server_fraction: float | None
     text: str
+
+
+def with_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
+    """With the dtypes that `config` leaves open; those of servers that run already as where the trainer runs."""
+    trains_on_gpu = config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))
+    return config.with_dtypes(
+        trains_on_gpu=trains_on_gpu, serves_on_gpu=trains_on_gpu if engine.engine == "external" else engine.on_gpu
+    )
 
 
 def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> GpuShares:

@@ -22,7 +22,7 @@ from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
-from grpo_async.launcher.gpus import MemorySplit, plan_transport, share_gpus
+from grpo_async.launcher.gpus import MemorySplit, plan_transport, share_gpus, with_dtypes
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -102,12 +102,13 @@ class ProcessPlan:
 
 def plan_only(config: ExperimentConfig) -> ProcessPlan:
     """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
+    machine, engine = machine_module.inspect(), choose_engine(config)
     return plan_processes(
-        config,
-        engine=choose_engine(config),
+        with_dtypes(config, engine, machine.gpus),
+        engine=engine,
         assignment=dry_assignment(config, node_rank=0),
         ports=free_ports(config),
-        machine=machine_module.inspect(),
+        machine=machine,
         token=None,
     )
 
@@ -329,6 +330,7 @@ def _nodes_facts(config: ExperimentConfig, node: Node) -> Iterator[tuple[str, st
 
 
 def _facts(config: ExperimentConfig, weights: str, memory: MemorySplit | None) -> Iterator[tuple[str, str]]:
+    yield "precision", config.precision
     yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
     tls = config.inference.tls
     if tls is not None:

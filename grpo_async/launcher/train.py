@@ -25,7 +25,7 @@ from grpo_async.display.output import Output
 from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.conduct import end_with_report, report_end, run_with_display
 from grpo_async.launcher.follower import Follower
-from grpo_async.launcher.gpus import split_memory
+from grpo_async.launcher.gpus import split_memory, with_dtypes
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.reaper import private_folder
@@ -75,6 +75,7 @@ def launch(
     with output.reporting():
         rank = choose_node_rank(config, node_rank) if node_rank is not None or not dry_run else 0
         engine = choose_engine(config)
+        config = with_dtypes(config, engine, machine_module.inspect().gpus)
         launcher = Launcher(
             config, engine, output, amend, check_inputs(config, engine=engine, node_rank=rank, deep=dry_run)
         )
@@ -108,6 +109,7 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
             config = config.model_copy(update={"launch": alone})
             notes = (f"launch.nodes: {nodes}; the checks are made with the trainer ranks of this machine only",)
         engine = choose_engine(config)
+        config = with_dtypes(config, engine, machine_module.inspect().gpus)
         notes = (*check_inputs(config, engine=engine), *notes)
         folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})

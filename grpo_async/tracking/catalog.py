@@ -128,6 +128,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("lr", "learning rate", reduction=_LAST),
     _metric("num_tokens", "trained tokens of the step", "tokens", _SUM),
     _metric("training/skipped_updates", "updates that were not finite and were not made", reduction=_SUM, better=_LOWER),
+    _metric("training/loss_scale", "factor on the loss in float16", reduction=_LAST),
     _metric("training/padding_fraction", "fraction of the tokens computed that are padding", "fraction", better=_LOWER),
     _metric("clip_ratio/low_mean", "fraction of tokens that the lower clip took", "fraction"),
     _metric("clip_ratio/low_min", "smallest such fraction of a sample", "fraction", _MIN),
@@ -139,7 +140,9 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("masked/low_entropy", "fraction of tokens that were left out for their low entropy", "fraction"),
     # trainer against sampler
     _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
+    _metric("sampling/sampling_logp_difference/p99", "99 of 100 are not larger, to 16%", "nats", better=_LOWER),
     _metric("sampling/sampling_logp_difference/max", "largest of them", "nats", _MAX, _LOWER),
+    _metric("sampling/kl", "KL divergence of the trained policy from the sampler, k3 estimator", "nats", better=_LOWER),
     _metric("sampling/importance_sampling_ratio/mean", "mean importance weight; 1 on policy"),
     _metric("sampling/importance_sampling_ratio/min", "smallest importance weight", reduction=_MIN),
     _metric("sampling/importance_sampling_ratio/max", "largest importance weight", reduction=_MAX),

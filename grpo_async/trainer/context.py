@@ -93,7 +93,7 @@ def build_context(
         parameters=choose_parameters(
             policy.model,
             config.model,
-            served_dtype=getattr(torch, config.inference.dtype),
+            served_dtype=getattr(torch, config.inference.dtype_in_use),
             device=torch.device("cpu") if assignment.transport == "gloo" else device,
         ),
         channel=CommandChannel(timeout_s=patience_s),
@@ -122,7 +122,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
     shard_policy(
         policy,
         mesh,
-        compute_dtype=getattr(torch, section.compute_dtype or section.dtype),
+        compute_dtype=getattr(torch, section.compute_dtype_in_use),
         reshard_after_forward=training.reshard_after_forward,
         cpu_offload=training.cpu_offload,
     )
@@ -141,7 +141,7 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
     section = model.model_copy(
         update={
             "path": path,
-            "dtype": model.compute_dtype or model.dtype,
+            "dtype": model.compute_dtype_in_use,
             "lora": None,
             "activation_checkpointing": "none",
             "router_aux_loss": 0.0,

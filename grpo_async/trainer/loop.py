@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.export import export_model, model_card
+from grpo_async.training.loss_scale import LossScale
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
 from grpo_async.training.ranks import (
     Command,
@@ -97,6 +99,8 @@ class LeaderLoop:
         bad_steps = (counters or {}).get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
         self._bad_steps = bad_steps if bad_steps < self._config.training.max_bad_steps else 0
+        is_half = self._config.model.compute_dtype == "float16"
+        self._loss_scale = LossScale(counters or {}) if is_half else None
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
@@ -269,11 +273,18 @@ class LeaderLoop:
             ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
-        commands = [StepCommand(minibatches=mine, lr=lr, token_room=tokens.room) for mine in zip(*parts, strict=True)]
+        scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
+        commands = [
+            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale)
+            for mine in zip(*parts, strict=True)
+        ]
         context.channel.send(commands)
         packed = commands[0].pack()
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(packed, lr, tokens.room)
+        result = context.step(packed, lr, tokens.room, scale)
+        if self._loss_scale is not None:
+            result.metrics["training/loss_scale"] = scale
+            self._loss_scale.update(result.updates)
         result.metrics["training/padding_fraction"] = 1.0 - num_tokens / num_computed
         collected = result.token_statistics
         return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
@@ -296,6 +307,9 @@ class LeaderLoop:
         if result.is_finite:
             self._bad_steps = 0
             return
+        if math.isfinite(result.loss) and result.metrics.get("training/loss_scale", 1.0) > 1.0:
+            logger.warning("step %d was skipped: gradients overflowed float16; the loss scale is halved", step)
+            return
         self._bad_steps += 1
         logger.warning(
             "step %d was skipped: loss %s, gradient norm %s (%d in a row)",
@@ -308,7 +322,8 @@ class LeaderLoop:
             self._save_before_error(step)  # the weights are those of the last finite step
             raise RunError(
                 f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "
-                f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl"
+                f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl; "
+                "where model.compute_dtype is float16 its range may be too small for this model: set bfloat16"
             )
 
     def save(self, step: int, *, wait: bool = False) -> None:
@@ -328,7 +343,10 @@ class LeaderLoop:
                     step,
                     self._source.resume_state(),
                     progress={**copy.deepcopy(self._progress), "totals": self._meter.totals.as_dict()},
-                    counters={"bad_steps": self._bad_steps},
+                    counters={
+                        "bad_steps": self._bad_steps,
+                        **({} if self._loss_scale is None else self._loss_scale.counters),
+                    },
                 )
                 self._command_all(SaveCommand(step=step))
                 context.checkpoints.begin(step, context.policy, context.optimizer, state, on_written=self._on_saved)
@@ -348,6 +366,7 @@ class LeaderLoop:
                 context.run_dir.model,
                 context.policy,
                 context.tokenizer,
+                dtype=self._config.inference.dtype_in_use,
                 adapter=context.run_dir.adapter,
                 card=model_card(self._config, step=step),
                 heartbeat=self.heartbeat,

@@ -297,17 +297,24 @@ def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
     """Refuse a server that cannot serve this run; warn about a dtype that is not the configured one.
 
     Raises:
-        ConfigError: it takes shorter sequences than the run makes.
+        ConfigError: it takes shorter sequences than the run makes, or computes logits in another dtype than the run asks for.
     """
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
             f"the server takes {info.max_model_len} tokens, inference.max_model_len is {config.inference.max_model_len}; "
             "start the server with this config, or lower the setting"
         )
-    if info.dtype != config.inference.dtype:
+    wanted, head = config.model.head_dtype, info.head_dtype or info.dtype
+    if wanted is not None and head != wanted:
+        raise ConfigError(
+            f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (vLLM 0.26 or newer, "
+            "without --hf-overrides of your own), or leave the setting out"
+        )
+    wire = config.inference.dtype_in_use
+    if info.dtype != wire:
         logger.warning(
             "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
             info.dtype,
-            config.inference.dtype,
-            config.inference.dtype,
+            wire,
+            wire,
         )

@@ -83,7 +83,7 @@ def build_policy(
         add_adapters(model, section.lora)
     recompute_activations(model, section.activation_checkpointing)
     model.train()
-    compute_dtype = getattr(torch, section.compute_dtype or section.dtype)
+    compute_dtype = getattr(torch, section.compute_dtype_in_use)
     attention, why = choose_attention(
         section.attention, device=torch.device(device_type), dtype=compute_dtype, config=config
     )
@@ -94,6 +94,7 @@ def build_policy(
         chunk_tokens=chunk_tokens,
         attention=attention,
         with_router_loss=section.router_aux_loss > 0,
+        head_in_float32=section.head_dtype == "float32",
     )
 
 

@@ -73,6 +73,8 @@ def chunked_logprobs(
     transform: LogitTransform = _IDENTITY,
     entropy_gradient: bool = False,
     objective: TokenObjective | None = None,
+    in_float32: bool = False,
+    loss_scale: float = 1.0,
 ) -> TokenLogprobs:
     """log softmax(x) at the targets and the entropy of softmax(x), where x = transform(head(hidden)) / temperature.
 
@@ -86,6 +88,10 @@ def chunked_logprobs(
         entropy_gradient: whether the entropies carry a gradient.
         objective: a sum over tokens. A plain linear head computes it, and the gradients of hidden states and head, in the forward
             pass; it allows one backward pass.
+        in_float32: a plain linear head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
+            are products in its own dtype.
+        loss_scale: by which the loss is multiplied before its backward pass; a 16-bit head keeps the gradients of `objective` so
+            scaled, or small ones would vanish in float16.
     """
     if is_plain_linear(head):
         arguments = (
@@ -97,6 +103,8 @@ def chunked_logprobs(
             chunk_tokens,
             entropy_gradient,
             objective,
+            in_float32,
+            loss_scale,
         )
         logprobs, entropy, total = _LinearLogprobs.apply(hidden, *arguments)  # type: ignore[no-untyped-call]
         if objective is not None:
@@ -213,6 +221,8 @@ class _LinearLogprobs(torch.autograd.Function):
         chunk_tokens: int,
         with_entropy: bool,
         objective: TokenObjective | None,
+        in_float32: bool,
+        loss_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         gradients = None if objective is None else _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -221,40 +231,42 @@ class _LinearLogprobs(torch.autograd.Function):
         for rows in _chunks(hidden.shape[0], chunk_tokens):
             ids = targets[rows]
             x = None  # before the next chunk's logits are made: one chunk at a time
-            x = _to_scaled_logits(_linear(hidden[rows], weight, bias), temperature, transform)
+            x = _to_scaled_logits(_linear(hidden[rows], weight, bias, in_float32), temperature, transform)
             logprobs, entropy, normalizer = _statistics(x, ids)
             if objective is not None and gradients is not None:
                 value, of_logprobs, of_entropy = objective(logprobs, entropy, rows)
                 total += value
+                of_logprobs = of_logprobs * loss_scale
+                of_entropy = None if of_entropy is None else of_entropy * loss_scale
                 _logit_gradient_(x, ids, normalizer, entropy, of_logprobs, of_entropy, temperature, transform)
                 gradients.add(rows, hidden[rows], x)
             chunks.append((logprobs, entropy, normalizer))
         all_logprobs, all_entropies, normalizers = (torch.cat(column) for column in zip(*chunks, strict=True))
-        ctx.has_objective, ctx.gradients = objective is not None, gradients
+        ctx.has_objective, ctx.gradients, ctx.loss_scale = objective is not None, gradients, loss_scale
         if objective is not None:
             ctx.mark_non_differentiable(all_logprobs, all_entropies)
         else:
             ctx.mark_non_differentiable(total)
             ctx.last_chunk = x  # without a gradient ctx, and so this, ends with the call
             ctx.save_for_backward(hidden, weight, bias, targets, normalizers, all_entropies)
-            ctx.settings = (temperature, transform, chunk_tokens, with_entropy)
+            ctx.settings = (temperature, transform, chunk_tokens, with_entropy, in_float32)
         return all_logprobs, all_entropies, total
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-        nothing = (None,) * 6
+        nothing = (None,) * 8
         if ctx.has_objective:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
                 raise RuntimeError("an objective that is computed in chunks has one backward pass only")
-            return *gradients.result(upstream[2]), *nothing
+            return *gradients.result(upstream[2] / ctx.loss_scale), *nothing
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, transform, chunk_tokens, with_entropy = ctx.settings
+        temperature, transform, chunk_tokens, with_entropy, in_float32 = ctx.settings
         gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
             x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
             if x is None:
-                x = _to_scaled_logits(_linear(hidden[rows], weight, bias), temperature, transform)
+                x = _to_scaled_logits(_linear(hidden[rows], weight, bias, in_float32), temperature, transform)
             of_entropy = upstream[1][rows] if with_entropy else None
             per_token = targets[rows], normalizer[rows], entropy[rows], upstream[0][rows], of_entropy
             gradients.add(rows, hidden[rows], _logit_gradient_(x, *per_token, temperature, transform))
@@ -270,8 +282,16 @@ def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
     return [slice(max(0, stop - chunk_tokens), stop) for stop in stops]
 
 
-def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return nn.functional.linear(states.to(weight.dtype), weight, bias)
+def _linear(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, in_float32: bool) -> torch.Tensor:
+    states = states.to(weight.dtype)
+    if not in_float32:
+        return nn.functional.linear(states, weight, bias)
+    bias = None if bias is None else bias.float()
+    with torch.autocast(states.device.type, enabled=False):  # it would round what is to stay in 32 bits
+        if states.is_cuda and weight.dtype.itemsize == 2:  # without a copy of the weight in float32
+            logits = torch.mm(states, weight.T, out_dtype=torch.float32)
+            return logits if bias is None else logits + bias
+        return nn.functional.linear(states.float(), weight.float(), bias)
 
 
 class _LinearGradients:

@@ -34,10 +34,12 @@ ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
 The rest of its time is "other"."""
 
 _SUMS = (
-    "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference",
+    "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference", "sampling_kl",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
     "importance_masked", "off_policy", "low_entropy",
 )  # fmt: skip
+_MAX_DIFFERENCE = 80.0  # of log-probabilities: exp of more is beyond float32 on every other way, too
+_BINS_FROM, _BINS_TO, _NUM_BINS = 1e-6, 1e2, 128
 _MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
 
 
@@ -48,6 +50,7 @@ class UpdateSums:
         self._objective = objective
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         self._maxima = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64, device=device)
+        self._differences = torch.zeros(_NUM_BINS, dtype=torch.float64, device=device)  # tokens by |difference|
 
     @torch.no_grad()
     def add(self, output: ObjectiveOutput) -> None:
@@ -60,7 +63,11 @@ class UpdateSums:
         of_sample = 1.0 / sequence_sum(ones, inputs.sample_index)  # adds up to 1 over the tokens of a sample
         per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
-        difference = (logprobs - inputs.sampler_logprobs).abs()
+        signed = (logprobs - inputs.sampler_logprobs).double()
+        difference = signed.abs()
+        # log10, so that a bin is as wide beside its content everywhere; histc leaves out what is outside, and NaN
+        places = torch.log10(difference.clamp(_BINS_FROM, _BINS_TO))
+        self._differences += torch.histc(places, _NUM_BINS, math.log10(_BINS_FROM), math.log10(_BINS_TO))
         weights = output.importance_weights.double()
         low = zeros if token_loss.clipped_low is None else token_loss.clipped_low.to(logprobs.dtype)
         high = zeros if token_loss.clipped_high is None else token_loss.clipped_high.to(logprobs.dtype)
@@ -74,6 +81,7 @@ class UpdateSums:
                 inputs.entropy.detach().sum().double(),
                 (zeros if output.kl is None else output.kl).sum().double(),
                 difference.sum().double(),
+                (torch.expm1(signed.clamp(max=_MAX_DIFFERENCE)) - signed).sum(),
                 (per_weight * weights).sum(),
                 (per_weight * weights**2).sum(),
                 per_weight.sum().double(),
@@ -96,22 +104,23 @@ class UpdateSums:
         torch.maximum(self._maxima, torch.stack([value.double() for value in new]), out=self._maxima)
 
     def gather(self, square_norm: torch.Tensor) -> UpdateMetrics:
-        """The sums of all ranks on the host: the one collective for them (176 bytes a rank) and the one transfer of an update.
+        """The sums of all ranks on the host: the one collective for them (1.2 KB a rank) and the one transfer of an update.
 
         Args:
             square_norm: this rank's part of the squared norm of the gradients. ()
         """
-        mine = torch.cat([self._sums, self._maxima, square_norm.detach().double().reshape(1)])
-        of_ranks = mine[None]  # (world, 22)
+        mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
+        of_ranks = mine[None]  # (world, 151)
         if dist.is_initialized() and dist.get_world_size() > 1:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, mine)
             of_ranks = torch.stack(parts)
         columns = list(zip(*of_ranks.tolist(), strict=True))
-        split = len(_SUMS)
+        maxima, bins = len(_SUMS), len(_SUMS) + len(_MAXIMA)  # where they begin
         return UpdateMetrics(
-            sums={name: sum(column) for name, column in zip(_SUMS, columns[:split], strict=True)},
-            maxima={name: max(column) for name, column in zip(_MAXIMA, columns[split:-1], strict=True)},
+            sums={name: sum(column) for name, column in zip(_SUMS, columns[:maxima], strict=True)},
+            maxima={name: max(column) for name, column in zip(_MAXIMA, columns[maxima:bins], strict=True)},
+            differences=[sum(column) for column in columns[bins:-1]],
             grad_norm=math.sqrt(sum(columns[-1])),
         )
 
@@ -126,6 +135,8 @@ class UpdateMetrics:
 
     sums: dict[str, float]
     maxima: dict[str, float]
+    differences: list[float]
+    """Trained tokens by |trainer - sampler| log-probability, in bins: see `_quantile`. [128]"""
     grad_norm: float
 
     @property
@@ -156,7 +167,11 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         "entropy": total["entropy"] / num_tokens,
         "grad_norm": sum(update.grad_norm for update in updates) / num_updates,
         "sampling/sampling_logp_difference/mean": total["difference"] / num_tokens,
+        "sampling/sampling_logp_difference/p99": _quantile(
+            [sum(column) for column in zip(*(update.differences for update in updates), strict=True)], 0.99
+        ),
         "sampling/sampling_logp_difference/max": largest["difference_max"],
+        "sampling/kl": total["sampling_kl"] / num_tokens,
         "sampling/importance_sampling_ratio/mean": total["weights"] / num_weights,
         "sampling/importance_sampling_ratio/min": -largest["minus_weight_min"],
         "sampling/importance_sampling_ratio/max": largest["weight_max"],
@@ -183,6 +198,20 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
     if objective.needs_router_loss:
         metrics["router_loss"] = total["router_loss"] / num_updates
     return metrics
+
+
+def _quantile(counts: Sequence[float], fraction: float) -> float:
+    """The end of the bin that has it: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is less is in the first) to
+    100 nats (what is more is in the last).
+
+    Worked example: 99 tokens in the bin from 1e-2 on and one in that from 1 on, fraction 0.99 -> 1e-2 x 10^(1/16) = 0.0115.
+    """
+    wanted, seen = fraction * sum(counts), 0.0
+    for number, count in enumerate(counts):
+        seen += count
+        if seen >= wanted:
+            return _BINS_FROM * float((_BINS_TO / _BINS_FROM) ** ((number + 1) / len(counts)))
+    return _BINS_TO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ and products are in the compute dtype; gradients are reduced and parameters kept
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, cast
 
@@ -26,6 +26,7 @@ from grpo_async.training.logprobs import (
     LogitTransform,
     TokenObjective,
     chunked_logprobs,
+    is_plain_linear,
 )
 
 _KEPT_NAMES = (
@@ -67,6 +68,7 @@ class Policy(nn.Module):
         chunk_tokens: int,
         attention: AttentionName = "mask",
         with_router_loss: bool = False,
+        head_in_float32: bool = False,
     ) -> None:
         """Replaces the attention of `model`.
 
@@ -74,16 +76,24 @@ class Policy(nn.Module):
             chunk_tokens: logits are computed for this many tokens at a time.
             attention: see `attention.choose_attention`.
             with_router_loss: compute the load-balancing loss of a mixture of experts.
+            head_in_float32: compute logits in float32 (`model.head_dtype`).
 
         Raises:
-            ConfigError: the model's attention cannot be replaced, or it has no states before a head, or no router.
+            ConfigError: the model's attention cannot be replaced, or it has no states before a head, or no router; or its head is
+                none whose dtype can be chosen.
         """
         super().__init__()
         if model.base_model is model:
             raise ConfigError(
                 f"model.path: {type(model).__name__} has no part that ends before the head; this family cannot be trained"
             )
+        if head_in_float32 and not is_plain_linear(model.get_output_embeddings()):
+            raise ConfigError(
+                "model.head_dtype: the head has adapters, which compute in the dtype of the weights; take it from "
+                "model.lora.target_modules, or leave head_dtype out"
+            )
         self.model = model
+        self._head_in_float32 = head_in_float32
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
         self._experts_per_token = experts_per_token(model) if with_router_loss else None
@@ -99,6 +109,7 @@ class Policy(nn.Module):
         temperature: float | None = None,
         entropy_gradient: bool = False,
         token_objective: TokenObjective | None = None,
+        loss_scale: float = 1.0,
     ) -> PolicyOutput:
         """Log-probabilities and entropies of the trained tokens.
 
@@ -106,6 +117,7 @@ class Policy(nn.Module):
             temperature: of the distribution; None = that of the run.
             entropy_gradient: whether the loss depends on the entropy.
             token_objective: where the loss is a sum over tokens: a plain linear head makes its gradients with the logprobs.
+            loss_scale: by which the loss is multiplied before its backward pass.
 
         Raises:
             ConfigError: the model's layers do not keep packed samples apart.
@@ -128,6 +140,8 @@ class Policy(nn.Module):
             transform=self._transform,
             entropy_gradient=entropy_gradient,
             objective=token_objective,
+            in_float32=self._head_in_float32,
+            loss_scale=loss_scale,
         )
         router_loss = None
         if self._experts_per_token is not None:
@@ -303,12 +317,14 @@ def shard_policy(
     if not any(parameter.device.type == "meta" for parameter in policy.parameters()):
         policy.to(mesh.device_type)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # the root is given a micro-batch: its weights, advantages and log-probabilities stay in float32
+    of_root = replace(precision, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in decoder_layers(policy.model):
         fully_shard(
             layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward, offload_policy=offload
         )
-    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=offload)
 
 
 def reshard(policy: nn.Module) -> None:

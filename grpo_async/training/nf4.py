@@ -80,6 +80,7 @@ def quantize_rows(rows: torch.Tensor) -> torch.Tensor:
 def dequantize_rows(packed: torch.Tensor, in_features: int, dtype: torch.dtype) -> torch.Tensor:
     """(R, packed_width) uint8 -> (R, in_features)."""
     functions = bitsandbytes_functions()
+    packed = packed.to(torch.uint8)  # FSDP of torch 2.11 gathers bytes in the compute dtype, in which all 256 are exact
     count = packed.shape[0]
     if not count:
         return torch.empty(0, in_features, dtype=dtype, device=packed.device)

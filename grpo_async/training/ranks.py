@@ -42,6 +42,8 @@ class StepCommand:
     lr: float
     token_room: int = 0
     """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
+    loss_scale: float = 1.0
+    """See train_step."""
 
     def pack(self) -> list[list[MicroBatch]]:
         return [samples.pack() for samples in self.minibatches]
@@ -176,7 +178,9 @@ class TrainerContext:
     peaks: Sequence[int] | None = None
     """Most memory that each rank had taken when its first step was done, in bytes; known to rank 0, empty on the others."""
 
-    def step(self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, token_room: int = 0) -> StepResult:
+    def step(
+        self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, token_room: int = 0, loss_scale: float = 1.0
+    ) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
         tokens = TokenCollector(token_room, self.device) if token_room else None
         result = train_step(
@@ -190,6 +194,7 @@ class TrainerContext:
             device=self.device,
             tokens=tokens,
             clock=self.clock,
+            loss_scale=loss_scale,
         )
         if self.peaks is None:
             peaks = self.channel.gather(torch.tensor([peak_bytes(self.device)]))
@@ -203,7 +208,7 @@ class TrainerContext:
             self.policy,
             sequences,
             device=self.device,
-            compute=getattr(torch, model.compute_dtype or model.dtype),
+            compute=getattr(torch, model.compute_dtype_in_use),
             rounding=getattr(torch, rounding),
         )
 
@@ -216,7 +221,7 @@ def follow(context: TrainerContext) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                context.step(command.pack(), command.lr, command.token_room)
+                context.step(command.pack(), command.lr, command.token_room, command.loss_scale)
             case GatherCommand():
                 for _ in context.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends
@@ -225,7 +230,13 @@ def follow(context: TrainerContext) -> None:
             case SaveCommand():
                 context.checkpoints.begin(command.step, context.policy, context.optimizer, None)
             case ExportCommand():
-                export_model(context.run_dir.model, context.policy, context.tokenizer, adapter=context.run_dir.adapter)
+                export_model(
+                    context.run_dir.model,
+                    context.policy,
+                    context.tokenizer,
+                    dtype=context.config.inference.dtype_in_use,
+                    adapter=context.run_dir.adapter,
+                )
             case StopCommand():
                 context.checkpoints.wait()
                 return

@@ -5,7 +5,8 @@
 
 Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the minibatch. FSDP averages
 over ranks, so the loss is multiplied by their number. An update whose loss or gradient is not finite changes nothing and is
-reported; the other updates of the step are made.
+reported; the other updates of the step are made. In float16 losses are multiplied by `loss_scale` before the backward pass, and
+gradients divided by it where they are clipped.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def train_step(
     device: torch.device,
     tokens: TokenCollector | None = None,
     clock: StepClock = NO_CLOCK,
+    loss_scale: float = 1.0,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
 
@@ -73,6 +75,7 @@ def train_step(
         max_grad_norm: total norm over all ranks that gradients are clipped to.
         tokens: collects the statistics of this rank's tokens, where they are stored.
         clock: times forward, backward, optimizer.
+        loss_scale: a power of two; see `training.loss_scale`.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
@@ -100,6 +103,7 @@ def train_step(
                     batch,
                     entropy_gradient=objective.needs_entropy_gradient,
                     token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
+                    loss_scale=loss_scale,
                 )
             if output.anchor is not None:
                 with clock.part("backward", micro_batch=number):
@@ -107,18 +111,18 @@ def train_step(
                 continue
             terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
             with clock.part("backward", micro_batch=number):
-                torch.autograd.backward(terms.total * world_size)
+                torch.autograd.backward(terms.total * (world_size * loss_scale))
             sums.add(terms)
             if tokens is not None:
                 tokens.add(terms)
         if tokens is not None and len(updates) == len(minibatches) - 1:
             tokens.begin_copy()  # before the transfer of the last update, which so waits for both
         with clock.part("clip gradients"):
-            metrics = sums.gather(square_norm(policy.parameters(), device))
+            metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
         clock.synchronised()
         with clock.part("optimizer"):
             if metrics.is_finite:
-                clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm)
+                clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         updates.append(metrics)
@@ -207,11 +211,12 @@ def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> tor
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float) -> None:
-    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as torch's clip_grad_norm_ does."""
-    factor = max_norm / (norm + 1e-6)
+def clip_(parameters: Iterable[torch.Tensor], *, norm: float, max_norm: float, loss_scale: float = 1.0) -> None:
+    """Scale all gradients by max_norm / (norm + 1e-6) where that is below 1, as torch's clip_grad_norm_ does; and by
+    1 / loss_scale, as `norm` has been already."""
+    factor = min(1.0, max_norm / (norm + 1e-6)) / loss_scale
     gradients = [local_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if factor < 1.0 and gradients:
+    if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
 
 

@@ -113,8 +113,7 @@ def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
     Args:
         served: what servers say they serve, beside `inference.dtype`.
     """
-    compute = config.model.compute_dtype or config.model.dtype
-    return max((compute, config.inference.dtype, *served), key=_DTYPES.index)
+    return max((config.model.compute_dtype_in_use, config.inference.dtype_in_use, *served), key=_DTYPES.index)
 
 
 def probe_sequences(

@@ -56,7 +56,14 @@ class _Run(Display):
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(Progress(max_steps=10))
         self.file = StatusFile(
-            run_dir, self.progress, run_name="x", attempt="attempt_1", engine="vllm", on_gpu=True, num_gpus=4
+            run_dir,
+            self.progress,
+            run_name="x",
+            attempt="attempt_1",
+            engine="vllm",
+            on_gpu=True,
+            num_gpus=4,
+            precision="float32 masters, computed and served in bfloat16",
         )
         self.views.append(self.file)
 
@@ -112,6 +119,7 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     content = _content(run_dir)
     assert (content["run"], content["step"], content["max_steps"]) == ("x", 3, 10)
     assert (content["engine"], content["on_gpu"], content["num_gpus"]) == ("vllm", True, 4)
+    assert content["precision"] == "float32 masters, computed and served in bfloat16"
     assert content["eta_s"] == 14.0  # 7 steps x 2 s
     assert content["reward"] == {"last": 0.53, "average": 0.53}
     assert content["metrics"]["reward"] == 0.53

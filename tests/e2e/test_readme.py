@@ -36,6 +36,9 @@ def test_a_readme_command_is_understood(line: str, tmp_path: Path) -> None:
     done = run_command(*words, timeout_s=60.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (tmp_path / "runs").exists(), "a dry run starts and writes nothing"
+    assert "precision  float32 masters, computed" in done.stdout
+    if "--dry-run" in words:
+        assert not {"compute_dtype: null", "dtype: null"} & set(map(str.strip, done.stdout.splitlines()))
 
 
 def _guarantees() -> list[tuple[str, list[Path], str]]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, split_memory
+from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, split_memory, with_dtypes
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
 from grpo_async.processes.machine import Machine, free_ports, inspect
@@ -26,6 +26,7 @@ MACHINE = Machine(num_cpus=2, python="/py", working_dir=Path("/work dir"), pytho
 VLLM_ON_GPU = EngineChoice(engine="vllm", reason="test", on_gpu=True)
 VLLM_ON_CPU = EngineChoice(engine="vllm", reason="test")
 EXTERNAL = EngineChoice(engine="external", reason="test")
+EMBEDDED = EngineChoice(engine="embedded", reason="test")
 
 
 def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
@@ -93,10 +94,40 @@ def test_the_description_names_engine_logs_and_threads_but_not_the_token(tmp_pat
     assert "engine     embedded: inference.engine says so" in text
     assert "/runs/x/logs/attempt_3/server.log" in text
     assert "trainer: 2 processes, 1 CPU thread each, CPU" in text
+    assert "precision  float32 masters, computed and served in float32\n" in text
     assert "note: 3 compute threads on 2 CPUs" in text  # 2 ranks + 1 server
     assert "note: look here" in text
     assert "very-secret" not in text
     assert all("very-secret" not in part for spec in plan.processes for part in spec.command)
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus", "sections", "precision"),
+    [
+        (EMBEDDED, (), {}, "float32 masters, computed and served in float32"),
+        (VLLM_ON_GPU, ("0",), {}, "float32 masters, computed and served in bfloat16"),
+        (
+            VLLM_ON_GPU,
+            ("0",),
+            {"launch": {"device": "cpu"}},
+            "float32 masters, computed in float32, served in bfloat16",
+        ),
+        (EMBEDDED, (), {"launch": {"device": "cuda"}}, "float32 masters, computed in bfloat16, served in float32"),
+        (EXTERNAL, ("0",), {}, "float32 masters, computed and served in bfloat16"),
+        (
+            VLLM_ON_GPU,
+            ("0",),
+            {"model": {"compute_dtype": "float16", "head_dtype": "float32"}, "inference": {"dtype": "float16"}},
+            "float32 masters, computed and served in float16, logits in float32",
+        ),
+    ],
+)
+def test_dtypes_that_are_left_open_are_those_of_the_devices(
+    tmp_path: Path, engine: EngineChoice, gpus: tuple[str, ...], sections: dict[str, Any], precision: str
+) -> None:
+    config = with_dtypes(make_config(tmp_path, **sections), engine, gpus)
+    assert config.precision == precision
+    assert None not in (config.model.compute_dtype, config.inference.dtype)
 
 
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:

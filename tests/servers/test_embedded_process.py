@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -181,6 +182,20 @@ def test_a_model_loads_in_bfloat16_and_its_own_code_runs_only_where_the_config_s
     trusted = config.model.model_copy(update={"trust_remote_code": True})
     parameters = load_engine(config.model_copy(update={"model": trusted})).parameters()
     assert {str(parameter.dtype) for parameter in parameters.values()} == {"torch.bfloat16"}
+
+
+def test_logits_are_in_float32_where_the_config_says_so(tiny_model: Path) -> None:
+    config, tokens = _config(tiny_model, dtype="bfloat16"), list(range(5, 25))
+    rounded = load_engine(config)
+    head = config.model.model_copy(update={"head_dtype": "float32"})
+    engine = load_engine(config.model_copy(update={"model": head}))
+    model = engine._model
+    with torch.no_grad():
+        states = model.model(torch.tensor([tokens])).last_hidden_state[0, :-1]
+        logits = states.float() @ model.lm_head.weight.float().T
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(engine.score(tokens)), wanted, atol=1e-4, rtol=0)
+    assert (torch.tensor(rounded.score(tokens)) - wanted).abs().max() > 1e-3
 
 
 def test_an_address_that_others_reach_is_refused_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def one_step(
     micro_batch_tokens: int = 4096,
     pack: bool = True,
     one_by_one: bool = False,
+    loss_scale: float = 1.0,
 ) -> StepResult:
     """One step on this rank's part of the samples, cut into minibatches of neighbours. `one_by_one`: every sample is a micro-batch;
     ranks take turns."""
@@ -99,6 +100,7 @@ def one_step(
         lr=1e-3,
         max_grad_norm=0.5,
         device=torch.device("cpu"),
+        loss_scale=loss_scale,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.errors import CheckpointError
+from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import loop as loop_module
@@ -82,6 +82,37 @@ def test_the_last_write_ends_before_the_state_is_taken_and_the_ranks_are_told_be
     assert stub.states[0].progress["mine"] == {"a": 1}
     assert stub.states[0].progress["totals"]["trained_tokens"] == 8
     assert ["checkpoint/staged_s" in line for line in stub.lines] == [False, False, True, True, True]
+
+
+def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_counts_as_bad_only_at_1() -> None:
+    scales: list[float] = []
+
+    class Overflowing(_Stub):
+        def step(self, *arguments: Any) -> StepResult:
+            scales.append(arguments[3])
+            is_fine = arguments[3] <= 1024.0
+            return StepResult(
+                loss=0.5, grad_norm=1.0 if is_fine else float("inf"), num_tokens=4, updates=(is_fine,), metrics={}
+            )
+
+    stub = Overflowing(steps=9, every=4)
+    stub.config = loop_config(
+        training={"max_steps": 9}, checkpoint={"every_steps": 4}, model={"path": "m", "compute_dtype": "float16"}
+    )
+    stub.loop(counters={"loss_scale": 16384, "loss_scale_steps": 7}).run(first_step=1)
+    assert scales == [16384.0, 8192.0, 4096.0, 2048.0] + [1024.0] * 5
+    assert [line["training/loss_scale"] for line in stub.lines] == scales
+    assert stub.states[0].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 0}
+    assert stub.states[1].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 4}
+
+    class Broken(Overflowing):
+        def step(self, *arguments: Any) -> StepResult:
+            return StepResult(loss=0.5, grad_norm=float("inf"), num_tokens=4, updates=(False,), metrics={})
+
+    stub = Broken(steps=9, every=20)
+    stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
+    with pytest.raises(RunError, match="3 steps in a row were not finite; step 4"):
+        stub.loop(counters={"loss_scale": 2}).run(first_step=1)
 
 
 def test_a_count_of_bad_steps_that_ended_the_run_begins_anew_and_a_lower_one_goes_on() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_async.batching.pack import split_by_rank
+from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError, RunError
@@ -85,7 +85,8 @@ def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Pat
 def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, master: str, compute: str | None, wire: str
 ) -> None:
-    """R1.15: model.dtype, model.compute_dtype (null: the master weights') and inference.dtype, each on its own."""
+    """R1.15: model.dtype, model.compute_dtype (null: float32 on a CPU) and inference.dtype, each on its own. The figures of a
+    micro-batch stay in float32: FSDP casts what it is given, also inside of a dataclass, where it is not told otherwise."""
     seen: dict[str, Any] = {}
 
     def note_compute(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -103,6 +104,13 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
         seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
         context.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
+        hidden = context.policy._hidden
+
+        def note_figures(batch: MicroBatch) -> Any:
+            seen["figures"] = {batch.weights.dtype, batch.advantages.dtype, batch.sampler_logprobs.dtype}
+            return hidden(batch)
+
+        context.policy._hidden = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
         context.step([split_by_rank(samples, [1.0], plan, trainer_version=0)[0].pack()], 1e-3)
@@ -112,7 +120,8 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
     _run(side_config(tmp_path, tiny_model, model=model, inference={"dtype": wire}), tmp_path)
     assert seen == {
         "master": {getattr(torch, master)},
-        "compute": getattr(torch, compute or master),
+        "compute": getattr(torch, compute or "float32"),
+        "figures": {torch.float32},
         "wire": {getattr(torch, wire)},
         "announced": {wire},
     }

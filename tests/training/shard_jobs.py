@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.training.load import build_policy, load_weights
@@ -58,10 +60,20 @@ def load_sharded(model: str, out: str) -> dict[str, Any]:
     return {"local": sizes, "logprobs": score_sequences(policy, SEQUENCES, device=torch.device("cpu"))[0]}
 
 
-def train(model: str, *, out: str | None = None, steps: int = 2, **settings: Any) -> dict[str, Any]:
-    """Two steps; merged weights go to `out`."""
+def train(
+    model: str,
+    *,
+    out: str | None = None,
+    steps: int = 2,
+    loss_scale: float = 1.0,
+    casts_bytes: bool = False,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Two steps; merged weights go to `out`. `casts_bytes`: FSDP gathers bytes in the compute dtype, as that of torch 2.11."""
+    if casts_bytes:
+        _cast_bytes()
     policy, optimizer = build(model, **settings)
-    results = [one_step(policy, optimizer, random_samples(seed=seed)) for seed in range(steps)]
+    results = [one_step(policy, optimizer, random_samples(seed=seed), loss_scale=loss_scale) for seed in range(steps)]
     weights = weights_of(policy)
     if out is not None and dist.get_rank() == 0:
         torch.save(weights, out)
@@ -76,6 +88,17 @@ def train(model: str, *, out: str | None = None, steps: int = 2, **settings: Any
             if isinstance(tensor, torch.Tensor)
         ),
     }
+
+
+def _cast_bytes() -> None:
+    init_dtypes = FSDPParam.init_dtype_attrs
+
+    def init_as_torch_2_11(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> None:
+        init_dtypes(parameter, policy)
+        if parameter.orig_dtype == torch.uint8:
+            parameter.param_dtype = policy.param_dtype
+
+    FSDPParam.init_dtype_attrs = init_as_torch_2_11  # type: ignore[method-assign]
 
 
 def ask_references(model: str, other: str) -> dict[str, Any]:

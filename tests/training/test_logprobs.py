@@ -272,3 +272,49 @@ def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_t
     assert rows["chunked / full: memory beyond gradients"] <= 1 / 8
     # 512 x 150000 x 4 bytes = 293 MB; full logits cannot be had for less than two of them at a time
     assert rows["full: memory beyond gradients"] > 2 * 293
+
+
+@pytest.mark.parametrize("has_objective", [True, False])
+@pytest.mark.parametrize("is_autocast", [True, False])
+def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(is_autocast: bool, has_objective: bool) -> None:
+    """As vLLM's `head_dtype`. Rounded to bfloat16 logits of about 16 would be off by up to 0.03."""
+    head, hidden, targets = _case(torch.bfloat16, bias=True)
+    with torch.no_grad():
+        hidden.mul_(16.0)
+    objective = _objective(lambda logprobs, entropy, rows: (logprobs + entropy).sum()) if has_objective else None
+    settings: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 3, "objective": objective}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        found = chunked_logprobs(hidden, targets, head, in_float32=True, **settings)
+        rounded = chunked_logprobs(hidden, targets, head, **settings)
+    exact = nn.Linear(H, VOCAB)
+    exact.load_state_dict({name: tensor.float() for name, tensor in head.state_dict().items()})
+    wanted = _full(hidden.float(), targets, exact, temperature=0.7, transform=LogitTransform())
+    for value, right, coarse in zip(found[:2], wanted, rounded[:2], strict=True):
+        torch.testing.assert_close(value, right, atol=1e-4, rtol=1e-4)
+        assert (coarse - right).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("has_objective", [True, False])
+def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale(has_objective: bool) -> None:
+    """Tokens of weight 1e-8: the gradient of a logit is less than half of the smallest number of float16, 6e-8."""
+    head, hidden, targets = _case(torch.float16)
+    exact_head, exact_hidden, _ = _case(torch.float64)
+    total_of: Sum = lambda logprobs, entropy, rows: 1e-8 * (logprobs + 0.1 * entropy).sum()  # noqa: E731
+
+    def gradients(scale: float) -> list[torch.Tensor]:
+        objective = _objective(total_of) if has_objective else None
+        settings: dict[str, Any] = {"entropy_gradient": True, "objective": objective, "loss_scale": scale}
+        found = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3, **settings)
+        total = total_of(found[0], found[1], slice(None)) if found.objective is None else found.objective
+        return [g.double() / scale for g in torch.autograd.grad(total * scale, [hidden, head.weight])]
+
+    with torch.no_grad():
+        exact_hidden.copy_(hidden)
+        exact_head.weight.copy_(head.weight)
+    wanted = total_of(
+        *_full(exact_hidden, targets, exact_head, temperature=1.0, transform=LogitTransform()), slice(None)
+    )
+    right = torch.autograd.grad(wanted, [exact_hidden, exact_head.weight])
+    for gradient, of_scaled, exact in zip(gradients(1.0), gradients(65536.0), right, strict=True):
+        torch.testing.assert_close(of_scaled, exact, rtol=0.02, atol=2e-11)
+        assert (gradient - exact).abs().max() > 0.3 * exact.abs().max()

@@ -65,7 +65,7 @@ def test_a_server_that_rounds_otherwise_is_within_the_limit_and_one_with_a_wrong
     model_path = build_tiny_model(tmp_path / "deep", **shape)
     policy = load_tiny(model_path, dtype=compute)
     probes = probe_sequences([], vocab_size=200, max_model_len=512)
-    config = make_config(tmp_path, model={"dtype": compute}, inference={"engine": "embedded", "dtype": served})
+    config = make_config(tmp_path, model={"compute_dtype": compute}, inference={"engine": "embedded", "dtype": served})
     rounding = getattr(torch, coarsest_dtype(config, []))
     how = {"device": torch.device("cpu"), "compute": getattr(torch, compute), "rounding": rounding}
     trainer = score_twice(policy, probes, **how)

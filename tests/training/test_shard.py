@@ -57,6 +57,17 @@ def test_two_steps_are_those_of_one_rank(
         assert far.float().mean() < 2e-3, name
 
 
+@pytest.mark.slow
+def test_two_steps_in_float16_with_a_loss_scale_are_nearly_those_in_float32(
+    tmp_path: Path, model: Path, one_rank: tuple[dict[str, Any], dict[str, torch.Tensor]]
+) -> None:
+    expected, _ = one_rank
+    result, _ = _train(2, tmp_path, model, compute_dtype="float16", loss_scale=4096.0)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=2e-2, abs=1e-3)
+    assert result["norms"] == pytest.approx(expected["norms"], rel=2e-2)
+    assert result["norms"] != pytest.approx(expected["norms"], rel=1e-6), "it was float16"
+
+
 def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
     """(bytes that a forward pass keeps for the backward pass, matrix products that the backward pass runs)."""
     from torch.utils._python_dispatch import TorchDispatchMode

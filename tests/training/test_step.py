@@ -19,6 +19,7 @@ from grpo_async.config.loss_sections import BaseLoss
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs, Objective
+from grpo_async.training.metrics import _quantile
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, clip_, square_norm, train_step
@@ -138,6 +139,37 @@ def test_a_step_without_any_finite_update_changes_nothing_and_says_so(tiny_model
     assert healthy.is_finite
 
 
+def test_a_loss_scale_changes_nothing_but_what_overflows(tiny_model: Path) -> None:
+    """A power of two changes no digit. 2^120 times a gradient is beyond float32."""
+    batches = [_pack(random_samples(8), micro_batch_tokens=64)]
+    found = []
+    for scale in (1.0, 1024.0):
+        policy, optimizer = _build(tiny_model)
+        found.append((_step(policy, optimizer, batches, loss_section(), loss_scale=scale), _weights(policy)))
+    (one, weights), (other, scaled) = found
+    assert one.metrics == pytest.approx(other.metrics, rel=1e-6)
+    for weight, right in zip(scaled, weights, strict=True):
+        torch.testing.assert_close(weight, right, rtol=1e-4, atol=1e-6)
+    too_large = _step(policy, optimizer, batches, loss_section(), loss_scale=2.0**120)
+    assert (too_large.updates, math.isfinite(too_large.loss)) == ((False,), True)
+    assert _same(_weights(policy), scaled)
+
+
+def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model: Path) -> None:
+    """p99 to the width of a bin, 16%; both over all updates and micro-batches of the step."""
+    samples = random_samples(8, spread=0.2)
+    policy, optimizer = _build(tiny_model)
+    batches = [_pack(samples[:4], micro_batch_tokens=64), _pack(samples[4:])]
+    with torch.no_grad():
+        pairs = [(policy(batch).logprobs, batch.sampler_logprobs) for part in batches for batch in part]
+    d = torch.cat([ours - theirs for ours, theirs in pairs]).double()
+    metrics = _step(policy, optimizer, batches, loss_section(), lr=0.0).metrics
+    assert metrics["sampling/kl"] == pytest.approx((d.exp() - d - 1.0).mean().item(), rel=1e-4)
+    exact = d.abs().quantile(0.99, interpolation="higher").item()
+    assert exact <= metrics["sampling/sampling_logp_difference/p99"] <= 1.16 * exact
+    assert _quantile([0.0] * 64 + [99.0] + [0.0] * 31 + [1.0] + [0.0] * 31, 0.99) == pytest.approx(10 ** (-2 + 1 / 16))
+
+
 def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
     """Also where there is nothing to train: it is a collective."""
     policy, optimizer = _build(tiny_model)
@@ -162,7 +194,8 @@ def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> 
     batch = [_pack(random_samples(4))]
     always = {
         "loss", "policy_loss", "num_tokens", "entropy", "grad_norm", "lr", "training/skipped_updates",
-        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max",
+        "sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/p99",
+        "sampling/sampling_logp_difference/max", "sampling/kl",
         "sampling/importance_sampling_ratio/mean", "sampling/importance_sampling_ratio/min",
         "sampling/importance_sampling_ratio/max", "sampling/ess", "sampling/chi_squared",
     }  # fmt: skip

@@ -57,6 +57,29 @@ def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_t
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.env
 
 
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
+def test_a_server_started_by_hand_has_the_dtype_of_its_platform(platform: Platform, dtype: str) -> None:
+    assert _value(_made(platform).argv, "--dtype") == dtype
+    assert _value(_made(platform, dtype="float16").argv, "--dtype") == "float16"
+
+
+def test_a_head_in_float32_is_asked_of_vllm_itself_and_refused_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raw = experiment("some/model")
+    raw["model"]["head_dtype"] = "float32"
+    config = ExperimentConfig.model_validate(raw)
+    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", "0.26.0"))
+    assert (
+        _value(vllm_command(config, 1, platform="gpu", environment={}).argv, "--hf-overrides")
+        == '{"head_dtype": "float32"}'
+    )
+    assert "--hf-overrides" not in _made().argv
+    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", "0.25.1"))
+    with pytest.raises(ConfigError, match=r"model\.head_dtype: float32 needs vLLM 0\.26 or newer, and vllm 0\.25\.1"):
+        vllm_command(config, 1, platform="gpu", environment={})
+
+
 def test_the_gpu_command_uses_the_gpu_options() -> None:
     made = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "tensor_parallel_size": 4})
     assert _value(made.argv, "--gpu-memory-utilization") == "0.4"

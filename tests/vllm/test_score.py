@@ -76,20 +76,22 @@ def _prefix_cache_hits(server: VllmServer) -> float:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "head"), [("bfloat16", None), ("bfloat16", "float32"), ("float32", None)])
 def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wrong_one_is_not(
-    needs_vllm: None, tmp_path: Path, dtype: str
+    needs_vllm: None, tmp_path: Path, dtype: str, head: str | None
 ) -> None:
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "initializer_range": 0.04}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
     path = build_tiny_model(tmp_path / "large", **shape, **heads)
-    section = ModelSection.model_validate({"path": str(path), "dtype": dtype})
+    section = ModelSection.model_validate({"path": str(path), "dtype": dtype, "head_dtype": head})
     policy = load_policy(section, temperature=1.0, chunk_tokens=64, max_model_len=512)
     assert sum(parameter.numel() for parameter in policy.parameters()) > 200e6
     config = experiment(str(path))
-    config["model"]["dtype"] = config["inference"]["dtype"] = dtype
+    config["model"] |= {"compute_dtype": dtype, "head_dtype": head}
+    config["inference"]["dtype"] = dtype
     probes = probe_sequences([], vocab_size=300, max_model_len=512)
     with running_server(config, tmp_path) as server:
+        assert server.info().head_dtype == (head or dtype)
         served = [server.score(probe).logprobs for probe in probes]
     how = {"device": torch.device("cpu"), "compute": getattr(torch, dtype), "rounding": getattr(torch, dtype)}
     right = score_twice(policy, probes, **how)
@@ -102,5 +104,7 @@ def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wro
         difference = compare_logprobs(trainer.logprobs, served)
         limit = verify_limit(ExperimentConfig.model_validate(config), trainer)
         found[name] = difference.mean / limit
-        print(f"{dtype} {name}: mean {difference.mean:.2g}, p99 {difference.p99:.2g}, limit {limit:.2g}")
+        print(
+            f"{dtype}, head {head or dtype}, {name}: mean {difference.mean:.2g}, p99 {difference.p99:.2g}, limit {limit:.2g}"
+        )
     assert found["right"] < 1.0 < found["wrong"]

@@ -57,9 +57,8 @@ def test_the_coarsest_dtype_decides_what_is_rounding(tmp_path: Path) -> None:
     assert coarsest_dtype(make_config(tmp_path), ["float32", "float16"]) == "float16"
     served = make_config(tmp_path, inference={"engine": "embedded", "dtype": "bfloat16"})
     assert coarsest_dtype(served, ["float16"]) == "bfloat16"
-    assert coarsest_dtype(make_config(tmp_path, model={"dtype": "bfloat16"}), []) == "bfloat16"
-    mixed = make_config(tmp_path, model={"dtype": "bfloat16", "compute_dtype": "float32"})
-    assert coarsest_dtype(mixed, []) == "float32"
+    assert coarsest_dtype(make_config(tmp_path, model={"compute_dtype": "bfloat16"}), []) == "bfloat16"
+    assert coarsest_dtype(make_config(tmp_path, model={"dtype": "bfloat16"}), []) == "float32"
 
 
 @pytest.mark.parametrize(("moved", "limit"), [(1e-6, 1e-3), (0.04, 0.08), (0.2, 0.4), (3.0, 0.5)])

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
 from grpo_async.errors import ConfigError
@@ -386,6 +387,17 @@ def _eos_ids(model: Any) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
     return ()
+
+
+def compute_logits_in_float32(model: Any) -> None:
+    """`model.head_dtype: float32`, as vLLM has it: weights and states keep their dtype, and are multiplied and added in float32."""
+    head = model.get_output_embeddings()
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return F.linear(states.float(), head.weight.float(), bias)
+
+    head.forward = forward
 
 
 @torch.inference_mode()

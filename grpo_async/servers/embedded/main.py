@@ -41,6 +41,7 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     """
     die_with_launcher()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
     # before the model is loaded: a taken port or a wrong certificate shows at once
     check_certificate(config.inference)
     listener = bind_listener(config.inference.host, port)
@@ -60,7 +61,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
+    from grpo_async.servers.embedded.engine import SlotEngine, check_against_model, compute_logits_in_float32
 
     imported = time.perf_counter()
     inference = config.inference
@@ -71,7 +72,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
-            dtype=getattr(torch, inference.dtype),
+            dtype=getattr(torch, inference.dtype_in_use),
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,
         )
@@ -81,6 +82,8 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
             "copy the model again if a file is broken; set inference.engine: vllm if its family is none of this engine's"
         ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
+    if config.model.head_dtype == "float32":
+        compute_logits_in_float32(model)
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
     loaded = time.perf_counter()
     check_against_model(engine, model)
@@ -111,7 +114,8 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
         engine="embedded",
         engine_version=f"transformers {transformers.__version__}",
         model=str(config.model.path),
-        dtype=inference.dtype,
+        dtype=inference.dtype_in_use,
+        head_dtype=config.model.head_dtype,
         max_model_len=inference.max_model_len,
         policy_version=0,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -33,6 +34,8 @@ _NEVER_SET = (
     "VLLM_API_KEY",  # a second key for some paths; the run's token guards all
 )
 
+
+_HEAD_DTYPE_SINCE = (0, 26)  # of models that generate
 
 MINIMUM, MAXIMUM = (0, 25), (0, 29)
 """Major and minor of the first and the last release of vLLM that `compat` and `patches` were run with, and work with."""
@@ -118,7 +121,7 @@ def vllm_command(
     """Pure, given `platform` (default: that of the installed vLLM) and `environment` (default: os.environ).
 
     Raises:
-        ConfigError: `inference.host` is reachable from outside and no token is set.
+        ConfigError: `inference.host` is reachable from outside and no token is set, or this vLLM lacks `model.head_dtype`.
     """
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
@@ -128,6 +131,14 @@ def vllm_command(
             f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anybody could "
             f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
         )
+    if config.model.head_dtype is not None and (found := _distribution()) is not None:
+        name, version = found
+        if release(version) < _HEAD_DTYPE_SINCE:
+            raise ConfigError(
+                f"model.head_dtype: {config.model.head_dtype} needs vLLM 0.26 or newer, and {name} {version} is installed; "
+                "install a newer one, or leave the setting out"
+            )
+    config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=where == "gpu")
     arguments = [*_common_arguments(config, port)]
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
@@ -143,7 +154,7 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--model", config.model.path),
         *("--host", inference.host),
         *("--port", str(port)),
-        *("--dtype", inference.dtype),
+        *("--dtype", inference.dtype_in_use),
         *("--max-model-len", str(inference.max_model_len)),
         *("--seed", str(config.run.seed)),
         *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
@@ -157,6 +168,8 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         arguments += ["--chat-template", str(config.model.chat_template)]
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
+    if config.model.head_dtype is not None:
+        arguments += ["--hf-overrides", json.dumps({"head_dtype": config.model.head_dtype})]
     if inference.tls is not None and inference.tls.certificate is not None:
         arguments += ["--ssl-certfile", str(inference.tls.certificate), "--ssl-keyfile", str(inference.tls.key)]
     return arguments

@@ -257,6 +257,8 @@ def describe(engine: Any) -> ServerInfo:
         engine_version=vllm.__version__,
         model=str(config.model_config.model),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
+        # 0.25 takes it from models that pool only, and says the weights' dtype of others
+        head_dtype=str(config.model_config.head_dtype).removeprefix("torch."),
         max_model_len=config.model_config.max_model_len,
         vocab_size=int(config.model_config.get_vocab_size()),
         policy_version=0,

@@ -1,0 +1,40 @@
+"""The factor on the loss with which small gradients do not vanish in float16 (arXiv 1710.03740)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+_START = 65_536
+_STEPS_TO_GROW = 2000
+
+
+class LossScale:
+    """By the rule of torch.amp.GradScaler: halved after a step with an update that was not finite, doubled after 2000 steps in a
+    row without; a power of two, at least 1.
+
+    It is a number of the host, kept by rank 0, which knows the norm of the gradients anyway: a GradScaler goes over all gradients
+    once more, and lets the ranks tell each other whether theirs are finite.
+
+    Worked example: 65536, a step that overflowed -> 32768, 2000 that did not -> 65536.
+
+    Args:
+        counters: of a checkpoint (`counters`); empty: a new run.
+    """
+
+    def __init__(self, counters: Mapping[str, int]) -> None:
+        self.value = counters.get("loss_scale", _START)
+        self._num_finite = counters.get("loss_scale_steps", 0)  # in a row
+
+    def update(self, updates: Sequence[bool]) -> None:
+        """A step is over. `updates`: for each, whether it was finite. [num_minibatches]"""
+        if not all(updates):
+            self.value, self._num_finite = max(1, self.value // 2), 0
+            return
+        self._num_finite += 1
+        if self._num_finite == _STEPS_TO_GROW:
+            self.value, self._num_finite = self.value * 2, 0
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """For a checkpoint."""
+        return {"loss_scale": self.value, "loss_scale_steps": self._num_finite}
