@@ -8,6 +8,7 @@ Invariant: a folder that exists is whole; it is written beside and renamed.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import shutil
@@ -48,6 +49,7 @@ def export_model(
     policy: Policy,
     tokenizer: Any,
     *,
+    dtype: str,
     adapter: Path | None = None,
     card: str | None = None,
     heartbeat: Callable[[], None] = lambda: None,
@@ -55,6 +57,7 @@ def export_model(
     """Write a Hugging Face folder that `from_pretrained` loads. Every rank calls it; rank 0 writes, the others return before that.
 
     Args:
+        dtype: of the files: that in which the model is served (`inference.dtype`).
         adapter: where the adapter goes, if the policy has one.
         card: the model card (`model_card`); None: none is written. Only rank 0 needs it.
         heartbeat: called on rank 0 now and then while it writes, which may take longer than others wait for it.
@@ -62,13 +65,13 @@ def export_model(
     Raises:
         CheckpointError: a folder cannot be written.
     """
-    weights = gather_weights(policy.model)
+    weights = gather_weights(policy.model, getattr(torch, dtype))
     adapter_state = gather_adapter(policy.model) if adapter is not None and has_adapters(policy.model) else None
     if dist.is_initialized() and dist.get_rank() != 0:
         return
 
     def write() -> None:
-        _write(folder, policy, tokenizer, weights, card)
+        _write(folder, policy, tokenizer, weights, dtype, card)
         if adapter is not None and adapter_state is not None:
             with _replacing(adapter, "adapter") as partial:
                 write_adapter(partial, policy.model, adapter_state)
@@ -116,12 +119,23 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
         set_model_state_dict(policy, state["model"])
-    export_model(folder, policy, load_renderer(config).tokenizer, card=model_card(config, step=step))
+    card = model_card(config, step=step)
+    export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.dtype_in_use, card=card)
 
 
-def _write(folder: Path, policy: Policy, tokenizer: Any, weights: dict[str, torch.Tensor], card: str | None) -> None:
+def _write(
+    folder: Path,
+    policy: Policy,
+    tokenizer: Any,
+    weights: dict[str, torch.Tensor],
+    dtype: str,
+    card: str | None,
+) -> None:
     with _replacing(folder, "model") as partial:
         policy.model.save_pretrained(partial, state_dict=weights)
+        config = copy.deepcopy(policy.model.config)  # which says the dtype of the masters
+        config.dtype = getattr(torch, dtype)
+        config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         if card is not None:
             write_atomically(partial / CARD, card)

@@ -87,15 +87,15 @@ def initialise_adapters(model: Any, *, seed: int) -> None:
             rows_of(zero)[0].zero_()
 
 
-def gather_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The state of the Hugging Face model without adapters as modules: merged, dequantized, tied tensors once, on the CPU; what
-    `save_pretrained(state_dict=...)` wants. A collective: call it on every rank; rank 0 gets everything, the others {}."""
+def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The state of the Hugging Face model without adapters as modules: merged, dequantized, tied tensors once, in `dtype`, on the
+    CPU; what `save_pretrained(state_dict=...)` wants. A collective: every rank calls it; rank 0 gets everything, the others {}."""
     is_leader = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for source in list_sources(model):
         whole = source.gather()
         if is_leader:
-            weights[source.name] = whole.to(device="cpu", dtype=source.saved_dtype).contiguous()
+            weights[source.name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
     return weights
 
 

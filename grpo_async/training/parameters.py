@@ -76,11 +76,6 @@ class NamedTensor:
         shape = tuple(self.tensor.shape)
         return shape if self.packed_columns is None else (shape[0], self.packed_columns)
 
-    @property
-    def saved_dtype(self) -> torch.dtype:
-        """dtype in which an export has it: bfloat16 for what is kept in 4 bits."""
-        return self.tensor.dtype if self.packed_columns is None else torch.bfloat16
-
     def local_rows(self) -> tuple[torch.Tensor, int]:
         """This rank's entries of the first dimension, as they are kept, and the number of the first one."""
         return rows_of(self.tensor)

@@ -165,6 +165,6 @@ def save_and_export(model: str, run: str) -> dict[str, Any]:
     one_step(policy, optimizer, random_samples())
     run_dir, writer = _writer(run)
     writer.begin(1, policy, optimizer, _state(1))
-    export_model(run_dir.model, policy, AutoTokenizer.from_pretrained(model))
+    export_model(run_dir.model, policy, AutoTokenizer.from_pretrained(model), dtype="float32")
     writer.wait()
     return {"saved": fingerprint(policy)}

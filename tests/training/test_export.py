@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from grpo_async.config import ExperimentConfig
@@ -18,6 +19,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training import export
 from grpo_async.training.export import export_model, model_card
 from tests.support.ranks import run_on_ranks
+from tests.training.tiny_models import load_tiny
 
 MODULE = "tests.support.checkpoint_jobs"
 
@@ -34,7 +36,6 @@ def _config(model: Path | str = "base/model", *, lora: dict[str, int] | None = N
 
 
 def _assert_holds(folder: Path, expected: dict[str, float]) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -70,12 +71,24 @@ def test_two_ranks_export_what_they_trained_and_their_checkpoint_becomes_the_sam
         export_checkpoint(RunDir(run), 1, config, folder)
 
 
+def test_the_files_are_in_the_dtype_in_which_the_model_is_served(tiny_model: Path, tmp_path: Path) -> None:
+    """Masters in float32 would be twice the bytes of what anybody serves."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = load_tiny(tiny_model)
+    export_model(tmp_path / "model", policy, AutoTokenizer.from_pretrained(tiny_model), dtype="bfloat16")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+    assert {parameter.dtype for parameter in exported.parameters()} == {torch.bfloat16}
+    for name, tensor in exported.named_parameters():
+        assert torch.equal(tensor, policy.model.get_parameter(name).bfloat16())
+
+
 @pytest.fixture
 def stub_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimpleNamespace]:
     """A policy without weights, on a rank of two that has no process group."""
 
     def make(rank: int) -> SimpleNamespace:
-        monkeypatch.setattr(export, "gather_weights", lambda model: {})
+        monkeypatch.setattr(export, "gather_weights", lambda model, dtype: {})
         monkeypatch.setattr(export.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(export.dist, "get_rank", lambda: rank)
         return SimpleNamespace(model=None)
@@ -98,7 +111,7 @@ def test_the_rank_that_writes_tells_the_others_meanwhile(
 
     monkeypatch.setattr(export, "_write", write)
     monkeypatch.setattr(export, "_SLICE_S", 0.01)
-    export_model(tmp_path / "model", stub_of_rank(0), None, heartbeat=heartbeat)
+    export_model(tmp_path / "model", stub_of_rank(0), None, dtype="float32", heartbeat=heartbeat)
     assert events[0] == "heartbeat"
     assert events[-1] == "written"
 
@@ -113,7 +126,7 @@ def test_a_folder_that_cannot_be_written_is_said_where_the_export_was_asked_for(
 
     policy.model = SimpleNamespace(save_pretrained=full)
     with pytest.raises(CheckpointError, match=r"cannot write the model to .*no space left"):
-        export_model(tmp_path / "model", policy, None)
+        export_model(tmp_path / "model", policy, None, dtype="float32")
 
 
 def test_the_card_states_the_run() -> None:
