@@ -81,3 +81,8 @@ def exact_answer_with_a_slow_disk(**arguments: Any) -> list[float]:
         module.dcp.save = slowly
         module.is_slow = True
     return exact_match(**arguments)
+
+
+def fraction_of_e(completions: list[Any], **_: Any) -> list[float]:
+    """Of the characters: about a tenth in English."""
+    return [str(text).lower().count("e") / max(1, len(str(text))) for text in completions]
