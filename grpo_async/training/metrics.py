@@ -168,7 +168,8 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         "grad_norm": sum(update.grad_norm for update in updates) / num_updates,
         "sampling/sampling_logp_difference/mean": total["difference"] / num_tokens,
         "sampling/sampling_logp_difference/p99": _quantile(
-            [sum(column) for column in zip(*(update.differences for update in updates), strict=True)], 0.99
+            [sum(column) for column in zip(*(update.differences for update in updates), strict=True)],
+            0.99 * total["tokens"],
         ),
         "sampling/sampling_logp_difference/max": largest["difference_max"],
         "sampling/kl": total["sampling_kl"] / num_tokens,
@@ -200,18 +201,18 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
     return metrics
 
 
-def _quantile(counts: Sequence[float], fraction: float) -> float:
-    """The end of the bin that has it: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is less is in the first) to
-    100 nats (what is more is in the last).
+def _quantile(counts: Sequence[float], wanted: float) -> float:
+    """The end of the bin in which so many tokens are reached: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is
+    less is in the first) to 100 nats (what is more is in the last); what is not a number is in none.
 
-    Worked example: 99 tokens in the bin from 1e-2 on and one in that from 1 on, fraction 0.99 -> 1e-2 x 10^(1/16) = 0.0115.
+    Worked example: 99 tokens in the bin from 1e-2 on and one in that from 1 on, 99 wanted -> 1e-2 x 10^(1/16) = 0.0115.
     """
-    wanted, seen = fraction * sum(counts), 0.0
+    seen = 0.0
     for number, count in enumerate(counts):
         seen += count
         if seen >= wanted:
             return _BINS_FROM * float((_BINS_TO / _BINS_FROM) ** ((number + 1) / len(counts)))
-    return _BINS_TO
+    return math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,7 +167,7 @@ def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model:
     assert metrics["sampling/kl"] == pytest.approx((d.exp() - d - 1.0).mean().item(), rel=1e-4)
     exact = d.abs().quantile(0.99, interpolation="higher").item()
     assert exact <= metrics["sampling/sampling_logp_difference/p99"] <= 1.16 * exact
-    assert _quantile([0.0] * 64 + [99.0] + [0.0] * 31 + [1.0] + [0.0] * 31, 0.99) == pytest.approx(10 ** (-2 + 1 / 16))
+    assert _quantile([0.0] * 64 + [99.0] + [0.0] * 31 + [1.0] + [0.0] * 31, 99.0) == pytest.approx(10 ** (-2 + 1 / 16))
 
 
 def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
