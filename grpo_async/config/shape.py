@@ -32,7 +32,9 @@ it is gone; the config.yaml of every run of that time has it, so it is dropped, 
 FOREIGN_KEYS = {
     "adam_beta1": "optimizer.betas",
     "bf16": "model.compute_dtype",
+    "cast_lm_head_to_fp32": "model.head_dtype",
     "eval_steps": "evaluation.every_steps",
+    "fp16": "model.compute_dtype",
     "gradient_accumulation_steps": "is not needed: rollout.groups_per_step is the size of a step, and training.micro_batch_tokens "
     "divides it",
     "gradient_checkpointing": "model.activation_checkpointing",
