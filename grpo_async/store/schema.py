@@ -43,7 +43,8 @@ def _rollout(name: str, type_: str, description: str, *, unit: str = "", express
     return Column(name=name, type=type_, unit=unit, description=description, expression=expression or f'r."{name}"')
 
 
-_VERSIONS = "list_filter(r.versions, lambda version: version >= 0)"
+_ALL_VERSIONS = "list_concat(r.versions, json_extract(r.branches, '$[*].versions[*]')::INTEGER[])"
+_VERSIONS = f"list_filter({_ALL_VERSIONS}, lambda version: version >= 0)"
 _SAMPLED_LOGPROBS = "list_filter(r.logprobs, lambda logprob, k: r.mask[k] = 1)"
 _MISMATCHES = "list_transform(r.trainer_logprobs, lambda logprob, k: abs(logprob - r.logprobs[k]))"
 _CALLS_FAILED = "json_extract_string(r.turns, '$[*].tool_calls[*].failed')"
@@ -91,7 +92,7 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("num_turns", "INTEGER", "Generations, without those of branches", unit="turns",
              expression="json_array_length(r.turns)"),
     _rollout("num_tool_calls", "INTEGER", "Tool calls made", unit="calls", expression=f"len({_CALLS_FAILED})"),
-    _rollout("num_failed_tool_calls", "INTEGER", "Of these failed", unit="calls",
+    _rollout("num_failed_tool_calls", "INTEGER", "Of these failed; 0 where an agent made them", unit="calls",
              expression=f"len(list_filter({_CALLS_FAILED}, lambda failed: failed = 'true'))"),
     _rollout("tool_names", "VARCHAR[]", "Name of the tool of each call, in order",
              expression="json_extract_string(r.turns, '$[*].tool_calls[*].name')"),
@@ -105,8 +106,10 @@ COLUMNS: tuple[Column, ...] = (
              " (the path whose beginning it shares), reward, advantage, num_tokens, reset_messages, messages, turns, and the lists"
              " below"),
     _rollout("extra", "JSON", "What reward functions noted with log_extra, what a rollout function or an agent returned: object"),
-    _rollout("version_min", "INTEGER", "Oldest policy version that sampled a token", expression=f"list_min({_VERSIONS})"),
-    _rollout("version_max", "INTEGER", "Newest policy version that sampled a token", expression=f"list_max({_VERSIONS})"),
+    _rollout("version_min", "INTEGER", "Oldest policy version that sampled a token, in branches too",
+             expression=f"list_min({_VERSIONS})"),
+    _rollout("version_max", "INTEGER", "Newest policy version that sampled a token, in branches too",
+             expression=f"list_max({_VERSIONS})"),
     _rollout("staleness", "INTEGER", "step - 1 - version_min: how many policies older than the one trained; NULL in an evaluation",
              unit="versions", expression=f"if(g.status = 'evaluated', NULL, g.step - 1 - list_min({_VERSIONS}))"),
     _rollout("logprob_mean", "DOUBLE", "Of the sampler, over the sampled tokens", unit="nats",

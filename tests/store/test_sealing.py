@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tests.store.builders import (
     OpenStore,
     append,
     append_simple,
+    build_branched_rollout,
     build_failed_rollout,
     build_group,
     build_rollout,
@@ -104,14 +106,14 @@ def test_a_sealed_block_has_the_columns_of_the_schema_and_every_value_of_its_lin
 def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenStore, connection: Any) -> None:
     """Ids [5, 6, 90, 91, 7], mask [1, 1, 0, 0, 1], sampler [-0.5, -1.5, -3.5], trainer [-1, -1.5, -2], versions 2, 3, 3."""
     tool, failed = build_tool_rollout("7-0"), build_failed_rollout("7-1")
-    other = build_rollout("7-2")
+    other = replace(build_branched_rollout("7-2"), turns=build_rollout("7-2", version=4).turns)  # branches: version 0
     samples = [build_sample(7, tool, 0.5, advantage=1.25), build_sample(7, other, 1.5)]
     store = open_store(tmp_path)
     append(store, build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, stats={"7-0": build_stats(3)})
     store.close()
     (block,) = find_blocks(tmp_path)
     rows = connection.execute(select_from_lines(1), [str(block.path)]).fetchall()
-    first, second, _ = (dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows)
+    first, second, third = (dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows)
     expected = {
         "group_status": "trained", "group_size": 3, "rollout_index": 0, "prompt_text": "be brief\nwhat is 1 + 1?",
         "group_reward_mean": 1.0, "group_reward_std": pytest.approx(0.5**0.5), "rewards": {"exact": 0.5, "format": None},
@@ -127,6 +129,7 @@ def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenS
     assert {name: first[name] for name in expected} == expected
     nothing = ("version_min", "staleness", "logprob_mean", "entropy_mean", "clipped_share", "mismatch_mean", "reward")
     assert {name: second[name] for name in nothing} == dict.fromkeys(nothing)
+    assert (third["version_min"], third["version_max"], third["staleness"]) == (0, 4, 5)
     assert (second["num_tool_calls"], second["tool_names"], second["completion_text"]) == (0, [], "")
 
 
