@@ -45,8 +45,8 @@ class OutputReader:
 
         Raises:
             RolloutContractError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
-                not one of the model's, a rollout is longer than the model takes, or the logprob of a sampled token is missing or
-                not finite.
+                not one of the model's, a prompt is empty, a rollout is longer than the model takes, or the logprob of a sampled
+                token is missing or not finite.
         """
         if not isinstance(output, Mapping):
             raise RolloutContractError(f"rollout_func must return a dict, got {type(output).__name__}")
@@ -60,6 +60,10 @@ class OutputReader:
         for index, rollout_id in enumerate(rollout_ids):
             ids = self._ids(required["completion_ids"][index], f"completion_ids[{index}]")
             prompt_ids = self._ids(required["prompt_ids"][index], f"prompt_ids[{index}]")
+            if not prompt_ids:
+                raise RolloutContractError(
+                    f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
+                )
             if len(prompt_ids) + len(ids) > self.max_model_len:
                 raise RolloutContractError(
                     f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "

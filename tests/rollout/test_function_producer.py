@@ -253,6 +253,7 @@ def _read(output: Any, count: int) -> list[RolloutCompletion]:
         ({"prompt_ids": ["ab", [1]]}, r"prompt_ids\[0\] must be a list of token ids"),
         ({"prompt_ids": [[1], [100]]}, r"prompt_ids\[1\] holds 100, but the model's tokens are 0 to 99"),
         ({"completion_ids": [[5, -2], [6, 2]]}, r"completion_ids\[0\] holds -2"),
+        ({"prompt_ids": [[1], []]}, r"prompt_ids\[1\] is empty; return the tokens that the first sampled one"),
         ({"prompt_ids": [[1] * 49, [1]]}, r"have 49 \+ 2 tokens, inference.max_model_len is 50"),
     ],
 )  # fmt: skip
