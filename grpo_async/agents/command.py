@@ -15,10 +15,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,13 +35,13 @@ from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStat
 from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
+from grpo_async.utils.child_process import CHUNK, ChildProcess
 from grpo_async.utils.exits import describe_exit
 
 SETTING = "rollout.agent.command"
 
 _END_TIMEOUT_S = 10.0
 """From the order to end until everything is dead; then the keeper is killed, too."""
-_CHUNK = 65536
 _MAX_STDERR = 4096  # bytes of its end that are kept
 _MAX_SHOWN = 500  # characters of it in a message
 _HIDDEN_VARIABLES = (
@@ -85,18 +83,16 @@ class CommandAgent:
         """What it writes to stdout; raises AgentError."""
         section, problem = self._section, ""
         stdout, stderr = bytearray(), bytearray()
-        async with _started(self._command, section.memory_mb or 0, _environment(session)) as (process, exited):
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stderr is not None
-            reading = asyncio.create_task(_read(process.stdout, stdout, limit=section.max_output_kb << 10))
-            reading_end = asyncio.create_task(_read_end(process.stderr, stderr))
-            ending = asyncio.create_task(exited.wait())
+        keeper = await _start_keeper(self._command, section.memory_mb or 0, _environment(session))
+        with contextlib.closing(keeper):
+            reading = asyncio.create_task(_read(keeper.stdout, stdout, limit=section.max_output_kb << 10))
+            reading_end = asyncio.create_task(_read_end(keeper.stderr, stderr))
+            ending = asyncio.create_task(keeper.exited.wait())
             tasks = {reading, reading_end, ending}
             try:
-                if not process.stdin.is_closing():  # it was killed at once: uvloop takes no write then
-                    process.stdin.write(stdin)
-                    process.stdin.close()  # once all of it is written, or nobody reads it any more
+                if not keeper.stdin.is_closing():  # it was killed at once: uvloop takes no write then
+                    keeper.stdin.write(stdin)
+                    keeper.stdin.close()  # once all of it is written, or nobody reads it any more
                 async with asyncio.timeout(section.timeout_s):
                     await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
                     if not reading.done() or reading.result():
@@ -104,11 +100,11 @@ class CommandAgent:
             except TimeoutError:
                 problem = _too_late(section)
             finally:
-                await _end(process, exited)
+                await keeper.end(_END_TIMEOUT_S)
                 await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
                 for task in tasks:
                     task.cancel()
-            code = process.returncode or 0
+            code = keeper.returncode or 0
         if reading.done() and not reading.cancelled() and not reading.result():
             problem = _too_much(section)
         problem = problem or _problem_of(code, self._command[0])
@@ -120,73 +116,20 @@ class CommandAgent:
 # -- a process with its keeper
 
 
-class _Protocol(SubprocessStreamProtocol):
-    """Knows that the process has exited although an orphan of it may still hold its streams."""
-
-    def __init__(self) -> None:
-        super().__init__(limit=_CHUNK, loop=asyncio.get_running_loop())
-        self.exited = asyncio.Event()
-
-    def process_exited(self) -> None:
-        super().process_exited()
-        self.exited.set()
-
-
-@asynccontextmanager
-async def _started(
-    command: Sequence[str], memory_mb: int, environment: Mapping[str, str]
-) -> AsyncIterator[tuple[Process, asyncio.Event]]:
-    """The keeper of a command, in a session of its own, and what is set when it has exited; end it before the block is left."""
-    loop = asyncio.get_running_loop()
+async def _start_keeper(command: Sequence[str], memory_mb: int, environment: Mapping[str, str]) -> ChildProcess:
+    """The keeper of a command; with it the command ends, and all that it started."""
     keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(memory_mb)]
     try:
-        transport, protocol = await loop.subprocess_exec(
-            _Protocol,
-            *keeper,
-            *command,
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        return await ChildProcess.start(*keeper, *command, env=environment)
     except OSError as error:
         raise AgentError(
             f"no process can be started for the agent: {error}; lower rollout.agent.max_concurrent"
         ) from error
-    try:
-        yield Process(transport, protocol, loop), protocol.exited
-    finally:
-        transport.close()  # asyncio's own `create_subprocess_exec` leaves that to the garbage collector
-
-
-async def _end(process: Process, exited: asyncio.Event) -> None:
-    """End the keeper, and with it the command and all that it started; without effect on one that has ended by itself."""
-    with contextlib.suppress(ProcessLookupError):
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGTERM)
-    try:
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            await exited.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        await exited.wait()  # killed
-    if process.returncode == -signal.SIGKILL:  # the keeper itself, perhaps, which then ended nothing
-        _kill_session(process.pid)
-
-
-def _kill_session(session: int) -> None:
-    """Kill what is left of a session; its leader is dead. On other systems than Linux nothing is found."""
-    for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
-            if os.getsid(int(name)) == session:
-                os.kill(int(name), signal.SIGKILL)
 
 
 async def _read(stream: asyncio.StreamReader, into: bytearray, *, limit: int) -> bool:
     """Read to the end; False when there is more than `limit` bytes. The caller has a time limit."""
-    while data := await stream.read(_CHUNK):
+    while data := await stream.read(CHUNK):
         into += data
         if len(into) > limit:
             return False
@@ -195,7 +138,7 @@ async def _read(stream: asyncio.StreamReader, into: bytearray, *, limit: int) ->
 
 async def _read_end(stream: asyncio.StreamReader, into: bytearray) -> None:
     """Read to the end and keep the last bytes. Ends with the process."""
-    while data := await stream.read(_CHUNK):
+    while data := await stream.read(CHUNK):
         into += data
         del into[:-_MAX_STDERR]
 
@@ -387,7 +330,7 @@ async def _forward(channel: socket.socket, endpoint: SplitResult) -> None:
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """From one connection into another until either ends; then both are closed."""
     try:
-        while data := await reader.read(_CHUNK):  # until the sandbox ends, which has wall_s
+        while data := await reader.read(CHUNK):  # until the sandbox ends, which has wall_s
             writer.write(data)
             await writer.drain()
     except ConnectionError:

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process, SubprocessStreamProtocol
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -27,6 +27,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.utils.child_process import CHUNK, ChildProcess
 
 
 class SandboxError(GrpoAsyncError):
@@ -184,7 +185,6 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 """From the order to end until everything is dead; then the launcher is killed too."""
 
-_CHUNK = 65536
 _PACKAGE = Path(__file__).parents[1]
 # The packages stand there without running their __init__: the launcher starts in the time of its few imports.
 BOOT = """
@@ -314,12 +314,7 @@ async def _launcher(
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(report_out, "rb", buffering=0)
     )
-    with contextlib.ExitStack() as stack:
-        stack.callback(transport.close)
-        process = await _start(job, base, report_in, stack)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
+    with contextlib.closing(transport), contextlib.closing(await _start(job, base, report_in)) as process:
         process.stdin.write(job.stdin.encode("utf-8", "replace"))
         process.stdin.close()  # once all of it is written, or nobody reads it any more
         reading = [
@@ -329,22 +324,20 @@ async def _launcher(
         try:
             yield reading[0]
         finally:
-            await _end(process)
+            await process.end(END_TIMEOUT_S)
             await asyncio.wait(reading, timeout=END_TIMEOUT_S)
             for task in reading:
                 task.cancel()
 
 
-async def _start(job: Job, base: str, report_in: int, stack: contextlib.ExitStack) -> Process:
-    loop = asyncio.get_running_loop()
+async def _start(job: Job, base: str, report_in: int) -> ChildProcess:
     try:
         with tempfile.TemporaryFile() as plan:
             plan.write(job.plan(base))
             plan.seek(0)
             command = [job.interpreter.executable, "-I", "-S", "-c", BOOT]
             command += [str(_PACKAGE), str(plan.fileno()), str(report_in)]
-            transport, protocol = await loop.subprocess_exec(
-                lambda: SubprocessStreamProtocol(limit=_CHUNK, loop=loop),
+            return await ChildProcess.start(
                 *command,
                 env=job.interpreter.launcher_environment,
                 cwd="/",
@@ -354,14 +347,11 @@ async def _start(job: Job, base: str, report_in: int, stack: contextlib.ExitStac
                     *job.pass_descriptors,
                     *([] if job.loopback is None else [job.loopback]),
                 ],
-                start_new_session=True,
             )
     except OSError as error:
         raise SandboxError(f"the sandbox cannot start a process: {error}") from error
     finally:
         os.close(report_in)
-    stack.callback(transport.close)  # asyncio's own `create_subprocess_exec` leaves that to the garbage collector
-    return Process(transport, protocol, loop)
 
 
 class _Output:
@@ -375,7 +365,7 @@ class _Output:
 
     async def read(self, stream: asyncio.StreamReader) -> None:
         while True:
-            data = await stream.read(_CHUNK)  # until the process is dead, which has wall_s
+            data = await stream.read(CHUNK)  # until the process is dead, which has wall_s
             text = self._decoder.decode(data, final=not data)
             self._parts.append(text[: self._num_left])
             if len(text) > self._num_left and not self.over.done():
@@ -414,21 +404,6 @@ class _Report:
             elif word == "problem" and self.problem is None:
                 mechanism, _, problem = rest.partition(" ")
                 self.problem = (mechanism, problem)
-
-
-async def _end(process: Process) -> None:
-    """End the launcher and with it the run; does nothing to one that has ended. (Not `process.terminate`, which would take its exit
-    code away from asyncio.)"""
-    with contextlib.suppress(ProcessLookupError):
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGTERM)
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()  # killed
 
 
 def _status_of(exit_code: int, cpu_s: float, limits: SandboxLimits, stderr: str) -> SandboxStatus:
