@@ -45,7 +45,8 @@ class RolloutSection(StrictModel):
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """Most tokens that the policy may generate in one turn; null = what is left of the completion."""
     max_turns: int = Field(default=16, ge=1)
-    """Most turns of the policy in one rollout. One that calls a tool in its last turn counts as truncated."""
+    """Most turns of the policy in one rollout. One that calls a tool in its last turn counts as truncated. Of an agent: most of its
+    calls of the model, with retries and those of sub-agents."""
     temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
     max_in_flight: Count = 256
