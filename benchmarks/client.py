@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import subprocess
@@ -166,6 +167,8 @@ def _agents(report: Report, options: argparse.Namespace) -> None:
     costs: dict[str, list[float]] = {"plain rollouts": [], "agents": []}
     with rollout_server(rate=0.0, tokens=len(ids), answer=ids, end_id=ids[-1], seed=options.seed) as url:
         uvloop.run(_cost_of_agents(tokenizer, url, options, "agents"))  # warms up
+        gc.collect()
+        gc.freeze()  # as a run does when it begins to generate
         for _, name in in_turns(list(costs), options.rounds):
             costs[name].append(uvloop.run(_cost_of_agents(tokenizer, url, options, name)))
     for name, found in costs.items():

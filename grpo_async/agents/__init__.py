@@ -1,9 +1,10 @@
 """Agents as rollouts: an endpoint with the usual APIs, behind which the policy of the run answers.
 
-agent -> endpoint (HTTP) -> dialect -> session: history -> InferenceClient -> engine
+agent -> endpoint (HTTP) -> Exchange -> session: history -> InferenceClient -> engine
 
 endpoint.py           the HTTP server: keys, paths, streaming, hang-ups
 chat_completions.py   responses.py   messages.py      the APIs: JSON to `Call`, `Reply` to JSON and events
 session.py            one rollout: its calls, budget, and what became of them
 history.py            the tree of its calls: which recorded tokens a request goes on from
+agent.py              what runs for a rollout: function.py, command.py (and its keeper.py), environments/
 """

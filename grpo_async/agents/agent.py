@@ -3,7 +3,7 @@ came of it.
 
     function.py       a function of the user, in this process
     command.py        a process for each rollout
-    environments.py   an environment of a library
+    environments/     an environment of a library
 """
 
 from __future__ import annotations

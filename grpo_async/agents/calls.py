@@ -9,8 +9,14 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+Made = TypeVar("Made")
+
+_NUM_HISTORIES = 4
+"""That are remembered of a rollout: an agent and its sub-agents take turns."""
 
 OnText = Callable[[str], None]
 """Called with each further piece of the answer's text."""
@@ -55,7 +61,7 @@ class Reply:
     prompt_ids: Sequence[int] = ()
     finish_reason: str = "stop"
     stop_sequence: str | None = None
-    created: float = field(default=0.0)  # seconds since the epoch
+    created: float = 0.0  # seconds since the epoch
 
     @property
     def message(self) -> dict[str, Any]:
@@ -89,13 +95,55 @@ def refuse(message: str, *, param: str | None = None, code: str | None = None) -
     return AgentRefusal(400, "invalid_request_error", message, param=param, code=code)
 
 
+class PrefixMemo(Generic[Made]):
+    """Makes one thing of each item of a list, and remembers what it made of the newest lists.
+
+    An agent sends its whole history with every call, so all but the last items of a list are those of an earlier one. They are
+    compared in C, and only the others cost a line of Python. Of equal items the older ones are kept: one copy of a history is
+    alive, however often it was sent, and the garbage collector has one to walk through.
+
+    [a, b] -> make(a), make(b); then [a, b, c] -> make(c); then [a, x] -> make(x)
+
+    Args:
+        make: gets the items and what was made of those before its own, whose place is the number of these.
+    """
+
+    def __init__(self, make: Callable[[Sequence[Any], Sequence[Made]], Made]) -> None:
+        self._make = make
+        self._newest: list[tuple[list[Any], list[Made]]] = []
+
+    def __call__(self, items: list[Any]) -> list[Made]:
+        """What `make` makes of each item, or made of an equal one after equal ones. In `items` older ones take the places of
+        those that equal them; neither list is to be changed any more."""
+        made: list[Made] = []
+        others = []
+        for given, found in self._newest:
+            length = _num_equal(items, given)
+            if length > len(made):
+                items[:length], made = given[:length], found[:length]
+            if length < len(given):  # else the new list takes its place
+                others.append((given, found))
+        while len(made) < len(items):
+            made.append(self._make(items, made))
+        self._newest = [(items, made), *others[: _NUM_HISTORIES - 1]]
+        return made
+
+
+def _num_equal(some: list[Any], others: list[Any]) -> int:
+    """Items at the beginning that are equal."""
+    length = min(len(some), len(others))
+    if some[:length] == others[:length]:
+        return length
+    return next(place for place in range(length) if some[place] != others[place])
+
+
 class Exchange(ABC):
     """A request of one API and its answer.
 
     Args:
         body: the request's JSON.
         model: the name that the answer carries.
-        kept: what this API remembers of the rollout, by the id of a reply.
+        kept: what the APIs remember of the rollout.
 
     Raises:
         AgentRefusal: the request is wrong, or asks for what is not supported.
@@ -105,12 +153,21 @@ class Exchange(ABC):
     num_replies = 1
     """To the same call."""
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
         self.id = secrets.token_hex(12)
         self.model = model
         self.is_stream = bool(body.get("stream"))
         self._body = body
         self._kept = kept
+
+    def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:
+        """What `read` makes of each object of a list, and of its name for errors; empty where the field is not set."""
+        found = self._body.get(name) or []
+        if not isinstance(found, list):
+            raise refuse(f"{name} is not a list of objects", param=name)
+        memo = self._kept.setdefault((type(self), name), PrefixMemo(partial(_read_next, name, read)))
+        made: list[Made] = memo(found)
+        return made
 
     @abstractmethod
     def answer(self, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -133,6 +190,15 @@ class Exchange(ABC):
         """The JSON of an error: OpenAI's, unless an API has its own."""
         content = {"message": str(refusal), "type": refusal.kind, "param": refusal.param, "code": refusal.code}
         return {"error": content}
+
+
+def _read_next(
+    name: str, read: Callable[[Mapping[str, Any], str], Made], items: Sequence[Any], made: Sequence[Made]
+) -> Made:
+    place = len(made)
+    if not isinstance(items[place], Mapping):
+        raise refuse(f"{name}[{place}] is not an object", param=name)
+    return read(items[place], f"{name}[{place}]")
 
 
 def event(content: Mapping[str, Any], name: str | None = None) -> bytes:

@@ -43,7 +43,7 @@ _MAX_REPLIES = 128
 class ChatCompletion(Exchange):
     """One request of Chat Completions."""
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
         super().__init__(body, model, kept)
         self.num_replies = _num_replies(body, is_stream=self.is_stream)
         for name in ("functions", "function_call", "audio"):
@@ -54,8 +54,8 @@ class ChatCompletion(Exchange):
                 "top_logprobs is not supported; logprobs has those of the sampled tokens", param="top_logprobs"
             )
         self.call = Call(
-            messages=[_message(message, f"messages[{n}]") for n, message in enumerate(objects_of(body, "messages"))],
-            tools=[_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects_of(body, "tools"))],
+            messages=self._read("messages", _message),
+            tools=self._read("tools", _tool),
             tool_choice=body.get("tool_choice") or "auto",
             stop=texts_of(body.get("stop"), "stop"),
             max_tokens=number_of(body, "max_completion_tokens", "max_tokens", kind=int),
@@ -131,7 +131,7 @@ class ChatCompletion(Exchange):
 class Completion(Exchange):
     """One request of Completions."""
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
         super().__init__(body, model, kept)
         self.num_replies = _num_replies(body, is_stream=self.is_stream)
         refused = changed(body, suffix="", echo=False, best_of=1)
@@ -140,7 +140,7 @@ class Completion(Exchange):
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
-        is_ids = isinstance(prompt, list) and all(type(token) is int and token >= 0 for token in prompt)
+        is_ids = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise refuse("prompt has to be one text, or one list of token ids", param="prompt")
         logprobs = number_of(body, "logprobs", kind=int)

@@ -79,10 +79,9 @@ class AgentEndpoint:
         client: generates.
         renderer: renders what agents send.
         model: the name of the policy.
-        host: to listen at.
+        host: to listen at, and for agents to connect to.
         port: 0: any that is free.
         tls: None: plain HTTP.
-        address: the host in the URLs that agents get; None: `host`, and this machine's loopback where that means all addresses.
     """
 
     def __init__(
@@ -94,12 +93,10 @@ class AgentEndpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
-        address: str | None = None,
     ) -> None:
         self._setup = SessionSetup(client, HistoryRenderer(renderer))
         self._model = model
         self._host, self._port, self._tls = host, port, tls
-        self._address = address or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
         self._sessions: dict[str, AgentSession] = {}
         self._starting = asyncio.Lock()
         self._server: web.Server | None = None
@@ -139,7 +136,7 @@ class AgentEndpoint:
                     f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
                 ) from error
             port = self._listener.sockets[0].getsockname()[1]
-            self.base_url = f"{'https' if self._tls else 'http'}://{host_in_url(self._address)}:{port}/v1"
+            self.base_url = f"{'https' if self._tls else 'http'}://{host_in_url(self._host)}:{port}/v1"
 
     async def aclose(self) -> None:
         """Close all sessions, and every connection."""

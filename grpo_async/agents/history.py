@@ -22,16 +22,16 @@ text of earlier answers is context, and is not trained.
 from __future__ import annotations
 
 import json
-from collections import deque
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from grpo_async.agents.calls import Call, refuse
+from grpo_async.agents.calls import Call, PrefixMemo, refuse
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.turn import ChatError
 from grpo_async.inference.client import Generation
@@ -48,9 +48,6 @@ from grpo_async.records import (
 
 Message = Mapping[str, Any]
 
-_NUM_NEWEST = 4
-"""Calls whose keys are kept: an agent and its sub-agents take turns."""
-
 _ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
 """Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
 
@@ -61,25 +58,33 @@ class Request:
 
     key: bytes
     parent: Answer | None
-    ids: Sequence[int]
+    ids: array[int]  # of int32
     messages: Sequence[TaggedMessage]
     text: str | None = None
     """Of a call with text instead of messages: all of it."""
 
     @property
-    def context(self) -> list[int]:
-        """All ids that the engine sees."""
-        pieces: list[Sequence[int]] = [self.ids]
+    def path(self) -> list[Answer]:
+        """The answers that it follows, from the root on."""
+        answers = []
         answer = self.parent
         while answer is not None:
-            pieces += (answer.generation.token_ids, answer.request.ids)
+            answers.append(answer)
             answer = answer.request.parent
-        return list(chain.from_iterable(reversed(pieces)))
+        return answers[::-1]
+
+    @property
+    def context(self) -> list[int]:
+        """All ids that the engine sees."""
+        ids = array("i")
+        for answer in self.path:
+            ids += answer.request.ids + answer.generation.token_ids
+        return (ids + self.ids).tolist()
 
     @property
     def all_messages(self) -> list[TaggedMessage]:
         """From the root on."""
-        before = [] if self.parent is None else [*self.parent.request.all_messages, self.parent.message]
+        before = [message for answer in self.path for message in (*answer.request.messages, answer.message)]
         return [*before, *self.messages]
 
 
@@ -188,7 +193,7 @@ class History:
         self._renderer = renderer
         self._by_key: dict[bytes, list[Answer]] = {}
         self._requests: dict[tuple[bytes, str], Request] = {}
-        self._newest: deque[tuple[Call, list[bytes]]] = deque(maxlen=_NUM_NEWEST)
+        self._keys = PrefixMemo(partial(_next_key, renderer.chat))
         self.answers: list[Answer] = []
 
     def prepare(self, call: Call) -> Request:
@@ -201,8 +206,7 @@ class History:
             return self._raw(call.prompt)
         if not call.messages:
             raise refuse("there are no messages", param="messages")
-        keys = _keys(self._renderer.chat, call, self._newest)
-        self._newest.append((call, keys))
+        keys = self._keys([call.tools, *call.messages])  # [1 + num_messages]
         length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
         if length:
             answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
@@ -210,14 +214,14 @@ class History:
             if name not in self._requests and (rest := _rest(answer, call.messages, length)) is not None:
                 ids = self._renderer.suffix_ids(answer, rest)
                 if ids is not None:
-                    self._requests[name] = Request(key=keys[-1], parent=answer, ids=ids, messages=rest)
+                    self._requests[name] = Request(key=keys[-1], parent=answer, ids=array("i", ids), messages=rest)
             if name in self._requests:
                 return self._requests[name]
         name = (keys[-1], "")
         if name not in self._requests:
             messages = _tagged(call.messages)
-            ids = self._renderer.prompt_ids(messages, call.tools)
-            self._requests[name] = Request(key=keys[-1], parent=None, ids=ids, messages=messages)
+            prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools))
+            self._requests[name] = Request(key=keys[-1], parent=None, ids=prompt_ids, messages=messages)
         return self._requests[name]
 
     def record(self, answer: Answer, said: str) -> None:
@@ -228,7 +232,7 @@ class History:
             request.parent.has_children = True
         if request.text is None:
             value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
-            self._by_key.setdefault(_next_key(request.key, value), []).append(answer)
+            self._by_key.setdefault(_digest(request.key, value), []).append(answer)
 
     def paths(self) -> RolloutPaths:
         """The path to the newest answer is the rollout's own, the others are branches; every answer stands in exactly one.
@@ -238,11 +242,7 @@ class History:
         """
         if not self.answers:
             return RolloutPaths()
-        own: list[Answer] = []
-        answer: Answer | None = self.answers[-1]
-        while answer is not None:
-            own.insert(0, answer)
-            answer = answer.request.parent
+        own = [*self.answers[-1].request.path, self.answers[-1]]
         paths = [_Path(own, 0)]
         place = dict.fromkeys((answer.id for answer in own), 0)
         for answer in self.answers:
@@ -281,42 +281,27 @@ class History:
 
     def _raw(self, prompt: str | Sequence[int]) -> Request:
         """Of /v1/completions: goes on from the answer whose prompt and text, or ids, are the longest beginning of `prompt`."""
+        chat, earlier = self._renderer.chat, [answer for answer in self.answers if answer.request.text is not None]
+        known: list[tuple[Any, Answer]]
         if isinstance(prompt, str):
-            text = prompt
-            found = [  # not one that the policy ended: a text that goes on leaves its end-of-turn token out
+            known = [  # not one that the policy ended: a text that goes on leaves its end-of-turn token out
                 (f"{answer.request.text}{answer.message.content}", answer)
-                for answer in self.answers
-                if answer.request.text is not None and answer.message.content and not self._renderer.is_ended(answer)
+                for answer in earlier
+                if answer.message.content and not self._renderer.is_ended(answer)
             ]
-            before, parent = max(
-                ((said, answer) for said, answer in found if text.startswith(said)),
-                key=lambda each: len(each[0]),
-                default=("", None),
-            )
-            rest = text[len(before) :]
+        else:
+            known = [([*answer.request.context, *answer.generation.token_ids], answer) for answer in earlier]
+        begun = [(len(before), answer) for before, answer in known if prompt[: len(before)] == before]
+        length, parent = max(begun, key=lambda each: each[0], default=(0, None))
+        rest: Any = prompt[length:]
+        if isinstance(prompt, str):
             user = TaggedMessage(role="user", content=rest, origin=Origin.PROMPT)
-            ids = (
-                self._renderer.chat.text_ids(rest)
-                if parent
-                else self._renderer.chat.prompt_ids([user], is_conversational=False)
-            )
-            return Request(key=b"", parent=parent, ids=ids, messages=[user] if rest else [], text=text)
-        given = list(prompt)
-        if not given:
-            raise refuse("the prompt is empty", param="prompt")
-        ends = [
-            (ids, answer)
-            for answer in self.answers
-            if answer.request.text is not None
-            and len(ids := [*answer.request.context, *answer.generation.token_ids]) <= len(given)
-            and given[: len(ids)] == ids
-        ]
-        known, parent = max(ends, key=lambda each: len(each[0]), default=([], None))
-        rest_ids = given[len(known) :]
-        words = self._renderer.chat.completion_text(rest_ids)
-        user = TaggedMessage(role="user", content=words, origin=Origin.PROMPT)
-        text = self._renderer.chat.completion_text(given)
-        return Request(key=b"", parent=parent, ids=rest_ids, messages=[user] if rest_ids else [], text=text)
+            ids = chat.text_ids(rest) if parent else chat.prompt_ids([user], is_conversational=False)
+            text = prompt
+        else:
+            user = TaggedMessage(role="user", content=chat.completion_text(rest), origin=Origin.PROMPT)
+            ids, text = rest, chat.completion_text(prompt)
+        return Request(key=b"", parent=parent, ids=array("i", ids), messages=[user] if rest else [], text=text)
 
 
 def _choose(answers: Sequence[Answer], message: Message) -> Answer:
@@ -385,43 +370,32 @@ def _tag(message: Message) -> TaggedMessage:
     return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
 
 
-def _keys(renderer: ChatRenderer, call: Call, known: Sequence[tuple[Call, list[bytes]]]) -> list[bytes]:
-    """Of the tools, and then of all messages up to each one. [1 + num_messages]
-
-    `known` are earlier calls with their keys: most calls repeat the messages of one, and comparing them costs a tenth of making
-    the keys again.
-    """
-    keys: list[bytes] = []
-    for other, found in known:
-        if other.tools == call.tools:
-            pairs = zip(call.messages, other.messages, strict=False)
-            length = next((n for n, (mine, its) in enumerate(pairs) if mine != its), len(found) - 1)
-            length = min(length, len(call.messages))
-            keys = max(keys, found[: length + 1], key=len)
+def _next_key(renderer: ChatRenderer, items: Sequence[Any], keys: Sequence[bytes]) -> bytes:
+    """Of `items`, the tools and then the messages, the key of all up to the next one after those that have `keys`."""
     if not keys:
-        keys = [_next_key(b"", [_comparable(tool) for tool in call.tools])]
-    said_before = [message for message in call.messages[: len(keys) - 1] if message["role"] == "assistant"]
-    calls = (said_before[-1].get("tool_calls") or ()) if said_before else ()
-    for message in call.messages[len(keys) - 1 :]:
-        if message["role"] == "assistant":
-            calls = message.get("tool_calls") or ()
-            _, said = renderer.split_thinking(message["content"], is_sampled=False)
-            value = _answer_value(said, [(c["function"]["name"], c["function"].get("arguments")) for c in calls])
-        elif message["role"] == "tool":
-            answered = message.get("tool_call_id")
-            places = {each.get("id"): place for place, each in enumerate(calls)}
-            value = ["tool", places.get(answered, answered), message["content"]]
-        else:
-            value = [message["role"], message["content"], message.get("name")]
-        keys.append(_next_key(keys[-1], value))
-    return keys
+        return _digest(b"", [_comparable(tool) for tool in items[0]])
+    place = len(keys)
+    message = items[place]
+    if message["role"] == "assistant":
+        _, said = renderer.split_thinking(message["content"], is_sampled=False)
+        called = [each["function"] for each in message.get("tool_calls") or ()]
+        value = _answer_value(said, [(each["name"], each.get("arguments")) for each in called])
+    elif message["role"] == "tool":
+        before = (items[n] for n in range(place - 1, 0, -1) if items[n]["role"] == "assistant")
+        calls = next((each.get("tool_calls") or () for each in before), ())
+        places = {each.get("id"): number for number, each in enumerate(calls)}
+        answered = message.get("tool_call_id")
+        value = ["tool", places.get(answered, answered), message["content"]]
+    else:
+        value = [message["role"], message["content"], message.get("name")]
+    return _digest(keys[-1], value)
 
 
 def _answer_value(said: str, calls: Sequence[tuple[str, Any]]) -> list[Any]:
     return ["assistant", said.strip(), [[name, _comparable(_object(arguments))] for name, arguments in calls]]
 
 
-def _next_key(key: bytes, value: Any) -> bytes:
+def _digest(key: bytes, value: Any) -> bytes:
     return blake2b(key + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 

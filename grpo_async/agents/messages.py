@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from grpo_async.agents.calls import (
@@ -25,7 +26,6 @@ from grpo_async.agents.calls import (
     changed,
     event,
     number_of,
-    objects_of,
     refuse,
     text_of,
     texts_of,
@@ -38,24 +38,21 @@ _FORCING = {"any": "required"}
 class Messages(Exchange):
     """One request of Messages."""
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
         super().__init__(body, model, kept)
         thinking = body.get("thinking")
         self._shows_thinking = isinstance(thinking, Mapping) and thinking.get("type") in ("enabled", "adaptive")
         self._num_blocks = 0
         self._is_open = False
-        messages: list[dict[str, Any]] = []
         system = text_of(body.get("system"), "system")
-        if system:
-            messages.append({"role": "system", "content": system})
-        for number, message in enumerate(objects_of(body, "messages")):
-            messages += _messages(message, f"messages[{number}]")
+        messages = [{"role": "system", "content": system}] if system else []
+        messages += chain.from_iterable(self._read("messages", _messages))
         choice = body.get("tool_choice") or {"type": "auto"}
         kind = choice.get("type") if isinstance(choice, Mapping) else choice
         output = body.get("output_config")
         self.call = Call(
             messages=messages,
-            tools=[_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects_of(body, "tools"))],
+            tools=self._read("tools", _tool),
             tool_choice=kind if kind in ("auto", "none") else _FORCING.get(str(kind), choice),
             stop=texts_of(body.get("stop_sequences"), "stop_sequences"),
             max_tokens=number_of(body, "max_tokens", kind=int),

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_async.agents.calls import Call, Exchange, Reply, event, number_of, objects_of, refuse, text_of
+from grpo_async.agents.calls import Call, Exchange, Reply, event, number_of, refuse, text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -26,20 +26,20 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 class Responses(Exchange):
     """One request of Responses."""
 
-    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[str, Any]) -> None:
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
         super().__init__(body, model, kept)
         for name in ("background", "conversation", "prompt"):
             if body.get(name):
                 raise refuse(f"{name} is not supported", param=name)
         previous = body.get("previous_response_id")
-        if previous is not None and previous not in kept:
+        if previous is not None and not (isinstance(previous, str) and previous in kept):
             raise refuse(f"there is no response {previous!r} in this rollout", param="previous_response_id")
         self._messages: list[Mapping[str, Any]] = [] if previous is None else list(kept[previous])
         given = body.get("input")
         if isinstance(given, str):
             self._messages.append({"role": "user", "content": given})
         else:
-            self._messages += _messages(objects_of(body, "input"))
+            self._messages += _joined(self._read("input", _message))
         instructions = text_of(body.get("instructions"), "instructions")
         system = [{"role": "system", "content": instructions}] if instructions else []
         text = body.get("text")
@@ -49,7 +49,7 @@ class Responses(Exchange):
         self._created = int(time.time())
         self.call = Call(
             messages=[*system, *self._messages],
-            tools=[_tool(tool, f"tools[{n}]") for n, tool in enumerate(objects_of(body, "tools"))],
+            tools=self._read("tools", _tool),
             tool_choice=body.get("tool_choice") or "auto",
             max_tokens=number_of(body, "max_output_tokens", kind=int),
             temperature=number_of(body, "temperature"),
@@ -158,31 +158,38 @@ class Responses(Exchange):
         return self._event(name, item_id=f"msg_{self.id}", output_index=self._item, content_index=0, **content)
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Items as messages of Chat Completions: the text and the calls of one answer are one message."""
-    messages: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        where = f"input[{number}]"
-        match item.get("type") or "message":
-            case "reasoning":
-                continue
-            case "message":
-                role = _ROLES.get(str(item.get("role")))
-                if role is None:
-                    raise refuse(f"{where}.role is {item.get('role')!r}; there are {', '.join(_ROLES)}", param=where)
-                messages.append({"role": role, "content": text_of(item.get("content"), f"{where}.content")})
-            case "function_call":
-                function = {"name": str(item.get("name")), "arguments": item.get("arguments")}
-                call = {"id": str(item.get("call_id")), "type": "function", "function": function}
-                if not messages or messages[-1]["role"] != "assistant":
-                    messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                text = text_of(item.get("output"), f"{where}.output")
-                messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text})
-            case other:
-                raise refuse(f"{where} is of type {other!r}, which is not supported", param=where)
-    return list(messages)
+def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """An item as a message of Chat Completions; a call as one with nothing else in it. None for what is left out."""
+    match item.get("type") or "message":
+        case "reasoning":
+            return None
+        case "message":
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise refuse(f"{where}.role is {item.get('role')!r}; there are {', '.join(_ROLES)}", param=where)
+            return {"role": role, "content": text_of(item.get("content"), f"{where}.content")}
+        case "function_call":
+            function = {"name": str(item.get("name")), "arguments": item.get("arguments")}
+            call = {"id": str(item.get("call_id")), "type": "function", "function": function}
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            text = text_of(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": str(item.get("call_id")), "content": text}
+        case other:
+            raise refuse(f"{where} is of type {other!r}, which is not supported", param=where)
+
+
+def _joined(messages: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    """With the text and the calls of one answer in one message."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message is None:
+            continue
+        if "tool_calls" in message and joined and joined[-1]["role"] == "assistant":
+            before = joined.pop()
+            message = {**before, "tool_calls": [*before.get("tool_calls", ()), *message["tool_calls"]]}
+        joined.append(message)
+    return joined
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

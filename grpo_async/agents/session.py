@@ -114,8 +114,8 @@ class AgentSession:
         """A limit of the run cut an answer, or left no room for one."""
         self.last_error: str | None = None
         """Why the newest call that got no answer got none, where the inference servers are to blame."""
-        self.kept: dict[str, Any] = {}
-        """What an API remembers of this rollout, by the id of a reply."""
+        self.kept: dict[Any, Any] = {}
+        """What the APIs remember of this rollout."""
         self._setup = setup
         self._settings = settings
         self._seed = seed

@@ -172,7 +172,7 @@ class AgentProducer:
         try:
             async with asyncio.timeout(section.timeout_s + _OWN_LIMIT_FIRST_S):
                 result = await self._host.agent.run(row, session)
-            self._check(result, session)
+            return self._completion(result, session)
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             if session.is_out_of_budget:  # what it then raised, most likely, is that it got no further answer
                 self._errors.count("agent out of tokens")
@@ -184,18 +184,17 @@ class AgentProducer:
             if session.last_error is not None:
                 message = f"{message} (its last call of the model failed: {session.last_error})"
             return session.completion(RolloutStatus.FAILED, error=message)
-        return session.completion(
-            RolloutStatus.FINISHED, reward=result.reward, reward_columns={**result.columns, "result": result.value}
-        )
 
-    def _check(self, result: AgentResult, session: AgentSession) -> None:
-        """Take what the result says of single answers; AgentError where nothing can be learned from the rollout."""
+    def _completion(self, result: AgentResult, session: AgentSession) -> RolloutCompletion:
+        """With what the result says of single answers; AgentError where nothing can be learned from the rollout."""
         for reply_id, reward in result.rewards.items():
             try:
                 session.set_reward(reward, reply_id)
             except AgentRefusal as error:
                 raise AgentError(f"`rewards` of the agent's result: {error}") from error
-        completion = session.completion(RolloutStatus.FINISHED, reward=result.reward)
+        completion = session.completion(
+            RolloutStatus.FINISHED, reward=result.reward, reward_columns={**result.columns, "result": result.value}
+        )
         if completion.num_sampled_tokens == 0 and not session.is_truncated:
             raise AgentError(
                 "the agent ended without a call of the model that was answered; it has to call the endpoint of its rollout, with "
@@ -207,3 +206,4 @@ class AgentProducer:
                 f"the agent's result has no reward, and the run has no other; it is {result.value!r:.200}. Return a number or "
                 '{"reward": number}, or name functions in `rewards`'
             )
+        return completion

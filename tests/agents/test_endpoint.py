@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,9 +15,12 @@ import openai
 import pytest
 
 from grpo_async.agents.endpoint import AgentEndpoint
+from grpo_async.agents.function import OpenAiClients
 from grpo_async.agents.session import AgentSession
 from grpo_async.records import RolloutStatus
+from grpo_async.utils.network import server_certificates
 from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, settings, user
+from tests.support.tls import make_certificates
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
 FLAT = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
@@ -231,6 +235,27 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
                     await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
                 assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index, call-overload]
             assert endpoint._sessions == {}
+
+    asyncio.run(main())
+
+
+def test_over_https_the_ready_client_trusts_the_endpoint_and_another_does_not(tmp_path: Path) -> None:
+    made, policy = make_certificates(tmp_path), _policy("a")
+
+    async def main() -> None:
+        client: Any = policy
+        tls = server_certificates(made.certificate, made.key)
+        async with AgentEndpoint(client, policy.chat, tls=tls) as endpoint:
+            session = endpoint.open("g7-r0", settings=settings(stop_token_ids=policy.chat.end_of_turn_ids), seed=5)
+            assert session.base_url.startswith("https://")
+            ready = OpenAiClients(timeout_s=20.0, authority=made.authority)
+            asking: dict[str, Any] = {"model": "m", "messages": [user("q")]}
+            async with ready.for_running_loop(session.base_url, session.key) as trusting:
+                answer = await trusting.chat.completions.create(**asking)
+            assert answer.choices[0].message.content == "a"
+            async with _openai(session) as other:
+                with pytest.raises(openai.APIConnectionError):
+                    await other.chat.completions.create(**asking)
 
     asyncio.run(main())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from grpo_async.agents.calls import PrefixMemo
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -81,6 +82,35 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
     assert policy.chat.text_ids(policy.chat.completion_text(completion.turns[1].output_ids)) != list(
         completion.turns[1].output_ids[:-1]
     )
+
+
+def test_of_a_history_that_was_sent_before_only_what_follows_is_read_and_one_copy_is_kept() -> None:
+    made: list[str] = []
+
+    def make(items: Sequence[Any], before: Sequence[str]) -> str:
+        made.append("".join([*before[-1:], items[len(before)]["text"]]))
+        return made[-1]
+
+    def items(text: str) -> list[dict[str, str]]:
+        return [{"text": letter} for letter in text]
+
+    memo = PrefixMemo(make)
+    first = items("abc")
+    assert memo(first) == ["a", "ab", "abc"]
+    for text, new in [
+        ("abcd", ["abcd"]),
+        ("abcd", []),
+        ("abx", ["abx"]),  # an edit
+        ("s", ["s"]),  # a sub-agent, which takes turns with it
+        ("abxy", ["abxy"]),
+        ("st", ["st"]),
+        ("abcde", ["abcde"]),
+        ("ab", []),
+    ]:
+        made.clear()
+        assert memo(items(text))[-1] == text
+        assert made == new
+    assert all(given[0] is first[0] for given, _ in memo._newest if given[0] == first[0])
 
 
 def test_thinking_that_the_client_strips_stays_in_the_tokens() -> None:
