@@ -137,13 +137,17 @@ class TaggedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallRecord:
-    """One tool call of one turn, after it was made. `duration_s` is wall-clock seconds."""
+    """One tool call of one turn, after it was made. `duration_s` is wall-clock seconds.
+
+    An agent makes its calls itself: `result` is what it told the policy ("" when it told nothing), `failed` None and `duration_s`
+    0.0, for it does not say.
+    """
 
     tool_call_id: str
     name: str
     arguments: Mapping[str, Any]
     result: str
-    failed: bool
+    failed: bool | None
     duration_s: float
 
 
@@ -349,15 +353,14 @@ class RolloutCompletion(TokenPath):
 
     def tool_metrics(self) -> dict[str, float]:
         """Calls of this rollout and the fraction that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
-        Empty where no tools were offered."""
+        Empty where no tools were offered; without the fraction where nobody knows it."""
         if not self.tool_names:
             return {}
-        calls = [call for turn in self.all_turns for call in turn.tool_calls]
-        failed = sum(call.failed for call in calls)
-        return {
-            "tools/call_frequency": float(len(calls)),
-            "tools/failure_frequency": failed / len(calls) if calls else 0.0,
-        }
+        failed = [call.failed for turn in self.all_turns for call in turn.tool_calls]
+        metrics = {"tools/call_frequency": float(len(failed))}
+        if None not in failed:
+            metrics["tools/failure_frequency"] = sum(map(bool, failed)) / len(failed) if failed else 0.0
+        return metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ from grpo_async.records import (
     Origin,
     TaggedMessage,
     ToolCall,
+    ToolCallRecord,
     TurnRecord,
     no_tokens,
 )
@@ -433,6 +434,7 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
     turns = []
     for answer, following in zip(answers, [*answers[1:], None], strict=True):
         generation = answer.generation
+        told = {message.tool_call_id: message.content for message in (following.request.messages if following else ())}
         turns.append(
             TurnRecord(
                 output_ids=np.array(generation.token_ids, np.int32),
@@ -440,6 +442,17 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
                 policy_versions=np.array(generation.policy_versions, np.int32),
                 finish_reason=generation.finish_reason or FinishReason.ABORT,
                 messages=[answer.message, *(following.request.messages if following else ())],
+                tool_calls=[
+                    ToolCallRecord(
+                        tool_call_id=call.tool_call_id,
+                        name=call.name,
+                        arguments=call.arguments,
+                        result=told.get(call.tool_call_id, ""),
+                        failed=None,
+                        duration_s=0.0,
+                    )
+                    for call in answer.calls
+                ],
                 tool_response_ids=np.array(following.request.ids if following else (), np.int32),
                 parse_error=answer.parse_error,
                 generation_duration_s=generation.duration_s,

@@ -126,6 +126,7 @@ class AgentSession:
         self._history = History(setup.renderer)
         self._numbers = itertools.count()
         self._num_sampled = 0
+        self._tool_names: dict[str, None] = {}
         self._running: set[asyncio.Task[Any]] = set()
         self._opened, self._opened_at = time.monotonic(), time.time()
 
@@ -147,6 +148,7 @@ class AgentSession:
         """
         self._check(call)
         request = self._history.prepare(call)
+        self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
         number = next(self._numbers)
         budget = self._budget(len(context), number)
@@ -214,6 +216,7 @@ class AgentSession:
             error=error,
             total_duration_s=time.monotonic() - self._opened,
             prompt_messages=paths.prompt_messages or None,
+            tool_names=list(self._tool_names),
             environment_rewards={} if reward is None else {AGENT_REWARD: reward},
             reward_columns=reward_columns or {},
             started_at=self._opened_at,

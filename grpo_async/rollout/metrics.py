@@ -80,16 +80,18 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
     """Of the completions that were offered tools; 0 calls count as 0, not as missing.
 
     tools/call_frequency: calls per completion; tools/failure_frequency: fraction of a completion's calls that failed; then both of
-    each tool, the seconds of its calls, and the turns whose text could not be searched for calls.
+    each tool, the seconds of its calls, and the turns whose text could not be searched for calls. What an agent's calls took, and
+    whether they failed, is not known.
     """
     if not completions:
         return {}
     each = [completion.tool_metrics() for completion in completions]
     turns = [turn for completion in completions for turn in completion.all_turns]
-    metrics = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
+    metrics = {name: fmean(found[name] for found in each) for name in each[0] if all(name in found for found in each)}
+    is_known = "tools/failure_frequency" in metrics
     metrics["tools/parse_error_frequency"] = fmean(float(turn.parse_error is not None) for turn in turns)
     calls = [call for turn in turns for call in turn.tool_calls]
-    if calls:
+    if calls and is_known:
         metrics["tools/duration_s/mean"] = fmean(call.duration_s for call in calls)
         metrics["tools/duration_s/per_rollout"] = sum(call.duration_s for call in calls) / len(completions)
     offered = {name for completion in completions for name in completion.tool_names}
@@ -97,8 +99,9 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
         mine = [call for call in calls if (call.name if call.name in offered else "unknown") == name]
         if mine:
             metrics[f"tools/{name}/call_frequency"] = len(mine) / len(completions)
-            metrics[f"tools/{name}/failure_frequency"] = fmean(float(call.failed) for call in mine)
-            metrics[f"tools/{name}/duration_s"] = fmean(call.duration_s for call in mine)
+            if is_known:
+                metrics[f"tools/{name}/failure_frequency"] = fmean(bool(call.failed) for call in mine)
+                metrics[f"tools/{name}/duration_s"] = fmean(call.duration_s for call in mine)
     return metrics
 
 

@@ -104,6 +104,16 @@ def test_durations_and_failures_of_tools_over_all_and_by_name() -> None:
     )
 
 
+def test_of_the_calls_of_an_agent_only_the_number_is_known() -> None:
+    call = replace(_call("add", 0.0), failed=None)
+    agents = _metrics(_rollout([_turn(4, 1.0, call, call)], total_s=1.0), SILENT)
+    assert {name: value for name, value in agents.items() if name.startswith("tools/")} == {
+        "tools/call_frequency": 1.0,  # 2 / 2
+        "tools/parse_error_frequency": 0.0,
+        "tools/add/call_frequency": 1.0,
+    }
+
+
 def test_names_that_the_policy_makes_up_share_one_metric() -> None:
     """R6.8: a policy can make up as many names as it likes; a tracker cannot hold as many metrics."""
     rollout = _rollout([_turn(1, 1.0, *(_call(f"made_up_{n}", 0.5, failed=True) for n in range(50)))], total_s=1.0)

@@ -68,7 +68,7 @@ def _side_by_side(cells: Sequence[Text], *, no_wrap: bool) -> Table:
 def _rollout_head(group: GroupRow, index: int, *, is_chosen: bool, is_reference: bool) -> Text:
     rollout = group.rollouts[index]
     calls = [call for turn in rollout.turns for call in turn.tool_calls]
-    failed = sum(call.failed for call in calls)
+    failed = sum(bool(call.failed) for call in calls)
     used = f"tools {len(calls)}{f', {failed} failed' if failed else ''}" if calls else ""
     sampled_by = f"version {versions(rollout)}" if rollout.sampled_versions else ""
     counts = f" · {count(rollout.num_tokens, 'token')} · {count(len(rollout.turns), 'turn')}"
