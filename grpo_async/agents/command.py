@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import orjson
 
@@ -262,7 +262,7 @@ class _Sandboxed:
         )
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            async with _forwarding(ours, urlsplit(session.base_url)):
+            async with _serving(ours, session):
                 try:
                     result = await self._sandbox.run(code, stdin=stdin.decode(), loopback=theirs.fileno())
                 except SandboxError as error:
@@ -281,9 +281,9 @@ class _Sandboxed:
 
 
 @asynccontextmanager
-async def _forwarding(channel: socket.socket, endpoint: SplitResult) -> AsyncIterator[None]:
-    """While the block runs, connections to the port in the sandbox go to the endpoint. `channel` brings the listening socket."""
-    task = asyncio.create_task(_forward(channel, endpoint))
+async def _serving(channel: socket.socket, session: AgentSession) -> AsyncIterator[None]:
+    """While the block runs, the endpoint answers at the port in the sandbox, whose listening socket comes through `channel`."""
+    task = asyncio.create_task(_serve(channel, session))
     try:
         yield
     finally:
@@ -291,8 +291,9 @@ async def _forwarding(channel: socket.socket, endpoint: SplitResult) -> AsyncIte
         await asyncio.wait({task}, timeout=_END_TIMEOUT_S)
 
 
-async def _forward(channel: socket.socket, endpoint: SplitResult) -> None:
+async def _serve(channel: socket.socket, session: AgentSession) -> None:
     """Runs until it is cancelled."""
+    assert session.serve is not None
     loop = asyncio.get_running_loop()
     channel.setblocking(False)
     is_here = asyncio.Event()
@@ -304,39 +305,11 @@ async def _forward(channel: socket.socket, endpoint: SplitResult) -> None:
     _, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
     listener = socket.socket(fileno=descriptors[0])
     listener.setblocking(False)
-    connections: set[asyncio.Task[None]] = set()  # tasks of streams' servers are referred to weakly
-
-    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        connections.add(task)
-        task.add_done_callback(connections.discard)
-        try:
-            to_reader, to_writer = await asyncio.open_connection(endpoint.hostname, endpoint.port)  # on this machine
-        except OSError:  # it is closed: the run ends
-            writer.close()
-            return
-        await asyncio.gather(_pump(reader, to_writer), _pump(to_reader, writer))
-
-    server = await asyncio.start_server(connect, sock=listener)
+    server = await session.serve(listener)
     try:
         await asyncio.Event().wait()  # until it is cancelled
     finally:
         server.close()
-        for task in connections:
-            task.cancel()
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """From one connection into another until either ends; then both are closed."""
-    try:
-        while data := await reader.read(CHUNK):  # until the sandbox ends, which has wall_s
-            writer.write(data)
-            await writer.drain()
-    except ConnectionError:
-        pass  # hung up
-    finally:
-        writer.close()
 
 
 # -- before anything starts

@@ -159,7 +159,8 @@ class AgentEndpoint:
         track: Track = NO_TRACK,
     ) -> AgentSession:
         """A session for one rollout, after `start`; close it when its agent has ended. See `AgentSession` for the arguments."""
-        assert self.base_url, "the endpoint was not started"
+        loop, server = asyncio.get_running_loop(), self._server
+        assert server is not None, "the endpoint was not started"
         session = AgentSession(
             self._setup,
             base_url=self.base_url,
@@ -171,6 +172,7 @@ class AgentEndpoint:
             on_tokens=on_tokens,
             track=track,
             on_close=lambda session: self._sessions.__delitem__(session.key),
+            serve=lambda listener: loop.create_server(server, sock=listener),
         )
         self._sessions[session.key] = session
         return session

@@ -23,8 +23,9 @@ import asyncio
 import itertools
 import logging
 import secrets
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_async.agents.calls import AgentRefusal, Call, OnText, Reply, refuse
@@ -87,6 +88,7 @@ class AgentSession:
         on_tokens: called as tokens arrive, those that are dropped later included.
         track: of the timeline.
         on_close: called once.
+        serve: has the endpoint answer at a socket that listens already, for an agent that cannot reach its address.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class AgentSession:
         on_tokens: OnTokens | None = None,
         track: Track = NO_TRACK,
         on_close: Callable[[AgentSession], None] = lambda _: None,
+        serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None,
     ) -> None:
         self.key = secrets.token_urlsafe(24)
         self.base_url = base_url
         self.rollout_id = rollout_id
         self.model = model
+        self.serve = serve
         self.is_closed = False
         self.is_out_of_budget = False
         """A call found no token left of the rollout's budget, or of its number of turns."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from grpo_async.agents.command import load_command_agent
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import has_loopback
+from tests.agents.support import FakePolicy, renderer, serving
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 MARK = "GRPO_ASYNC_TEST_MARK"
@@ -63,13 +65,14 @@ async def _until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
     return found
 
 
-def _session(base_url: str = "http://127.0.0.1:9/v1") -> Any:
+def _session() -> Any:
     return SimpleNamespace(
-        base_url=base_url,
-        anthropic_base_url=base_url.removesuffix("/v1"),
+        base_url="http://127.0.0.1:9/v1",
+        anthropic_base_url="http://127.0.0.1:9",
         key="secret",
         model="policy",
         rollout_id="g7-r0",
+        serve=lambda listener: asyncio.start_server(lambda *_: None, sock=listener),
     )
 
 
@@ -221,9 +224,11 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
             except OSError as error:
                 return type(error).__name__
             return "worked"
-        url = os.environ["OPENAI_BASE_URL"] + "/models"
-        told = urllib.request.urlopen(url, timeout=20).read().decode()
         row = json.load(sys.stdin)
+        body = json.dumps({"messages": [{"role": "user", "content": row["prompt"]}]}).encode()
+        headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+        told = json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"]
         print(json.dumps({
             "reward": 1.0, "told": told, "mark": os.environ.get("GRPO_ASYNC_TEST_MARK"),
             "outside": tries(lambda: socket.create_connection(("127.0.0.1", row["port"]), 5)),
@@ -235,20 +240,10 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
     other.write_text("secret")
 
     async def run() -> AgentResult:
-        requests = []
-
-        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            requests.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\npong")
-            writer.close()
-
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
+        async with serving(FakePolicy(renderer(), lambda _: "pong")) as (_, session):
             section = AgentSection(command=["python3", str(script)], sandbox=True, timeout_s=60.0)
-            row = {"prompt": "hi", "port": port, "other": str(other)}
-            result = await load_command_agent(section).run(row, _session(f"http://127.0.0.1:{port}/v1"))
-            assert len(requests) == 1
-            return result
+            row = {"prompt": "hi", "port": urlsplit(session.base_url).port, "other": str(other)}
+            return await load_command_agent(section).run(row, session)
 
     result = asyncio.run(run())
     assert result.columns == {
