@@ -13,18 +13,18 @@ def _reading(time_s: float, busy_s: float, tokens: int) -> CounterSnapshot:
 
 
 def _two_steps() -> tuple[PipelineMeter, dict[str, float]]:
-    """Steps of 4 s and 2 s: waited 1 s and 0.5 s, generated 3 s and 2 s."""
+    """Steps of 4 s and 2 s: waited 1 s and 0.5 s, generated 2 s and 2 s."""
     meter = PipelineMeter(_reading(10.0, 5.0, 100))
     first_spent = {"waiting": 1.0, "pushing": 0.5, "training": 2.25}
     first = meter.step(
-        _reading(14.0, 8.0, 500),
+        _reading(14.0, 7.0, 500),
         trained_tokens=200,
         staleness={0: 1, 1: 2},
         reward=0.2,
         spent=first_spent,
     )
     meter.step(
-        _reading(16.0, 10.0, 700),
+        _reading(16.0, 9.0, 700),
         trained_tokens=100,
         staleness={2: 1},
         reward=0.6,
@@ -40,8 +40,8 @@ def test_the_figures_of_a_step() -> None:
         {
             "step_time": 4.0,
             "pipeline/trainer_idle_ratio": 0.25,  # 1 / 4
-            "pipeline/generator_idle_ratio": 0.25,  # 1 - 3 / 4
-            "pipeline/overlap_efficiency": 0.75,  # max(3, 4 - 1) / 4
+            "pipeline/generator_idle_ratio": 0.5,  # 1 - 2 / 4
+            "pipeline/overlap_efficiency": 0.75,  # max(2, 4 - 1) / 4
             "perf/trained_tokens_per_s": 50.0,
             "perf/generated_tokens_per_s": 100.0,
             "async/staleness_mean": 2 / 3,
@@ -62,7 +62,7 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
     for summary in (meter.summary(), resumed.summary()):
         assert summary["wall_s"] == 6.0
         assert summary["trainer_idle_ratio"] == pytest.approx(1.5 / 6)
-        assert summary["generator_idle_ratio"] == pytest.approx(1 / 6)  # 1 - 5 / 6
+        assert summary["generator_idle_ratio"] == pytest.approx(2 / 6)  # 1 - 4 / 6
         assert summary["trained_tokens_per_s"] == pytest.approx(50.0)
         assert summary["staleness_mean"] == pytest.approx(4 / 300)  # the step's tokens are what was trained: 300
         assert summary["staleness_max"] == 2.0
@@ -70,6 +70,7 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["training_fraction"] == pytest.approx(3.25 / 6)
         assert summary["checkpoint_fraction"] == pytest.approx(0.5 / 6)
         assert summary["other_fraction"] == pytest.approx(0.25 / 6)
+    assert Totals.of({"wall_s": 2.0}) == Totals(wall_s=2.0)  # of an earlier version
 
 
 def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
