@@ -20,7 +20,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.training.checkpoint_manifest import OtherFormatError, problem_of, set_aside
+from grpo_async.training.checkpoint_manifest import OtherFormatError, holds_tensors, problem_of, set_aside
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
 _FIXED = (
@@ -39,11 +39,12 @@ _FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: `resume_step` None is the beginning. `notes` tell what the user should know; `broken_steps` have
-    checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`); `is_reused`: the directory has
-    what a start that failed has left, which goes but for its logs (see `empty`)."""
+    """Where a run begins: `resume_step` None is the beginning; `resume_is_named`: the user has named it. `notes` tell what the user
+    should know; `broken_steps` have checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`);
+    `is_reused`: the directory has what a start that failed has left, which goes but for its logs (see `empty`)."""
 
     resume_step: int | None
+    resume_is_named: bool = False
     is_reused: bool = False
     broken_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -53,8 +54,8 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
     """Decide where the run begins; changes nothing on disk.
 
     Args:
-        resume: None, "auto" (the newest checkpoint that is whole: each is read and compared with its checksums, until one is) or
-            a step number as text.
+        resume: None, "auto" (the newest checkpoint that is whole, as far as sizes and small files say; the trainer's ranks compare
+            the checksums of its tensors) or a step number as text.
         clean: an old run directory is going to be removed.
 
     Raises:
@@ -203,7 +204,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     else:
         step, broken = int(resume), {}
         try:
-            problem = problem_of(run_dir.checkpoint(step))
+            problem = _problem_at_start(run_dir.checkpoint(step))
         except OtherFormatError as error:
             problem = str(error)
         if problem is not None:
@@ -223,7 +224,14 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             f"{run_dir.metrics} is missing: the metrics of the steps up to {step} are lost, those after it follow"
         )
     changes = _compare_with_last_attempt(run_dir, config)
-    return Start(resume_step=step, broken_steps=tuple(broken), notes=(*notes, *changes))
+    return Start(
+        resume_step=step, resume_is_named=resume != "auto", broken_steps=tuple(broken), notes=(*notes, *changes)
+    )
+
+
+def _problem_at_start(checkpoint: Path) -> str | None:
+    """See problem_of; tensors are for the trainer's ranks to read."""
+    return problem_of(checkpoint, reads=lambda name: not holds_tensors(name))
 
 
 def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int, str]]:
@@ -235,7 +243,7 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
     broken: dict[int, str] = {}
     for step in reversed(steps):
         try:
-            problem = problem_of(run_dir.checkpoint(step))
+            problem = _problem_at_start(run_dir.checkpoint(step))
         except OtherFormatError as error:
             raise ConfigError(f"--resume: {error}") from error
         if problem is None:

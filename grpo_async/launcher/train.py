@@ -183,6 +183,7 @@ class Launcher:
                 attempt_dir=attempt,
                 private=stack.enter_context(private_folder()),
                 resume_step=start.resume_step,
+                resume_is_named=start.resume_is_named,
                 preflight_only=preflight_only,
                 node=node,
             )

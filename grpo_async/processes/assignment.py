@@ -52,6 +52,8 @@ class Assignment(_Record):
     transport: TransportKind = "gloo"
     """How weights travel, as planned from `weights.transport` and the devices."""
     resume_step: int | None = None
+    resume_is_named: bool = False
+    """The user has named the step. Else the one before takes its place where the ranks find its tensors damaged."""
     preflight_only: bool = False
     """Make the checks of `grpo-async preflight`, report them and end: exit code 0 when none failed, else 1."""
     node: Node = Node()

@@ -40,7 +40,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
     from grpo_async.trainer.lead import lead
-    from grpo_async.training.checkpoint import load_tensors
+    from grpo_async.training.checkpoint import find_whole, load_tensors
     from grpo_async.training.ranks import follow
 
     timeline.add("import", "run", began, time.time())
@@ -48,6 +48,14 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     torch.manual_seed(config.run.seed)
     join_process_group(assignment, config)
     try:
+        if assignment.resume_step is not None:
+            with timeline.span("check the checkpoint", "run"):
+                step, notes = find_whole(
+                    assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
+                )
+            for note in notes:
+                control.send("warning", text=note)
+            assignment = assignment.model_copy(update={"resume_step": step})
         with timeline.span("load the tokenizer", "run"):
             renderer = load_renderer(config)
         context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)

@@ -6,29 +6,35 @@
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
-    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> start the writer, go on
-    writer thread     DCP, all ranks together, in a gloo group of its own
-                      rank 0 then: state -> manifest with checksums -> rename to step_N -> remove old ones
+    training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> dcp.async_save, go on
+    DCP's thread      the files of all ranks, each with its checksum, in a gloo group of its own
+                      rank 0 then: state -> manifest -> rename to step_N -> remove old ones
+
+Frozen parameters (the base of adapters) are not in it: they are read from `model.path`.
 
 Invariant: a directory named step_N is whole. It is written under another name and renamed, so a crash or a full disk leaves the
-last good checkpoint untouched. DCP's save returns on rank 0 only after every rank has written its part; so nobody waits for
-anybody but within DCP, whose group has a deadline. (dcp.async_save would give the writer thread, but neither what stands after DCP
-in it nor its deadline.) A checkpoint loads on another number of ranks.
+last good checkpoint untouched. DCP is done on rank 0 only when every rank has written its part; so nobody waits for anybody but
+within DCP, whose group has a deadline. A checkpoint loads on another number of ranks.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import io
 import json
 import logging
 import math
 import random
 import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +42,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_async.buffer.resume import ResumeState, read_resume_state
 from grpo_async.config.sections import CheckpointSection
@@ -48,14 +62,15 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,
     STATE,
+    holds_tensors,
+    problem_of,
     read_manifest,
     set_aside,
     write_manifest,
     write_synced,
 )
 from grpo_async.training.model import Policy
-from grpo_async.training.optimizer import give_state_to_all
-from grpo_async.utils.folders import put_in_place
+from grpo_async.utils.folders import put_in_place, sync
 
 _PREFIX = "writing_"
 _SLICE_S = 20.0
@@ -66,6 +81,8 @@ logger = logging.getLogger(__name__)
 ROLLOUTS = "rollouts.jsonl"
 # DCP wraps what went wrong on a rank, a full disk too, into an exception that is no Exception
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""For `model_state` and what it loads into. (Not strict: DCP itself misses what a checkpoint lacks.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +158,46 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 
 
+def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
+    """The step to go on from, `step` or the newest before it whose files of tensors have their checksums, and a sentence about each
+    one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
+
+    Args:
+        is_named: the user has named `step`: no other one will do.
+
+    Raises:
+        CheckpointError: none is whole.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    is_mine = partial(holds_tensors, rank=rank, num_ranks=num_ranks)
+    notes: list[str] = []
+    while True:
+        problems: list[str | None] = [None] * num_ranks
+        dist.all_gather_object(problems, problem_of(run_dir.checkpoint(step), reads=is_mine))
+        problem = next(filter(None, problems), None)
+        if problem is None:
+            return step, notes
+        if is_named:
+            raise CheckpointError(f"--resume {step}: {problem}; `--resume auto` takes the newest whole checkpoint")
+        earlier = [max((each for each in run_dir.checkpoint_steps() if each < step), default=None)]
+        if rank == 0:
+            set_aside(run_dir.checkpoint(step), "broken")
+        dist.broadcast_object_list(earlier, src=0)  # one answer, whatever a rank's machine sees of a shared disk
+        damaged = f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
+        if earlier[0] is None:
+            raise CheckpointError(f"{damaged}; there is none before it: begin the run anew with --clean")
+        step = earlier[0]
+        notes.append(f"{damaged}; going on from step {step}")
+
+
+def model_state(policy: Policy) -> dict[str, Any]:
+    """What of a policy is in a checkpoint: parameters that are trained, tied ones under one name, and buffers."""
+    names = {name for name, _ in policy.named_parameters()}
+    aliases = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - names
+    state = get_model_state_dict(policy, options=TRAINED)
+    return {name: value for name, value in state.items() if name not in aliases}
+
+
 def load_tensors(
     run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, seed: int = 0
 ) -> None:
@@ -156,13 +213,15 @@ def load_tensors(
     is_known = rank < int(read_manifest(folder)["world_size"])
     state: dict[str, Any] = {"rng": {f"rank_{rank}": ()} if is_known else {}}
     if step > 0:
-        state["model"], state["optimizer"] = get_state_dict(policy, optimizer)
+        state["model"] = model_state(policy)
+        state["optimizer"] = get_optimizer_state_dict(policy, optimizer, options=TRAINED)
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except DCP_ERRORS as error:
         raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
     if step > 0:
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        model, moments = state["model"], state["optimizer"]
+        set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments, options=TRAINED)
     if is_known:
         restore_rng(state["rng"][f"rank_{rank}"])
         return
@@ -203,6 +262,64 @@ def seed_rng(seed: int) -> None:
     torch.manual_seed(seed)  # those of all GPUs too
 
 
+class _HashedFile(io.BufferedWriter):
+    """A file that is written from its beginning to its end, and the SHA-256 of what was written."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
+class _HashedFiles(FileSystem):  # type: ignore[misc]  # mypy does not see torch's class
+    """What DCP's writer writes to; `checksums` has the SHA-256 of each file by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with _HashedFile(path) as file:
+            yield file
+        self.checksums[Path(path).name] = file.sha256.hexdigest()
+
+
+class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
+    """This rank's part of a checkpoint: copied on the CPU (`stage`), then written by DCP's thread. When that is done rank 0 has the
+    `checksums` of all ranks' files, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        # copies of a GPU's tensors go to pinned memory, which is slow to get and so kept: about this rank's part of a checkpoint
+        super().__init__(folder, cache_staged_state_dict=torch.cuda.is_available())
+        self.fs = _HashedFiles()
+        self.checksums: dict[str, str] = {}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of `state_dict` that training leaves alone."""
+        if not torch.cuda.is_available():
+            return copy.deepcopy(state_dict)
+        generators = {"rng": state_dict["rng"]}  # copies already, and not of tensors alone
+        return {**super().stage({key: value for key, value in state_dict.items() if key != "rng"}), **generators}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """DCP brings what this returns on each rank to `finish` on rank 0: the checksums come last."""
+        self.fs.checksums.clear()
+        written = super().write_data(plan, planner).wait()
+        checksums = WriteResult(index=MetadataIndex("checksums"), size_in_bytes=0, storage_data=dict(self.fs.checksums))
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result([*written, checksums])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0, when every rank has written."""
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        sync(Path(self.path) / ".metadata")  # which DCP syncs while the end of it is still in its buffer
+        self.checksums = {name: value for of_rank in results for name, value in of_rank[-1].storage_data.items()}
+
+
 class CheckpointWriter:
     """One of these on every rank. Making it is a collective.
 
@@ -217,22 +334,16 @@ class CheckpointWriter:
         self._timeout_s = timeout_s
         # of its own: the writer's collectives must not mix with those of the training thread
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        pins = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=pins, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pins
-            )
-        )
-        self._thread: threading.Thread | None = None
-        self._writing: int | None = None
-        self._error: BaseException | None = None
+        self._storage = _Storage(run_dir.checkpoints)
+        self._writing: Future[None] | None = None
+        self._step = 0
         self._metrics: dict[str, float] = {}
 
     @property
     def is_writing(self) -> bool:
         """Whether something is being written now. From any thread."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
+        writing = self._writing
+        return writing is not None and not writing.done()
 
     @property
     def longest_s(self) -> float:
@@ -270,26 +381,32 @@ class CheckpointWriter:
         """
         self.wait()
         began = time.monotonic()
-        give_state_to_all(optimizer)  # loading expects it of every trained parameter
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        staged: dict[str, Any] = dict(self._stager.stage({"model": model_state, "optimizer": optimizer_state}))
-        staged["rng"] = {f"rank_{dist.get_rank()}": rng_state()}
+        saving = dcp.async_save(
+            {
+                "model": model_state(policy),
+                "optimizer": get_optimizer_state_dict(policy, optimizer, options=TRAINED),
+                "rng": {f"rank_{dist.get_rank()}": rng_state()},
+            },
+            checkpoint_id=str(self._partial(step)),
+            storage_writer=self._storage,
+            async_stager=self._storage,
+            process_group=self._group,
+        )
+        assert isinstance(saving, Future)  # its other answer is for stagers that copy in the background
         self._metrics["checkpoint/staged_s"] = time.monotonic() - began
-        self._writing = step
+        written: Future[None] = Future()
 
-        def write() -> None:
+        def complete(saved: Future[Any]) -> None:
             try:
-                with self._timeline.span("write checkpoint", "checkpoint", step=step):
-                    self._write(step, staged, state)
-                with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
-                    on_written()
-            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
-                self._error = error
+                saved.result()
                 if state is not None:
-                    shutil.rmtree(self._partial(step), ignore_errors=True)
+                    self._complete(step, state, began, on_written)
+                written.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
+                written.set_exception(error)
 
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._step, self._writing = step, written
+        saving.add_done_callback(complete)  # called by the thread that saved
 
     def poll(self) -> None:
         """Check without waiting whether a write has ended.
@@ -297,7 +414,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
         """
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.is_writing:
             self.wait()
 
     def wait(self, heartbeat: Callable[[], None] = lambda: None) -> None:
@@ -307,57 +424,54 @@ class CheckpointWriter:
             CheckpointError: it could not be written; earlier checkpoints are untouched.
             DeadlineError: it takes too long.
         """
-        thread, step = self._thread, self._writing
-        if thread is None:
+        writing = self._writing
+        if writing is None:
             return
         began = time.monotonic()
-        while thread.is_alive():
-            thread.join(timeout=_SLICE_S)
+        while not wait([writing], timeout=_SLICE_S).done:
             waited_s = time.monotonic() - began
-            if thread.is_alive() and waited_s > self.longest_s:
+            if waited_s > self.longest_s:
                 raise DeadlineError(
-                    f"the checkpoint of step {step} to be written",
+                    f"the checkpoint of step {self._step} to be written",
                     waited_s=waited_s,
                     setting="training.collective_timeout_s",
                     hint="A disk that hangs causes this.",
                 )
-            if thread.is_alive():
-                heartbeat()
-        self._thread = self._writing = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise CheckpointError(
-                f"cannot write checkpoint {self._run_dir.checkpoint(step or 0)}: {error}; free space or set run.dir to another "
-                "disk, then `train --resume`"
-            ) from error
+            heartbeat()
+        self._writing = None
+        error = writing.exception()
+        if error is None:
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._partial(self._step), ignore_errors=True)
+        # DCP's own text is the tracebacks of all ranks
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
+        raise CheckpointError(
+            f"cannot write checkpoint {self._run_dir.checkpoint(self._step)}: {cause}; free space or set run.dir to another "
+            "disk, then `train --resume`"
+        ) from error
 
     def take_metrics(self) -> dict[str, float]:
-        """Seconds that the training thread stood still and that the writer wrote, and bytes on the disk, of what ended since the
-        last call."""
+        """Of what ended since the last call: seconds that the training thread stood still, seconds until all was written, bytes on
+        the disk."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def _partial(self, step: int) -> Path:
         return self._run_dir.checkpoints / f"{_PREFIX}step_{step}"
 
-    def _write(self, step: int, staged: dict[str, Any], state: CheckpointState | None) -> None:
-        began = time.monotonic()
-        partial = self._partial(step)
-        dcp.save(staged, checkpoint_id=str(partial), process_group=self._group)
-        if state is not None:
-            num_bytes = self._complete(step, partial, state)
-            self._metrics |= {
-                "checkpoint/written_s": time.monotonic() - began,
-                "checkpoint/bytes": float(num_bytes),
-            }
-
-    def _complete(self, step: int, partial: Path, state: CheckpointState) -> int:
+    def _complete(self, step: int, state: CheckpointState, began: float, on_written: Callable[[], None]) -> None:
         """Rank 0, when every rank has written: the rest, and the name."""
-        write_state(partial, state)
-        num_bytes = write_manifest(partial, step=step, world_size=dist.get_world_size())
-        final = self._run_dir.checkpoint(step)
-        put_in_place(partial, final, aside=final.with_name(f"{_PREFIX}replaced_{final.name}"))
-        return num_bytes
+        folder, final = self._partial(step), self._run_dir.checkpoint(step)
+        write_state(folder, state)
+        checksums = self._storage.checksums
+        num_bytes = write_manifest(folder, step=step, world_size=dist.get_world_size(), checksums=checksums)
+        put_in_place(folder, final, aside=final.with_name(f"{_PREFIX}replaced_{final.name}"))
+        took_s = time.monotonic() - began
+        self._metrics |= {"checkpoint/written_s": took_s, "checkpoint/bytes": float(num_bytes)}
+        self._timeline.add("write checkpoint", "checkpoint", time.time() - took_s, time.time(), step=step)
+        with self._timeline.span("remove old checkpoints", "checkpoint", step=step):
+            on_written()
 
 
 def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Mapping[int, float]) -> set[int]:

@@ -3,7 +3,8 @@ be taken for a whole one is set aside.
 
     {"format": 3, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
-Loads no torch: the launcher asks before anything is started.
+The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes and the checksums of the other
+files, and each rank the checksums of its part before anything is loaded (checkpoint.find_whole). Loads no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,26 @@ from grpo_async.utils.folders import sync
 FORMAT = 3
 MANIFEST = "manifest.json"
 STATE = "state.json"
+_TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensors, with the rank that writes it
 
 
-def write_manifest(folder: Path, *, step: int, world_size: int) -> int:
-    """List what `folder` holds and put it on the disk, the list last; returns the bytes of all files.
+def write_manifest(folder: Path, *, step: int, world_size: int, checksums: Mapping[str, str]) -> int:
+    """List what `folder` holds and put it on the disk, the list last; returns the bytes of the files in it.
+
+    Args:
+        checksums: SHA-256 by name, of files that need not be read again.
 
     Raises:
         OSError: a file cannot be read or the list cannot be written.
     """
-    files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _checksum(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+    files: dict[str, dict[str, Any]] = {
+        path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or _checksum(path)}
+        for path in sorted(folder.iterdir())
     }
     content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
     write_synced(folder / MANIFEST, [json.dumps(content)])
     sync(folder)
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(each["bytes"] for each in files.values())
 
 
 def write_synced(path: Path, parts: Iterable[str]) -> None:
@@ -82,8 +87,16 @@ class OtherFormatError(CheckpointError):
         )
 
 
-def problem_of(folder: Path) -> str | None:
-    """Why this checkpoint cannot be used, or None: every file is there, of its size and with its checksum.
+def holds_tensors(name: str, *, rank: int = 0, num_ranks: int = 1) -> bool:
+    """Whether the file `name` of a checkpoint holds tensors and is, of `num_ranks` that share them out, for `rank` to read: those
+    that rank wrote, which its machine may still have in memory, and of a run with more ranks those of rank + num_ranks, ..."""
+    writer = _TENSORS.fullmatch(name)
+    return writer is not None and int(writer[1]) % num_ranks == rank
+
+
+def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True) -> str | None:
+    """Why this checkpoint cannot be used, or None: every file is there, of its size, and those that `reads` names have their
+    checksums.
 
     Raises:
         OtherFormatError: another version wrote it.
@@ -103,7 +116,7 @@ def problem_of(folder: Path) -> str | None:
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{path} has {size} bytes instead of {expected['bytes']}"
-            if _checksum(path) != expected["sha256"]:
+            if reads(name) and _checksum(path) != expected["sha256"]:
                 return f"{path} is damaged: its checksum is not the one it was written with"
         except FileNotFoundError:
             return f"{path} is missing"

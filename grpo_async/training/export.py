@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir, write_atomically
-from grpo_async.training.checkpoint import DCP_ERRORS
+from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
 from grpo_async.training.model import Policy
@@ -111,14 +111,14 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         max_model_len=config.inference.max_model_len,
     )
     if step > 0:
-        state = {"model": get_model_state_dict(policy)}
+        state = {"model": model_state(policy)}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is the intent
                 dcp.load(state, checkpoint_id=str(checkpoint), no_dist=not dist.is_initialized())
         except DCP_ERRORS as error:
             raise CheckpointError(f"cannot load {checkpoint}: {error}") from error
-        set_model_state_dict(policy, state["model"])
+        set_model_state_dict(policy, state["model"], options=TRAINED)
     card = model_card(config, step=step)
     export_model(folder, policy, load_renderer(config).tokenizer, dtype=config.inference.dtype_in_use, card=card)
 

@@ -33,16 +33,24 @@ _MIN_QUANTIZED = 4096
 
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.type` names; every group's `lr` is set anew before each step.
+    """The optimizer that `optimizer.type` names, with the state of every parameter: so the first step takes the memory that all
+    take, and checkpoints have the state of parameters that never get a gradient. Every group's `lr` is set anew before each step.
+    A collective (Muon's update is one).
 
     Raises:
         ConfigError: what it needs is not installed, or there is nothing for it to do.
     """
+    optimizer = _make(policy, section)
+    _begin_state(optimizer)
+    return optimizer
+
+
+def _make(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     match section.type:
         case "adamw":
             groups = _decay_groups(trained, section)
-            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, foreach=True)
+            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         case "adamw_8bit":
             if find_spec("bitsandbytes") is None:
                 raise ConfigError(
@@ -55,35 +63,20 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
             return _make_muon(policy, trained, section)
 
 
-def give_state_to_all(optimizer: torch.optim.Optimizer) -> None:
-    """Begin the state of parameters that never had a gradient, as their first update would; no weight moves, and no other state.
-
-    Without it a checkpoint has no state of them, and a load, which asks for that of every parameter, fails. Every rank calls it
-    (Muon's update is a collective). Call it between two steps, when gradients are gone.
-
-    Raises:
-        ValueError: a parameter has a gradient.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    new = [parameter for parameter in parameters if not optimizer.state.get(parameter)]
-    if not new:
-        return
-    if any(parameter.grad is not None for parameter in parameters):
-        raise ValueError("gradients are waiting for an update, which beginning the other parameters' state would make")
+def _begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """The state that the first update of each parameter begins with. No weight moves."""
     rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0  # what decays weights is multiplied by it
-        for parameter in new:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # what decays weights is multiplied by it
+        for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    finally:
-        optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-    for parameter in new:
-        if "step" in optimizer.state[parameter]:
-            optimizer.state[parameter]["step"].zero_()  # that was none: bias correction begins with the first gradient
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].zero_()  # that was none: bias correction begins with the first gradient
 
 
 def _decay_groups(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> list[dict[str, Any]]:
@@ -158,7 +151,7 @@ class Muon(torch.optim.Optimizer):
         for parameter in parameters:
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.zeros((), device=parameter.device)  # where the fused update wants it
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
@@ -169,7 +162,7 @@ class Muon(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            foreach=True,
+            fused=True,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -72,13 +72,13 @@ def exact_answer_with_a_slow_disk(**arguments: Any) -> list[float]:
     """Writing a checkpoint takes four seconds longer; patched in the trainer only."""
     module = sys.modules.get("grpo_async.training.checkpoint")
     if module is not None and not getattr(module, "is_slow", False):
-        save = module.dcp.save
+        write = module._Storage.write_data
 
-        def slowly(*args: Any, **named: Any) -> Any:
+        def slowly(*args: Any) -> Any:
             time.sleep(DISK_DELAY_S)
-            return save(*args, **named)
+            return write(*args)
 
-        module.dcp.save = slowly
+        module._Storage.write_data = slowly
         module.is_slow = True
     return exact_match(**arguments)
 

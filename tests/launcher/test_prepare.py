@@ -39,7 +39,7 @@ def _make_checkpoint(run_dir: RunDir, step: int) -> None:
     folder.mkdir()
     (folder / "state.json").write_text('{"format": 3}')
     (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
-    write_manifest(folder, step=step, world_size=1)
+    write_manifest(folder, step=step, world_size=1, checksums={})
 
 
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:
@@ -81,8 +81,9 @@ def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Pat
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(2, 10, 9))
     (run_dir.checkpoints / "step_11.partial").mkdir()
-    assert check_start(config, resume="auto", clean=False).resume_step == 10
-    assert check_start(config, resume="9", clean=False).resume_step == 9
+    newest, named = (check_start(config, resume=resume, clean=False) for resume in ("auto", "9"))
+    assert (newest.resume_step, newest.resume_is_named) == (10, False)
+    assert (named.resume_step, named.resume_is_named) == (9, True)
     _refused(config, "--resume 3", "2, 9, 10", resume="3")
 
 
@@ -91,9 +92,10 @@ def _truncate(folder: Path) -> None:
 
 
 def _flip_a_bit(folder: Path) -> None:
-    content = bytearray((folder / "__0_0.distcp").read_bytes())
-    content[100] ^= 1
-    (folder / "__0_0.distcp").write_bytes(bytes(content))
+    """Of a small file: the trainer's ranks look at those of tensors (tests/training/test_checkpoint.py)."""
+    content = bytearray((folder / "state.json").read_bytes())
+    content[3] ^= 1
+    (folder / "state.json").write_bytes(bytes(content))
 
 
 @pytest.mark.parametrize(

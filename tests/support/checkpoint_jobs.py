@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
-from grpo_async.training import checkpoint
+from grpo_async.training import checkpoint, checkpoint_manifest
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
 from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
+from tests.training import shard_jobs
 
 
 def _writer(run: str) -> tuple[RunDir, CheckpointWriter]:
@@ -51,6 +53,14 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     one_step(policy, optimizer, random_samples(seed=0))
     saved = fingerprint(policy)
     _, writer = _writer(run)
+    read: list[str] = []
+    checksum = checkpoint_manifest._checksum
+
+    def noted(path: Path) -> str:
+        read.append(path.name)
+        return checksum(path)
+
+    checkpoint_manifest._checksum = noted
     checkpoint.seed_rng(17 + dist.get_rank())
     _draws()
     writer.begin(1, policy, optimizer, _state(1))
@@ -63,6 +73,7 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
         "saved": saved,
         "draws": drawn,
         "metrics": writer.take_metrics(),
+        "read_again": read,
     }
 
 
@@ -78,14 +89,76 @@ def save_and_load_with_a_parameter_without_gradient(model: str, run: str) -> dic
     optimizer.step = step_without  # type: ignore[method-assign]
     one_step(policy, optimizer, random_samples())
     optimizer.step = step  # type: ignore[method-assign]
-    had_state = left_out in optimizer.state
     run_dir, writer = _writer(run)
     writer.begin(1, policy, optimizer, _state(1))
     writer.wait()
     dist.barrier()  # rank 0 has given it its name
     saved, (policy, optimizer) = fingerprint(policy), build(model)
     checkpoint.load_tensors(run_dir, 1, policy, optimizer)
-    return {"had_state": had_state, "saved": saved, "loaded": fingerprint(policy)}
+    return {"saved": saved, "loaded": fingerprint(policy)}
+
+
+def save_adapters_and_go_on(model: str, run: str) -> dict[str, Any]:
+    """Two steps, a checkpoint and a third step; and the third step again by what the checkpoint and the model's folder hold."""
+    run_dir, writer = _writer(run)
+    found: list[dict[str, Any]] = []
+    for is_first in (True, False):
+        policy, optimizer = shard_jobs.build(model, lora={"rank": 4})
+        for seed in (0, 1) if is_first else (9,):
+            one_step(policy, optimizer, random_samples(seed=seed))
+        if is_first:
+            writer.begin(2, policy, optimizer, _state(2))
+            writer.wait()
+            dist.barrier()
+        else:
+            checkpoint.load_tensors(run_dir, 2, policy, optimizer)
+        result = one_step(policy, optimizer, random_samples(seed=2))
+        weights = {name: float(tensor.double().sum()) for name, tensor in shard_jobs.weights_of(policy).items()}
+        found.append({"loss": result.loss, "norm": result.grad_norm, "weights": weights})
+    first, again = found
+    names = dcp.FileSystemReader(run_dir.checkpoint(2)).read_metadata().state_dict_metadata
+    return {
+        "first": first,
+        "again": again,
+        "names": [name for name in names if name.startswith("model.")],
+    }
+
+
+def find_whole_steps(model: str, run: str) -> dict[str, Any]:
+    """Checkpoints of steps 1 to 3, a bit of the last rank's tensors flipped in those of 2 and 3: where each way to resume goes
+    on."""
+    policy, optimizer = build(model)
+    run_dir, writer = _writer(run)
+    for step in (1, 2, 3):
+        writer.begin(step, policy, optimizer, _state(step))
+        writer.wait()
+    if dist.get_rank() == 0:
+        for step in (2, 3):
+            damaged = run_dir.checkpoint(step) / f"__{dist.get_world_size() - 1}_0.distcp"
+            content = bytearray(damaged.read_bytes())
+            content[len(content) // 2] ^= 1
+            damaged.write_bytes(content)
+    dist.barrier()
+    found: dict[str, Any] = {}
+    try:
+        checkpoint.find_whole(run_dir, 3, is_named=True)
+    except CheckpointError as error:
+        found["named"] = str(error)
+    found["untouched"] = run_dir.checkpoint_steps()
+    found["step"], found["notes"] = checkpoint.find_whole(run_dir, 3, is_named=False)
+    found["again"] = checkpoint.find_whole(run_dir, 1, is_named=True)[0]
+    dist.barrier()
+    found["left"] = sorted(path.name for path in run_dir.checkpoints.iterdir())
+    found["steps"] = _gathered([float(found["step"])])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (run_dir.checkpoint(1) / "__0_0.distcp").unlink()
+    dist.barrier()
+    try:
+        checkpoint.find_whole(run_dir, 1, is_named=False)
+    except CheckpointError as error:
+        found["none"] = str(error)
+    return found
 
 
 def load_and_go_on(model: str, run: str) -> dict[str, Any]:
@@ -138,16 +211,16 @@ def save_slowly(model: str, run: str) -> dict[str, Any]:
     policy, optimizer = build(model)
     run_dir, writer = _writer(run)
     events: list[str] = []
-    save = checkpoint.dcp.save
+    write = checkpoint._Storage.write_data
 
-    def slowly(*arguments: Any, **named: Any) -> Any:
+    def slowly(*arguments: Any) -> Any:
         time.sleep(2.0)
-        return save(*arguments, **named)
+        return write(*arguments)
 
     def note(event: str) -> None:
         events.append(event)
 
-    checkpoint.dcp.save = slowly
+    checkpoint._Storage.write_data = slowly  # type: ignore[method-assign]
     for step in (1, 2):
         one_step(policy, optimizer, random_samples(seed=9))
         writer.begin(step, policy, optimizer, _state(step), on_written=lambda step=step: note(f"written {step}"))
