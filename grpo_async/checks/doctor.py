@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from grpo_async.checks.memory import format_bytes
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import RunError
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
+from grpo_async.utils.text import format_bytes
 
 _PACKAGE = "grpo-async"
 _LIMIT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more

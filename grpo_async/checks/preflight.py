@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
-from grpo_async.checks.doctor import machine_memory
-from grpo_async.checks.memory import ITEM_BYTES, estimate_trainer, format_bytes
+from grpo_async.checks.memory import ITEM_BYTES, ModelSize
+from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import (
@@ -39,6 +39,7 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
+from grpo_async.utils.text import format_bytes
 from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_LIMIT_S = 30.0  # checks that ask no server; they take milliseconds
@@ -366,42 +367,19 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
     return False
 
 
-def check_memory(context: PreflightContext) -> Iterator[Found]:
-    """What training will still allocate, by estimate, against what is free now (models are loaded, nothing was trained yet). The
-    peak is measured after the first step (memory.describe_peak)."""
-    trainer = estimate_trainer(context.config, context.num_parameters)
-    if context.device == "cuda":
-        import torch
-
-        where, ranks = "GPU of rank 0", 1
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        available = torch.cuda.mem_get_info()[0] + unused
-    else:
-        ranks, available = context.config.launch.num_trainer_ranks, machine_memory()[1]
-        where = f"{ranks} trainer rank(s)"
-    coming = ranks * (trainer.total - trainer.weights)
-    message = f"{where}: {trainer.describe()}. Still to come about {format_bytes(coming)}, available {format_bytes(available)}"
-    if coming <= _TIGHT * available:
-        yield "pass", message
-        return
-    advice = (
-        "set model.activation_checkpointing: full, lower training.micro_batch_tokens or training.logprob_chunk_tokens, or use more "
-        "trainer ranks on more machines or GPUs"
-    )
-    yield "warn", f"{message}: {'too little' if coming > available else 'tight'}; if memory runs out, {advice}"
-
-
 def check_disk(context: PreflightContext) -> Iterator[Found]:
     """The run directory's disk holds the checkpoints and the exported model.
 
-    A checkpoint holds the master weights and AdamW's two moments: 3 N m bytes. `checkpoint.keep_last` of them stay, one more is
-    there while it is written; what is there already (a resume) counts. The export is N m.
+    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes. `checkpoint.keep_last` of them stay,
+    one more is there while it is written; what is there already (a resume) counts. The export is N m.
     """
     config, root = context.config, context.run_dir.root
-    model = context.num_parameters * ITEM_BYTES[config.model.dtype]
+    size = ModelSize.of(text_config(Path(config.model.path)), context.num_parameters)
+    item = ITEM_BYTES[config.model.dtype]
+    model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
     still = max(0, config.checkpoint.keep_last + 1 - len(context.run_dir.checkpoint_steps()))
-    needed, free = still * 3 * model + model, shutil.disk_usage(root).free
-    parts = f"{still} checkpoint(s) of {format_bytes(3 * model)} and the model of {format_bytes(model)}"
+    needed, free = still * each + model, shutil.disk_usage(root).free
+    parts = f"{still} checkpoint(s) of {format_bytes(each)} and the model of {format_bytes(model)}"
     message = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
     advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
     if needed > free:
@@ -420,7 +398,6 @@ _CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], 
     ("dtypes", check_dtypes, False),
     ("context length", check_context_length, False),
     ("addresses", check_addresses, True),
-    ("memory", check_memory, False),
     ("disk", check_disk, False),
 )
 """Name, check, and whether it asks servers."""

@@ -12,12 +12,13 @@ from grpo_async.config.base import ComputeDtype, Count, FilePath, Host, Processe
 
 class VllmOptions(StrictModel):
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Fraction of a GPU's memory that vLLM takes (GPU only). null = 0.9 on GPUs of its own; on one that it shares with the
-    trainer, what the trainer leaves (the plan says how much)."""
+    """Fraction of a GPU's memory that vLLM takes (GPU only), `kv_cache_mb` set aside. null = 0.9 on GPUs of its own; on one that it
+    shares with the trainer, what the trainer leaves (the plan says how much)."""
     tensor_parallel_size: Processes = 1
     """GPUs that share one copy of the model."""
-    kv_cache_mb: int = Field(default=512, ge=16)
-    """Key/value cache in MiB (CPU only)."""
+    kv_cache_mb: int | None = Field(default=None, ge=16)
+    """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves beside
+    the weights."""
     enforce_eager: bool = False
     """Skip graph capture and compilation: starts faster, generates slower."""
     sleep_while_training: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,8 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
         yield "groups", f"{groups.get('started', '?')} started = {' + '.join(parts) or '0'} ({closed})"
     memory = summary.get("memory") or {}
     if memory.get("peaks"):
-        peak = describe_peak(memory["peaks"], memory.get("estimated", math.nan), on_gpu=bool(summary.get("on_gpu")))
-        yield "memory", f"after its first step a rank had taken {peak}"
+        peak = describe_peak(memory["peaks"], finite(memory.get("estimated")), on_gpu=bool(summary.get("on_gpu")))
+        yield "memory", f"a trainer rank held {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())
     yield "directory", str(run_dir)
     yield "model", str(summary.get("model") or "")

@@ -144,6 +144,7 @@ def _evaluating(plan: ProcessPlan) -> ProcessPlan:
         command=(plan.trainer.command[0], "-m", "grpo_async.trainer.evaluation_process"),
         log_name="evaluation.log",
         num_processes=1,
+        memory="",
     )
     return replace(plan, trainer=trainer)
 

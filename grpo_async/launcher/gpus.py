@@ -1,18 +1,11 @@
-"""Which process gets which GPU, and what follows from it: dtypes, the transport of the weights, the split of a shared GPU's memory.
-
-Pure but for `split_memory`, which reads the headers of the model's files.
-"""
+"""Which process gets which GPU, and what follows from it: dtypes, the transport of the weights. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_async.checks.memory import estimate_trainer, format_bytes, shared_gpu_fraction
-from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TransportKind
 from grpo_async.servers.engine_choice import EngineChoice
 
@@ -37,15 +30,6 @@ class GpuShares:
         """2 where two servers have a GPU in common, 0 where no server has a GPU."""
         taken = [gpu for gpus in self.servers for gpu in gpus or ()]
         return max((taken.count(gpu) for gpu in taken), default=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySplit:
-    """Of a GPU that trainer and vLLM share. `server_fraction` is None where the configuration sets
-    `inference.vllm.gpu_memory_utilization` itself; `text` is for the plan."""
-
-    server_fraction: float | None
-    text: str
 
 
 def with_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
@@ -107,44 +91,6 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
     if not workers:
         workers = ["the servers' GPUs" if engine.on_gpu else "cpu"]
     return choose_transport(wanted, trainer, workers)
-
-
-def split_memory(
-    config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], gpu_bytes: int | None
-) -> MemorySplit | None:
-    """Plan the memory of GPUs that the trainer shares with vLLM; None where they share none.
-
-    Args:
-        gpu_bytes: of the smallest GPU; None: unknown.
-
-    Raises:
-        ConfigError: it cannot be planned.
-    """
-    shares = share_gpus(config, engine, gpus)
-    if engine.engine != "vllm" or not shares.shared:
-        return None
-    options = config.inference.vllm
-    asleep = "; the server gives its memory back while a step trains" if options.sleep_while_training else ""
-    number = count_parameters(config.model.path)
-    if options.gpu_memory_utilization is not None:
-        text = f"vLLM {options.gpu_memory_utilization:g}, as inference.vllm.gpu_memory_utilization says{asleep}"
-        return MemorySplit(server_fraction=None, text=text)
-    missing = "the size of the model (a hub name)" if number is None else "the memory of the GPU"
-    if number is None or gpu_bytes is None:
-        raise ConfigError(
-            f"inference.vllm.gpu_memory_utilization: trainer and server share GPU {','.join(shares.shared)}, and {missing} is "
-            "not known before the start, so the split cannot be planned; set the fraction of vLLM, such as 0.4"
-        )
-    servers = shares.most_servers_on_a_gpu
-    fraction, advice = shared_gpu_fraction(config, number, gpu_bytes)
-    fraction = math.floor(fraction * 100 / servers) / 100
-    trainer = estimate_trainer(config, number)
-    each = f"each of the {servers} servers on it" if servers > 1 else "vLLM"
-    text = (
-        f"{each} {fraction:g} of {format_bytes(gpu_bytes)}; the trainer needs about {format_bytes(trainer.total)}: "
-        f"{trainer.describe()}{asleep}{'' if advice is None else f'; {advice}'}"
-    )
-    return MemorySplit(server_fraction=fraction, text=text)
 
 
 def _gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:

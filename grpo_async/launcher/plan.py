@@ -22,7 +22,8 @@ from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
-from grpo_async.launcher.gpus import MemorySplit, plan_transport, share_gpus, with_dtypes
+from grpo_async.launcher.gpus import plan_transport, share_gpus, with_dtypes
+from grpo_async.launcher.memory import MemoryPlan
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -39,7 +40,8 @@ SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="node 0 looks after t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One child. `environment` holds what is added to the caller's, `threads` are the CPU threads of each process."""
+    """One child. `environment` holds what is added to the caller's, `threads` are the CPU threads of each process, `memory` is what
+    one takes by estimate."""
 
     name: str
     command: tuple[str, ...]
@@ -48,6 +50,7 @@ class ProcessSpec:
     num_processes: int
     threads: int
     gpus: tuple[str, ...] = ()
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,7 @@ class ProcessPlan:
     num_gpus: int | None = None
     """That this machine has for the run; None: not known."""
     facts: tuple[tuple[str, str], ...] = ()
-    """Further lines of the description: weights, TLS, memory; (name, text)."""
+    """Further lines of the description: weights, TLS; (name, text)."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -93,6 +96,7 @@ class ProcessPlan:
                 "",
                 f"{spec.name}: {spec.num_processes} {processes}, {spec.threads} {threads} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
+                *([f"  memory   by estimate {spec.memory}"] if spec.memory else []),
                 f"  log      {given.attempt_dir / spec.log_name}",
             ]
         if self.notes:
@@ -146,7 +150,7 @@ def plan_processes(
     ports: Sequence[int] = (),
     machine: Machine,
     token: str | None,
-    memory: MemorySplit | None = None,
+    memory: MemoryPlan | None = None,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan the processes of this machine: servers and torchrun; torchrun alone on a machine that follows node 0.
@@ -156,13 +160,13 @@ def plan_processes(
         assignment: of node 0, without `server_urls` and `transport`, which are planned here; of a machine that follows, whole.
         ports: of the servers, which keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
-        memory: of a GPU that the trainer shares with vLLM, see gpus.split_memory.
+        memory: of the processes, see launcher.memory.
         notes: shown with the plan, after its own.
 
     Raises:
         ConfigError: `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
     """
-    node = assignment.node
+    node, memory = assignment.node, memory or MemoryPlan()
     facts = list(_nodes_facts(config, node))
     if (
         node.rank == 0
@@ -180,7 +184,7 @@ def plan_processes(
             _url(config.inference.scheme, config.inference.host, port) for port in ports
         )
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
-        facts += _facts(config, f"{transport}: {reason}", memory)
+        facts += _facts(config, f"{transport}: {reason}")
     environment = _common_environment(machine, token, node)
     if sys.platform == "linux" and engine.engine != "external" and node.is_alone:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
@@ -188,7 +192,7 @@ def plan_processes(
         _server(config, engine, assignment, machine, environment, port, memory=memory, index=index, gpus=gpus)
         for index, (port, gpus) in enumerate(zip(ports, shares.servers, strict=False))
     )
-    trainer = _trainer(config, assignment, machine, environment, shares.trainer)
+    trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
     return ProcessPlan(
         run_name=config.run.name,
         engine=engine,
@@ -197,7 +201,7 @@ def plan_processes(
         trainer=trainer,
         num_gpus=len(machine.gpus),
         facts=tuple(facts),
-        notes=(*shares.notes, *_own_notes(config, machine, [*servers, trainer], memory), *notes),
+        notes=(*shares.notes, *memory.notes, *_own_notes(config, machine, [*servers, trainer], shares.shared), *notes),
     )
 
 
@@ -227,21 +231,20 @@ def _server(
     common: Mapping[str, str],
     port: int,
     *,
-    memory: MemorySplit | None,
+    memory: MemoryPlan,
     index: int,
     gpus: tuple[str, ...] | None,
 ) -> ProcessSpec:
     command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
-    fraction = memory.server_fraction if memory is not None else None
-    split = () if fraction is None else ("--set", f"inference.vllm.gpu_memory_utilization={fraction:g}")
+    cache = () if memory.cache_mb is None else ("--set", f"inference.vllm.kv_cache_mb={memory.cache_mb}")
     is_alone = config.inference.replicas == 1
     return ProcessSpec(
         name="inference server" if is_alone else f"inference server {index}",
         command=(
             *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
             *("--port", str(port)),
-            *split,
+            *cache,
         ),
         environment={
             **_environment(common, config.inference.threads, gpus),
@@ -252,6 +255,7 @@ def _server(
         num_processes=1,
         threads=config.inference.threads,
         gpus=gpus or (),
+        memory=memory.server,
     )
 
 
@@ -261,6 +265,8 @@ def _trainer(
     machine: Machine,
     common: Mapping[str, str],
     gpus: tuple[str, ...] | None,
+    *,
+    memory: str,
 ) -> ProcessSpec:
     """torchrun with the ranks of this machine."""
     launch, node = config.launch, assignment.node
@@ -303,6 +309,7 @@ def _trainer(
         num_processes=launch.num_trainer_ranks,
         threads=launch.trainer_threads,
         gpus=gpus or (),
+        memory=memory,
     )
 
 
@@ -329,19 +336,17 @@ def _nodes_facts(config: ExperimentConfig, node: Node) -> Iterator[tuple[str, st
         )
 
 
-def _facts(config: ExperimentConfig, weights: str, memory: MemorySplit | None) -> Iterator[tuple[str, str]]:
+def _facts(config: ExperimentConfig, weights: str) -> Iterator[tuple[str, str]]:
     yield "precision", config.precision
     yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
     tls = config.inference.tls
     if tls is not None:
         own = f"certificate {tls.certificate}, " if tls.certificate is not None else ""
         yield "TLS", f"{own}trusted: {tls.trusted or 'the certificates of the system'}"
-    if memory is not None:
-        yield "GPU memory", memory.text
 
 
 def _own_notes(
-    config: ExperimentConfig, machine: Machine, specs: Sequence[ProcessSpec], memory: MemorySplit | None
+    config: ExperimentConfig, machine: Machine, specs: Sequence[ProcessSpec], shared_gpus: Sequence[str]
 ) -> Iterator[str]:
     threads = sum(spec.num_processes * spec.threads for spec in specs)
     if threads > machine.num_cpus:
@@ -349,7 +354,7 @@ def _own_notes(
             f"{threads} compute threads on {machine.num_cpus} CPUs slow each other down; "
             "see launch.trainer_threads, launch.num_trainer_ranks, inference.threads"
         )
-    if config.inference.vllm.sleep_while_training and memory is None:
+    if config.inference.vllm.sleep_while_training and not shared_gpus:
         yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping gains nothing"
 
 

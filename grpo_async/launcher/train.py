@@ -25,7 +25,8 @@ from grpo_async.display.output import Output
 from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.conduct import end_with_report, report_end, run_with_display
 from grpo_async.launcher.follower import Follower
-from grpo_async.launcher.gpus import split_memory, with_dtypes
+from grpo_async.launcher.gpus import share_gpus, with_dtypes
+from grpo_async.launcher.memory import plan_memory
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.reaper import private_folder
@@ -196,15 +197,17 @@ class Launcher:
     def _plan(self, assignment: Assignment, ports: Sequence[int], *, token: str | None, start: Start) -> ProcessPlan:
         machine = machine_module.inspect()
         leads = assignment.node.rank == 0
+        engine = self.engine if leads else SERVERS_ELSEWHERE
+        shares = share_gpus(self.config, engine, machine.gpus)
         return self.amend(
             plan_processes(
                 self.config,
-                engine=self.engine if leads else SERVERS_ELSEWHERE,
+                engine=engine,
                 assignment=assignment,
                 ports=ports,
                 machine=machine,
                 token=token,
-                memory=split_memory(self.config, self.engine, machine.gpus, machine.gpu_bytes) if leads else None,
+                memory=plan_memory(self.config, engine, shares, machine.gpu_bytes),
                 notes=(*start.notes, *self.notes) if leads else (),
             )
         )

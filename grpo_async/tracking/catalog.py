@@ -159,6 +159,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("step_time", "wall time of the step", "s", better=_LOWER),
     _metric("perf/trained_tokens_per_s", "trained tokens / wall time", "tokens/s", better=_HIGHER),
     _metric("perf/generated_tokens_per_s", "sampled tokens / wall time", "tokens/s", better=_HIGHER),
+    _metric("perf/peak_memory_bytes", "most memory that rank 0 has held: of the GPU, else resident", "bytes", _MAX, _LOWER),
     _metric("buffer/queued_groups", "groups that are scored and wait for the trainer", reduction=_LAST),
     _metric("ledger/groups/{state}", "groups, {state}", "groups", _LAST),
     _metric("ledger/tokens/{state}", "sampled tokens of groups, {state}", "tokens", _LAST),
@@ -187,7 +188,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("servers/kv_usage", "fraction of the servers' key/value cache in use", "fraction"),
     # checkpoints
     _metric("checkpoint/staged_s", "seconds that training stood still for a checkpoint", "s", better=_LOWER),
-    _metric("checkpoint/written_s", "seconds until it was written, beside training", "s", better=_LOWER),
+    _metric("checkpoint/written_s", "seconds until it was written, most of them beside training", "s", better=_LOWER),
     _metric("checkpoint/bytes", "bytes of the checkpoint", "bytes", _LAST),
     # evaluation
     _metric("eval/step", "step at whose end the evaluation began", reduction=_LAST),

@@ -14,9 +14,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks.memory import describe_peak, estimate_trainer
+from grpo_async.checks.doctor import machine_memory
+from grpo_async.checks.memory import ADVICE, ModelSize, describe_peak, trainer_memory
 from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.config.experiment import ExperimentConfig
@@ -41,7 +44,9 @@ from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_
 from grpo_async.training.export import CARD, model_card
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
+from grpo_async.training.timing import peak_bytes
 from grpo_async.user_code.threads import call_when_set
+from grpo_async.utils.text import format_bytes
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import probe_sequences
 
@@ -51,6 +56,8 @@ _NUM_PROBES = 4
 _PREFLIGHTS = 3
 """A server that dies while it is checked is checked again when it is back, this many times in all."""
 _WAIT_SLICE_S = 20.0
+_LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
+_FAR_MORE = 1.5  # than an estimate that is good to about a third
 
 
 def lead(
@@ -222,14 +229,12 @@ class _Leader:
         self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
-            metrics |= self._fleet.metrics()
+            metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": float(peak_bytes(context.device))}
             log.write(step, metrics)
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
             if step == self._start + 1:
-                memory = f"memory of the trainer's ranks after step {step}: {describe_peak(**self._memory())}"
-                logger.info(memory)
-                self._control.send("note", text=memory)
+                self._tell_memory(step)
 
         return LeaderLoop(
             context,
@@ -404,12 +409,24 @@ class _Leader:
         )
 
     def _memory(self) -> dict[str, Any]:
-        """What each rank has taken at most by the end of its first step, and what was expected."""
+        """What each rank has held at most by the end of its first step, and what was expected."""
         context = self._context
-        on_gpu = context.device.type == "cuda"
-        number = sum(math.prod(spec.shape) for spec in context.parameters.specs)
-        estimated = estimate_trainer(self._config, number).total
-        return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": on_gpu}
+        config = context.policy.model.config.get_text_config().to_dict()
+        size = ModelSize.of(config, sum(math.prod(spec.shape) for spec in context.parameters.specs))
+        estimated = sum(trainer_memory(self._config, size).values())
+        return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
+
+    def _tell_memory(self, step: int) -> None:
+        """What the first step took beside what the plan said; with a warning where it was far more, or where little is left."""
+        memory = self._memory()
+        text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
+        logger.info(text)
+        self._control.send("note", text=text)
+        most, left = max(memory["peaks"]), machine_memory()[1]
+        if memory["on_gpu"]:
+            left = torch.cuda.mem_get_info(self._context.device)[0]
+        if left < _LITTLE * most or (memory["on_gpu"] and most > _FAR_MORE * memory["estimated"]):
+            self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""

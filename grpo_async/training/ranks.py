@@ -176,7 +176,7 @@ class TrainerContext:
     num_ranks: int
     clock: StepClock = NO_CLOCK
     peaks: Sequence[int] | None = None
-    """Most memory that each rank had taken when its first step was done, in bytes; known to rank 0, empty on the others."""
+    """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
     def step(
         self, minibatches: Sequence[Sequence[MicroBatch]], lr: float, token_room: int = 0, loss_scale: float = 1.0
@@ -196,9 +196,13 @@ class TrainerContext:
             clock=self.clock,
             loss_scale=loss_scale,
         )
-        if self.peaks is None:
-            peaks = self.channel.gather(torch.tensor([peak_bytes(self.device)]))
-            self.peaks = [int(peak) for peak in peaks or ()]
+        wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"
+        peak = peak_bytes(self.device)
+        if wakes_servers:
+            torch.cuda.empty_cache()  # they take this memory back
+        if wakes_servers or self.peaks is None:  # the former: rank 0 wakes them when every rank has given it back
+            peaks = self.channel.gather(torch.tensor([peak]))
+            self.peaks = self.peaks or [int(each) for each in peaks or ()]
         return result if tokens is None else replace(result, token_statistics=self.channel.gather(tokens.on_host()))
 
     def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:

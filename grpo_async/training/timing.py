@@ -139,8 +139,8 @@ class Activity:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this rank has taken so far: of the GPU what PyTorch has allocated at once; on a CPU the resident memory
-    of the process, its libraries included."""
+    """The most memory that this rank has held so far: of the GPU with the cache of PyTorch's allocator; on a CPU the resident
+    memory of the process, its libraries included."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_reserved(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT

@@ -27,6 +27,15 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
+def format_bytes(number: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(number) < 1024:
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
 def percent(fraction: float) -> str:
     """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
     return f"{fraction:.1%}" if 0.0 < fraction < 0.01 or 0.99 < fraction < 1.0 else f"{fraction:.0%}"

@@ -1,4 +1,4 @@
-"""Estimates of memory: parameter counts of real files, the formula worked out by hand, and what becomes of a shared GPU."""
+"""Estimates of memory: parameter counts of real files, and the formulas worked out by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from grpo_async.checks.memory import estimate_trainer, shared_gpu_fraction
+from grpo_async.checks.memory import ModelSize, bytes_beside_vllm, describe_peak, server_memory, trainer_memory
 from grpo_async.checks.model_files import count_parameters
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -18,7 +18,12 @@ from tests.launcher.support import make_config
 from tests.support.tiny_model import build_tiny_model
 
 GIB = 1 << 30
-NUMBER = 596_049_920  # Qwen3-0.6B
+N = 596_049_920
+SIZE = ModelSize.of(
+    {"hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151_936, "num_attention_heads": 16,
+     "num_key_value_heads": 8, "head_dim": 128}, N,
+)  # fmt: skip
+"""Qwen3-0.6B."""
 
 
 def _config(folder: Path, **sections: Any) -> ExperimentConfig:
@@ -29,10 +34,7 @@ def _config(folder: Path, **sections: Any) -> ExperimentConfig:
     }
     for name, values in sections.items():
         base[name] = {**base.get(name, {}), **values}
-    config = make_config(folder, **base)
-    shape = {"hidden_size": 1024, "num_hidden_layers": 28, "vocab_size": 151_936}
-    (Path(config.model.path) / "config.json").write_text(json.dumps(shape))
-    return config
+    return make_config(folder, **base)
 
 
 def _parameters(folder: Path) -> int:
@@ -69,42 +71,57 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes)
         count_parameters(str(tmp_path))
 
 
-def test_the_trainer_of_one_rank_is_what_the_formula_says(tmp_path: Path) -> None:
-    estimate = estimate_trainer(_config(tmp_path), NUMBER)
-    # float32: 4 N; gathered in bfloat16: the embedding and two of 28 layers
-    assert estimate.weights == 4 * NUMBER + 2 * (1024 * 151_936 + NUMBER // 14)
-    assert (estimate.gradients, estimate.optimizer) == (4 * NUMBER, 12 * NUMBER)
-    assert estimate.activations == 4096 * 1024 * 2 * 36 * 28 + 1024 * 151_936 * 4 * 5
-    assert estimate.total == estimate.weights + estimate.gradients + estimate.optimizer + estimate.activations
+def test_a_trainer_rank_takes_its_share_of_what_is_sharded_and_all_of_its_own_tokens(tmp_path: Path) -> None:
+    one = trainer_memory(_config(tmp_path), SIZE)
+    assert one == {
+        "weights": 4 * N,
+        "gathered": 2 * (1024 * 151_936 + N / 14),  # the embedding and two of 28 layers, in bfloat16
+        "gradients": 4 * N,
+        "optimizer": 8 * N,
+        "activations": 4096 * 1024 * 2 * 36 * 28,
+        "logits": 1024 * 151_936 * 4 * 5,
+    }
+    eight = trainer_memory(_config(tmp_path, launch={"num_trainer_ranks": 8}), SIZE)
+    for name in ("weights", "gradients", "optimizer"):
+        assert eight[name] == one[name] / 8
+    for name in ("gathered", "activations", "logits"):
+        assert eight[name] == one[name]
+    adapters = trainer_memory(_config(tmp_path, model={"lora": {"rank": 16}}), SIZE)
+    assert (adapters["gradients"], adapters["optimizer"]) == (4 * (N // 64), 8 * (N // 64))  # 16 of 1024 columns
+    offloaded = trainer_memory(_config(tmp_path, launch={"device": "cuda"}, training={"cpu_offload": True}), SIZE)
+    assert offloaded["weights"] == offloaded["gradients"] == offloaded["optimizer"] == 0
 
 
-def test_vllm_gets_what_the_trainer_leaves_rounded_down(tmp_path: Path) -> None:
-    config = _config(tmp_path)
-    trainer = estimate_trainer(config, NUMBER).total
-    for gib in (48, 80, 141):  # rounding up would take more than is left, in some of them
-        left = gib * GIB - 1.15 * trainer - 2 * GIB - 2 * NUMBER
-        fraction, advice = shared_gpu_fraction(config, NUMBER, gib * GIB)
-        assert advice is None
-        assert 0 <= left - fraction * gib * GIB < 0.01 * gib * GIB
-        assert 0.2 < fraction < 0.9
-    assert shared_gpu_fraction(config, NUMBER, 10_000 * GIB)[0] == 0.9  # never all of it
+def test_32b_on_16_gpus_fits_as_its_gradients_are_sharded(tmp_path: Path) -> None:
+    """An estimate with whole gradients said 164 GiB."""
+    size = ModelSize.of({"hidden_size": 5120, "num_hidden_layers": 64, "vocab_size": 151_936}, 32_762_123_264)
+    sections: dict[str, Any] = {"launch": {"num_trainer_ranks": 16}, "training": {"micro_batch_tokens": 32_768}}
+    config = _config(tmp_path, model={"compute_dtype": "bfloat16", "activation_checkpointing": "full"}, **sections)
+    parts = trainer_memory(config, size)
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 32_762_123_264  # 16 bytes / 16 ranks
+    assert sum(parts.values()) < 80 * GIB
 
 
-def test_a_sleeping_server_leaves_the_trainer_its_memory_so_it_may_take_more(tmp_path: Path) -> None:
-    awake, _ = shared_gpu_fraction(_config(tmp_path), NUMBER, 40 * GIB)
+def test_a_server_takes_its_share_of_the_weights_and_of_the_cache(tmp_path: Path) -> None:
+    two = server_memory(_config(tmp_path, inference={"vllm": {"tensor_parallel_size": 2}}), SIZE, 10)
+    # 10 tokens x 28 layers x 2 x 8 heads x 128 x 2 bytes / 2
+    assert two == {"weights": N, "activations and graphs": 1.5 * GIB, "keys and values": 10 * 28 * 2 * 8 * 128}
+
+
+def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay(tmp_path: Path) -> None:
+    parts = trainer_memory(_config(tmp_path), SIZE)
+    assert bytes_beside_vllm(_config(tmp_path), SIZE) == 2 * GIB + 1.15 * sum(parts.values())
     (tmp_path / "other").mkdir()
-    sleeps = _config(
-        tmp_path / "other",
-        inference={"vllm": {"sleep_while_training": True}},
-        rollout={"max_staleness": 0, "max_completion_tokens": 8},
-    )
-    assert shared_gpu_fraction(sleeps, NUMBER, 40 * GIB)[0] > awake + 0.1
+    sleeping: dict[str, Any] = {"rollout": {"max_staleness": 0}, "inference": {"vllm": {"sleep_while_training": True}}}
+    beside = bytes_beside_vllm(_config(tmp_path / "other", **sleeping), SIZE)
+    assert beside == 2 * GIB + 1.15 * (parts["weights"] + parts["optimizer"])
 
 
-def test_a_gpu_that_seems_too_small_gives_the_server_what_it_needs_and_a_warning(tmp_path: Path) -> None:
-    fraction, advice = shared_gpu_fraction(_config(tmp_path), NUMBER, 16 * GIB)
-    # served weights, vLLM's own work, keys and values of one sequence
-    needed = 2 * NUMBER + 3 * GIB // 2 + 2 * 28 * 1024 * 2 * 2048
-    assert 0 <= fraction * 16 * GIB - needed < 0.01 * 16 * GIB
-    assert advice is not None
-    assert "model.activation_checkpointing" in advice
+def test_what_a_configuration_says_in_other_words_is_estimated_as_usual() -> None:
+    size = ModelSize.of({"num_attention_heads": [8, 16], "hidden_size": None}, 8_000_000_000)
+    assert (size.hidden, size.layers, size.vocabulary) == (4000, 42, 150_000)
+
+
+def test_the_peak_is_told_beside_the_estimate() -> None:
+    assert describe_peak([GIB, 3 * GIB], 2 * GIB, on_gpu=True) == "3.0 GiB of GPU memory (2.0 GiB by estimate)"
+    assert describe_peak([GIB], None, on_gpu=False).startswith("1.0 GiB resident")

@@ -32,8 +32,7 @@ from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
 NAMES = [
-    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "memory",
-    "disk",
+    "logprobs", "generation", "tokenizer", "chat template", "dtypes", "context length", "addresses", "addresses", "disk",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Each check of the preflight alone: chat template, tools, control tokens, tokenizers, addresses, memory, disk."""
+"""Each check of the preflight alone: chat template, tools, control tokens, tokenizers, addresses, disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from grpo_async.chat.encoding import Encoder, Guarded
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks import preflight
-from grpo_async.checks.memory import estimate_trainer
 from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer
 from grpo_async.checks.report import Found
 from grpo_async.errors import RequestRejectedError
@@ -176,7 +175,7 @@ def test_vllm_must_have_the_same_tokenizer(
     assert (found[0], words in found[1]) == (status, True), found
 
 
-# Addresses, memory, disk.
+# Addresses, disk.
 
 
 @contextmanager
@@ -240,22 +239,6 @@ def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, st
 
 
 NUMBER = 1_000_500
-
-
-@pytest.mark.parametrize(("fraction", "status"), [(2.0, "pass"), (1.05, "warn"), (0.1, "warn")])
-def test_memory_that_training_will_still_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fraction: float, status: str
-) -> None:
-    """Available = fraction x what is to come: more than 1 / 0.9 passes; an estimate never refuses."""
-    sections = {"launch": {"num_trainer_ranks": 2}, "weights": {"timeout_s": 5.0}}
-    context = _context(tmp_path, family("chatml"), parameter_shapes={"a": (NUMBER,)}, sections=sections)
-    estimate = estimate_trainer(context.config, NUMBER)
-    coming = 2 * (estimate.total - estimate.weights)
-    monkeypatch.setattr(preflight, "machine_memory", lambda: (1 << 40, int(fraction * coming)))
-    (found,) = preflight.check_memory(context)
-    assert found[0] == status
-    assert "2 trainer rank(s)" in found[1]
-    assert ("training.micro_batch_tokens" in found[1]) == (status != "pass")
 
 
 # keep_last 2: three checkpoints of 3 x 4 bytes x N, and an export of 4 bytes x N

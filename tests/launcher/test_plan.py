@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, split_memory, with_dtypes
+from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, with_dtypes
 from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
 from grpo_async.processes.machine import Machine, free_ports, inspect
@@ -246,68 +244,6 @@ def test_the_transport_fits_the_gpus(
             plan_transport(config, engine, shares)
     else:
         assert plan_transport(config, engine, shares)[0] == kind
-
-
-def _model(folder: Path, num_parameters: int) -> str:
-    """A model folder whose one file says that it has so many parameters."""
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    save_file({"w": torch.zeros(num_parameters, dtype=torch.bfloat16)}, folder / "model.safetensors")
-    return str(folder)
-
-
-def test_the_memory_of_a_shared_gpu_is_split_printed_and_passed_on(tmp_path: Path) -> None:
-    model = {"path": _model(tmp_path / "small", 1_000_000)}
-    config = make_config(tmp_path, model=model)
-    alone = split_memory(config, VLLM_ON_GPU, ("0",), 80 << 30)
-    assert alone is not None
-    assert alone.server_fraction is not None
-    assert 0.3 < alone.server_fraction <= 0.9
-    two = split_memory(make_config(tmp_path, model=model, inference={"replicas": 2}), VLLM_ON_GPU, ("0",), 80 << 30)
-    assert two is not None
-    assert two.server_fraction is not None
-    assert alone.server_fraction / 2 - 0.01 <= two.server_fraction <= alone.server_fraction / 2
-    assert "each of the 2 servers on it" in two.text
-    plan = _plan(config, Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=alone)
-    option = f"inference.vllm.gpu_memory_utilization={alone.server_fraction:g}"
-    assert plan.servers[0].command[-2:] == ("--set", option)
-    assert f"GPU memory vLLM {alone.server_fraction:g} of 80.0 GiB" in plan.describe()
-    assert option in plan.describe()
-    # nothing is split where nothing is shared
-    assert split_memory(config, VLLM_ON_GPU, ("0", "1"), 80 << 30) is None
-    assert split_memory(config, VLLM_ON_CPU, ("0",), 80 << 30) is None
-    assert split_memory(config, EXTERNAL, ("0",), 80 << 30) is None
-    assert split_memory(config, VLLM_ON_GPU, (), None) is None
-
-
-def test_a_split_that_the_user_made_is_left_alone(tmp_path: Path) -> None:
-    config = make_config(
-        tmp_path,
-        model={"path": "org/name"},
-        inference={"vllm": {"gpu_memory_utilization": 0.3, "sleep_while_training": True}},
-        rollout={"max_staleness": 0},
-    )
-    split = split_memory(config, VLLM_ON_GPU, ("0",), None)
-    assert split is not None
-    assert split.server_fraction is None
-    assert "0.3, as inference.vllm.gpu_memory_utilization says" in split.text
-    assert "gives its memory back while a step trains" in split.text
-    plan = _plan(config, Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=split)
-    assert "--set" not in plan.servers[0].command
-    assert "sleeping gains nothing" not in plan.describe()
-    apart = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_GPU)
-    assert "sleeping gains nothing" in apart.describe()
-
-
-@pytest.mark.parametrize(
-    ("model", "gpu_bytes", "words"), [("org/name", 80 << 30, "a hub name"), (None, None, "of the GPU")]
-)
-def test_a_split_that_cannot_be_planned_asks_for_the_setting(
-    tmp_path: Path, model: str | None, gpu_bytes: int | None, words: str
-) -> None:
-    config = make_config(tmp_path, model={"path": model or _model(tmp_path / "small", 1000)})
-    with pytest.raises(ConfigError, match=rf"inference\.vllm\.gpu_memory_utilization: .*{words}"):
-        split_memory(config, VLLM_ON_GPU, ("0",), gpu_bytes)
 
 
 def test_ports_that_are_chosen_together_differ() -> None:

@@ -192,7 +192,8 @@ def _lead(
         preflight_only=preflight_only,
     )  # fmt: skip
     told: list[str] = []
-    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7))
+    sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
+    model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7), config=sizes)
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
         config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,

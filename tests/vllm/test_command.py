@@ -85,6 +85,11 @@ def test_the_gpu_command_uses_the_gpu_options() -> None:
     assert _value(made.argv, "--gpu-memory-utilization") == "0.4"
     assert _value(made.argv, "--tensor-parallel-size") == "4"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--enable-sleep-mode"} & set(made.argv)
+    shared = _made("gpu", vllm={"gpu_memory_utilization": 0.4, "kv_cache_mb": 64})
+    assert _value(shared.argv, "--kv-cache-memory-bytes") == str(64 << 20)
+    assert (
+        _value(shared.argv, "--gpu-memory-utilization") == "0.01"
+    )  # so much has to be free, whatever the trainer holds
     assert "OMP_NUM_THREADS" not in made.env
     assert "--enforce-eager" in _made("gpu", vllm={"enforce_eager": True}).argv
     raw = experiment("some/model", sleep_while_training=True)

@@ -27,7 +27,9 @@ Platform = Literal["cpu", "gpu"]
 
 _PLUGIN = "grpo_async"
 _MIN_CPU_BATCH_TOKENS = 8192
-_OWN_GPU_FRACTION = 0.9  # of the memory of a GPU that nobody else uses; vLLM's own default
+OWN_GPU_FRACTION = 0.9
+"""Of the memory of a GPU that nobody else uses."""
+CPU_CACHE_MB = 512
 _NEVER_SET = (
     "VLLM_ALLOW_INSECURE_SERIALIZATION",  # unpickles what its sockets receive
     "VLLM_SERVER_DEV_MODE",  # routes that run any method of a worker
@@ -179,7 +181,7 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
     inference = config.inference
     arguments = [
         "--enforce-eager",
-        *("--kv-cache-memory-bytes", str(inference.vllm.kv_cache_mb << 20)),
+        *("--kv-cache-memory-bytes", str((inference.vllm.kv_cache_mb or CPU_CACHE_MB) << 20)),
         *("--max-num-batched-tokens", str(max(_MIN_CPU_BATCH_TOKENS, inference.max_model_len))),
         *("--max-num-seqs", str(config.rollout.max_in_flight)),
     ]
@@ -191,7 +193,10 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
 
 def _gpu_arguments(config: ExperimentConfig) -> list[str]:
     options = config.inference.vllm
-    arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or _OWN_GPU_FRACTION)]
+    if options.kv_cache_mb is None:
+        arguments = ["--gpu-memory-utilization", str(options.gpu_memory_utilization or OWN_GPU_FRACTION)]
+    else:  # nothing is measured then; of the fraction only so much has to be free when it starts
+        arguments = ["--kv-cache-memory-bytes", str(options.kv_cache_mb << 20), "--gpu-memory-utilization", "0.01"]
     if options.enforce_eager:
         arguments.append("--enforce-eager")
     if options.sleep_while_training:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.utils.text import duration, finite, format_number, percent
+from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
 _STATUS = {
@@ -43,6 +43,7 @@ def headline(run: RunData) -> Headline:
         "tokens/s": _throughput(run, summary),
         "trainer idle": _idle(run, summary),
         "staleness": _staleness(run, summary),
+        "trainer memory": _memory(run, summary),
         "groups": _groups(run),
         "stored rollouts": _stored(run),
     }
@@ -119,6 +120,18 @@ def _staleness(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     return (
         None if mean is None else (f"{mean:.2f}", "steps in the mean" + ("" if most is None else f", most {most:.0f}"))
     )
+
+
+def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:
+    """Of the first step on the fullest rank, beside the estimate; without a summary, of rank 0 so far."""
+    memory = summary.get("memory")
+    memory = memory if isinstance(memory, Mapping) else {}
+    peaks, estimated = memory.get("peaks"), finite(memory.get("estimated"))
+    measured = (
+        [finite(peak) or 0.0 for peak in peaks] if isinstance(peaks, list) else run.values("perf/peak_memory_bytes")
+    )
+    by_estimate = "" if estimated is None else f"of a rank, {format_bytes(estimated)} by estimate"
+    return (format_bytes(max(measured)), by_estimate) if measured else None
 
 
 def _groups(run: RunData) -> Number | None:
