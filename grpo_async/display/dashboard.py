@@ -309,7 +309,12 @@ def _servers(progress: Progress, num_rows: int) -> RenderableType:
         ordered = sorted(known, key=lambda server: server.state == "serving")
         known, left = ordered[: max(0, num_rows - 1)], ordered[max(0, num_rows - 1) :]
     has_hosts = len({server.url.rpartition(":")[0] for server in progress.servers}) > 1
-    lines = [_server(server, has_hosts=has_hosts) for server in known]
+    lines = [
+        Text.assemble(
+            (f"{server.index:>2} ", "bold"), server_text(server, has_host=has_hosts), no_wrap=True, overflow="ellipsis"
+        )
+        for server in known
+    ]
     if not left:
         return Group(*lines)
     serving, busy = sum(server.state == "serving" for server in left), sum(server.running or 0 for server in left)
@@ -318,12 +323,10 @@ def _servers(progress: Progress, num_rows: int) -> RenderableType:
     return Group(*lines, _line(words, "dim"))
 
 
-def _server(server: ServerStatus, *, has_hosts: bool) -> Text:
-    """0 host:port  serving   v12  run 64/128  wait 3  KV 38%  restarts 1  and what is wrong"""
-    line = Text.assemble((f"{server.index:>2}", "bold"), no_wrap=True, overflow="ellipsis")
-    if has_hosts:
-        line.append(f" {server.url.partition('://')[2]} ")
-    line.append(f" {server.state:<8}", style=_STATES.get(server.state, "bold red"))
+def server_text(server: ServerStatus, *, has_host: bool) -> Text:
+    """host:port  serving   v12  run 64/128  wait 3  KV 38%  restarts 1  and what is wrong"""
+    line = Text(f"{server.url.partition('://')[2]}  " if has_host else "")
+    line.append(f"{server.state:<8}", style=_STATES.get(server.state, "bold red"))
     if server.state in ("serving", "ready"):
         most = "" if server.max_running is None else f"/{server.max_running}"
         load = None if server.running is None else f"run {server.running}{most}  wait {server.waiting or 0}"

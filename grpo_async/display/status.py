@@ -15,14 +15,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.dashboard import dashboard
+from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
 from grpo_async.display.progress import (
     Checkpoints,
     LastPush,
     Progress,
     RunMessage,
-    ServerStatus,
     ago,
     evaluations_text,
     join,
@@ -158,7 +157,7 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
     groups = (content.get("ledger") or {}).get("groups") or {}
     yield "groups", join(f"{state.replace('_', ' ')} {groups[state]}" for state in LEDGER_STATUSES if state in groups)
     for server in progress.servers if is_running else ():
-        yield f"server {server.index}", _server(server)
+        yield f"server {server.index}", server_text(server, has_host=True).plain
     yield "checkpoint", "none" if progress.checkpoints.step is None else f"step {progress.checkpoints.step}"
     yield "held out", evaluations_text(progress)
     yield "learning", _text_of(status.learning())
@@ -205,14 +204,6 @@ def _means(status: RunStatus, progress: Progress, metrics: Mapping[str, str]) ->
     if means:
         return join([*means, "(mean of the run)"])
     return join([newest, "(in the last step)"]) if newest else ""
-
-
-def _server(server: ServerStatus) -> str:
-    load = None if server.running is None else f"run {server.running}  wait {server.waiting or 0}"
-    usage = None if server.kv_usage is None else f"KV {server.kv_usage:.0%}"
-    restarts = f"restarts {server.restarts}" if server.restarts else None
-    version = None if server.version is None else f"version {server.version}"
-    return join([server.state, version, load, usage, restarts, server.words, server.url])
 
 
 def _text_of(content: Any) -> str:
