@@ -14,7 +14,9 @@ from grpo_async.cli.configs import schema, validate
 from grpo_async.cli.doctor import doctor
 from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.eval import evaluate
+from grpo_async.cli.explain import explain
 from grpo_async.cli.export import export
+from grpo_async.cli.init import init
 from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
 from grpo_async.cli.launch import launch_app
 from grpo_async.cli.preflight import preflight
@@ -60,6 +62,7 @@ def _root(
     """
 
 
+app.command("init", short_help="Write a config, a reward, data and a test to start from.")(init)
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
 app.add_typer(launch_app, name="launch", short_help="Run on several machines by a scheduler.")
@@ -67,6 +70,7 @@ app.command("validate", short_help="Check a configuration; print it and the plan
 app.command("preflight", short_help="Start everything, check it against each other, end it.")(preflight)
 app.command("doctor", short_help="Look at the machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
+app.command("explain", short_help="What a key of the configuration means.")(explain)
 app.command("schema", short_help="Print the JSON schema of configurations.")(schema)
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
 app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)

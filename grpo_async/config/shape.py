@@ -15,6 +15,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from grpo_async.config.document import KeyPath, index_of
+from grpo_async.config.other_names import OTHER_NAMES
 from grpo_async.utils.text import CLOSE_ENOUGH, did_you_mean
 
 _MAX_PATH = 120  # difflib's time grows with the square
@@ -27,40 +28,6 @@ RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
 }
 """Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None:
 it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning unless it is null."""
-
-# Names of TRL (and of the optimizers' and servers' own arguments): our path, or what to know where there is none.
-FOREIGN_KEYS = {
-    "adam_beta1": "optimizer.betas",
-    "bf16": "model.compute_dtype",
-    "cast_lm_head_to_fp32": "model.head_dtype",
-    "eval_steps": "evaluation.every_steps",
-    "fp16": "model.compute_dtype",
-    "gradient_accumulation_steps": "is not needed: rollout.groups_per_step is the size of a step, and training.micro_batch_tokens "
-    "divides it",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "learning_rate": "optimizer.lr",
-    "logging_steps": "is not needed: every step is logged to metrics.jsonl",
-    "lr_scheduler_type": "optimizer.schedule",
-    "mask_truncated_completions": "rollout.overlong",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_prompt_length": "data.train.max_prompt_tokens",
-    "model_name_or_path": "model.path",
-    "num_generations": "rollout.group_size",
-    "num_iterations": "is not supported: a sample is trained once; training.minibatches makes several updates of a step's samples",
-    "num_train_epochs": "is not supported: training.max_steps is the length of a run",
-    "output_dir": "run.dir",
-    "per_device_train_batch_size": "is not needed: rollout.groups_per_step x rollout.group_size is the batch, and "
-    "training.micro_batch_tokens divides it",
-    "report_to": "tracking",
-    "reward_funcs": "rewards",
-    "save_steps": "checkpoint.every_steps",
-    "scale_rewards": "advantage.type",
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p", "repetition_penalty"),
-        "is not supported: completions are sampled from the policy as it is; rollout.temperature can be set",
-    ),
-    "use_peft": "model.lora",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +123,14 @@ def suggest_key(root: Shape, path: KeyPath) -> str:
     near = did_you_mean(path[depth], section.keys())
     if near and depth == len(path) - 1:
         return near
-    return _of_another_trainer(path[-1]) or _anywhere(root, path) or near
+    return _of_another_trainer(path) or _anywhere(root, path) or near
 
 
-def _of_another_trainer(key: str) -> str:
-    meant = FOREIGN_KEYS.get(key, "")
-    return f"; it {meant}" if " " in meant else f"; here it is '{meant}'" if meant else ""
+def _of_another_trainer(path: KeyPath) -> str:
+    for other in OTHER_NAMES:
+        if other.name in (path[-1], ".".join(path)):
+            return f"; here it is '{other.here}'" if other.here else f"; it {other.why}"
+    return ""
 
 
 def _anywhere(root: Shape, path: KeyPath) -> str:

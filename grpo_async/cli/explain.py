@@ -1,0 +1,84 @@
+"""`explain`: what a key of the configuration means."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from grpo_async.config.reference import Key
+
+_WIDTH = 100
+
+
+def explain(
+    key: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY]", help="A key, the name that another trainer has for it, or words to search for."
+        ),
+    ] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Every key as a page: docs/config.md.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file, with --markdown.")] = None,
+) -> None:
+    """Tell meaning, type, range and default of a key, its neighbours, and what other trainers call it. Without KEY: all of them.
+
+    \b
+    Examples:
+      grpo-async explain rollout.group_size
+      grpo-async explain num_generations
+      grpo-async explain weight push
+      grpo-async explain | less
+    """
+    from grpo_async.config.other_names import OTHER_NAMES
+    from grpo_async.config.reference import all_keys, find_keys, markdown
+    from grpo_async.errors import ConfigError
+    from grpo_async.run_directory import write_atomically
+
+    if as_markdown:
+        if out is None:
+            typer.echo(markdown(), nl=False)
+        else:
+            write_atomically(out, markdown())
+        return
+    keys = all_keys()
+    word = " ".join(key or ())
+    if not word:
+        _list(keys)
+        return
+    reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
+    for other in reasons:
+        typer.echo(f"{other.name} ({other.trainer}) {other.why}.")
+    found = [] if reasons else find_keys(keys, word)
+    if not found and not reasons:
+        raise ConfigError(f"no key and no description has {word!r}; `grpo-async explain` lists all keys")
+    if len(found) > 5:
+        _list(found)
+    else:
+        for each in found:
+            _tell(each, keys)
+
+
+def _list(keys: Sequence[Key]) -> None:
+    for key in keys:
+        typer.echo(f"{key.path:44} {key.summary}")
+
+
+def _tell(key: Key, keys: Sequence[Key]) -> None:
+    from grpo_async.config.reference import beside
+
+    typer.echo(f"{key.path}: {key.summary}")
+    for line in key.meaning.splitlines():
+        typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    if key.other_names:
+        typer.echo(f"  Elsewhere: {', '.join(f'{other.name} ({other.trainer})' for other in key.other_names)}")
+    if neighbours := beside(keys, key):
+        names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbours)
+        words = f"{'Keys' if key.is_section else 'Beside it'}: {', '.join(names)}"
+        typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    typer.echo("")

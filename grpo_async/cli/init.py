@@ -1,0 +1,92 @@
+"""`init`: a folder to start one's own run from."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import typer
+
+from grpo_async.errors import ConfigError
+
+_STARTERS = {  # folder of grpo_async/starters: title of its config
+    "reward": "Questions with short answers, and a reward of your own.",
+    "tools": "A model that may call a Python function of yours.",
+    "env": "An environment: a game of several turns, which pays at its end.",
+    "agent": "An agent: a program of yours around the model, which it calls by HTTP.",
+    "math": "Problems with numbers as answers, compared by value.",
+    "code": "Python functions, judged by running tests in a sandbox.",
+}
+_DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write; made if it is not there.")] = Path(
+        "."
+    ),
+    tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
+    env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
+    agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
+    math: Annotated[bool, typer.Option("--math", help=_STARTERS["math"])] = False,
+    code: Annotated[bool, typer.Option("--code", help=_STARTERS["code"])] = False,
+    model: Annotated[
+        str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
+    ] = _DEFAULT_MODEL,
+) -> None:
+    """Write a config with comments, a reward (or tool, environment, agent), ten rows of data and a test of what pays.
+
+    Replaces no file. Without a flag: a reward function of your own.
+
+    \b
+    Examples:
+      grpo-async init my-run
+      grpo-async init my-run --tools --model Qwen/Qwen3-4B
+    """
+    flags = {"tools": tools, "env": env, "agent": agent, "math": math, "code": code}
+    chosen = [name for name, wanted in flags.items() if wanted]
+    if len(chosen) > 1:
+        raise ConfigError(f"--{' and --'.join(chosen)}: choose one; a config can be extended later")
+    starter = chosen[0] if chosen else "reward"
+    files = _files(starter, name=_run_name(folder), model=model)
+    if present := sorted(name for name in files if (folder / name).exists()):
+        raise ConfigError(f"{folder}: there is already {', '.join(present)}; name another folder, nothing was written")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    typer.echo(f"{folder}: {', '.join(files)}")
+    typer.echo("Next:")
+    if folder != Path("."):
+        typer.echo(f"  cd {shlex.quote(str(folder))}")
+    check = "train train.yaml --dry-run" if starter in ("env", "agent") else "check-reward train.yaml"
+    for command in ("python -m pytest", f"grpo-async {check}", "grpo-async train train.yaml"):
+        typer.echo(f"  {command}")
+
+
+def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
+    """Text by file name."""
+    root = resources.files("grpo_async") / "starters"
+    texts = {entry.name: entry.read_text(encoding="utf-8") for entry in (root / starter).iterdir() if entry.is_file()}
+    config = Template((root / "train.yaml").read_text(encoding="utf-8")).substitute(
+        title=_STARTERS[starter],
+        name=name,
+        model=_as_yaml(model),
+        engine="vllm" if importlib.util.find_spec("vllm") else "embedded",
+        sections=texts.pop("sections.yaml"),
+    )
+    return {"train.yaml": config, **dict(sorted(texts.items()))}
+
+
+def _run_name(folder: Path) -> str:
+    """The folder's name, as far as a run may be called that."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "my-run"
+
+
+def _as_yaml(text: str) -> str:
+    import yaml
+
+    return yaml.safe_dump(text, width=10_000).splitlines()[0]

@@ -1,0 +1,13 @@
+"""What pays besides the tests. A reward gets all completions of a prompt at once."""
+
+import re
+
+BLOCK = re.compile(r"\A\s*```python\n.*```\s*\Z", re.DOTALL)
+
+
+def in_a_block(completions, **_):
+    """1.0 where the whole answer is one Python code block, else 0.0."""
+    return [
+        float(BLOCK.match(completion if isinstance(completion, str) else completion[-1]["content"]) is not None)
+        for completion in completions
+    ]

@@ -1,0 +1,58 @@
+"""What `explain` and docs/config.md say of the keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.other_names import OTHER_NAMES
+from grpo_async.config.reference import all_keys, markdown
+from grpo_async.config.shape import Shape
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+
+
+def test_the_committed_page_is_fresh() -> None:
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run: grpo-async explain --markdown --out docs/config.md"
+
+
+def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to_one() -> None:
+    keys = {key.path: key for key in all_keys()}
+    settings = {re.sub(r"\.0(?=\.|$)", "[]", setting) for setting in Shape.of(ExperimentConfig).settings()}
+    assert {path for path in settings if path not in keys} == set()
+    assert [key.path for key in keys.values() if not key.meaning] == []
+    assert [other for other in OTHER_NAMES if other.here is not None and other.here not in keys] == []
+    for other in OTHER_NAMES:  # a reason names keys, too
+        for path in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", other.why):
+            assert path in keys or path == "metrics.jsonl", path
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout.group_size"], "rollout.group_size: whole number at least 2 and at most 1000000; default 8\n"),
+        (["num_generations"], "rollout.group_size: "),
+        (["actor_rollout_ref.rollout.n"], "rollout.group_size: "),
+        (["rewards.1.weight"], "rewards[].weight: "),
+        (["environments.game.factory"], "environments.NAME.factory: "),
+        (["oldest", "policy"], "rollout.max_staleness: "),
+        (["num_train_epochs"], "num_train_epochs (TRL) is not supported: training.max_steps"),
+        (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
+        ([], "training.max_steps "),
+    ],
+)
+def test_a_key_is_found_by_its_path_by_other_names_and_by_words(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["explain", *words])
+    assert result.exit_code == 0, result.output
+    assert told in result.stdout
+
+
+def test_what_cannot_be_found_is_an_error() -> None:
+    result = CliRunner().invoke(app, ["explain", "asdfgh"])
+    assert result.exit_code == 2
+    assert "asdfgh" in result.stderr
