@@ -20,7 +20,7 @@ The way of the data; the record on each arrow, the package in each box:
 
 Layers; imports go down only, packages of one line do not import each other:
 
-    cli                                           commands, nothing else
+    cli | api                                     commands, nothing else; the same for notebooks
     launcher                                      the process that starts the others, watches and restarts them
     trainer | cluster                             the trainer's process: connects everything below; several machines
     display                                       what a terminal shows of a run
@@ -37,6 +37,24 @@ Layers; imports go down only, packages of one line do not import each other:
     errors
 
 docs/architecture.md walks from here to the loss, staleness, the weight push, the end of a rollout, restarts and the config.
+`api` has what `grpo_async` offers to notebooks.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from grpo_async.api import Run, load_config, train
+
 __version__ = "0.1.0"
+__all__ = ["Run", "load_config", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when they are asked for: a command, or a process of a run, needs little of it."""
+    if name in __all__:
+        from grpo_async import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,119 @@
+"""For notebooks and scripts: `load_config`, `train`, and `Run`, whose rollouts and metrics are data frames of pandas.
+
+from grpo_async import Run, load_config, train
+
+run = train(load_config("configs/quickstart.yaml", ["training.max_steps=10"]))
+run.metrics().plot(x="step", y="reward")
+run.rollouts("step = 10 and reward < 0.5")[["prompt_text", "completion_text", "reward"]]
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.findings.evidence import Evidence, read_metrics
+from grpo_async.findings.verdict import Verdict, judge
+from grpo_async.run_directory import RunDir
+from grpo_async.store.export import export_rollouts
+from grpo_async.store.query import parse_query
+from grpo_async.utils.json_files import read_objects
+from grpo_async.viewer.runs import find_evaluation, find_run
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Run", "load_config", "train"]
+
+
+def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool = False) -> Run:
+    """Run an experiment to its end, as `grpo-async train` does; from the main thread.
+
+    Args:
+        config: of `load_config(path, overrides)`.
+        resume: True goes on from the newest checkpoint, a number from that of a step.
+        clean: remove an old run of the same name first.
+
+    Raises:
+        ConfigError: the configuration, or what it names, is wrong; nothing was started.
+        RunError: the run failed or was stopped; its folder holds what was saved.
+    """
+    from grpo_async.launcher.train import launch
+
+    wanted = None if resume is False else "auto" if resume is True else str(resume)
+    code = launch(config, resume=wanted, clean=clean)
+    run = Run(config.run.dir / config.run.name)
+    if code != 0:
+        raise RunError(
+            f"{run.folder}: the run ended with exit code {code}; logs/ in it and `grpo-async status` say why"
+        )
+    return run
+
+
+class Run:
+    """A run, also while it goes on: everything is read anew at each call.
+
+    Args:
+        run: its folder, or its name in `runs/`. ConfigError: there is none.
+    """
+
+    def __init__(self, run: str | Path) -> None:
+        self._dir: RunDir = find_run(str(run))
+
+    @property
+    def folder(self) -> Path:
+        return self._dir.root
+
+    def rollouts(self, where: str = "", *, evaluation: int | str | None = None) -> pandas.DataFrame:
+        """One row for each rollout; docs/rollout-store.md describes the columns.
+
+        Args:
+            where: an SQL condition, as `grpo-async inspect-rollouts` takes it: "reward < 0.2 and truncated".
+            evaluation: those of an evaluation, by its step, or "last"; None: those of training.
+        """
+        import duckdb
+
+        _pandas()
+        source = self._dir if evaluation is None else find_evaluation(self._dir, str(evaluation))
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rollouts.parquet"
+            export_rollouts(source.rollouts, file, "parquet", parse_query(where))
+            return duckdb.read_parquet(str(file)).df()
+
+    def metrics(self) -> pandas.DataFrame:
+        """One row for each step: the lines of metrics.jsonl, a column for each metric (NaN where a step has it not)."""
+        problems: list[str] = []
+        return _frame(read_metrics(self._dir, problems), problems)
+
+    def evaluations(self) -> pandas.DataFrame:
+        """One row for each evaluation: the lines of evaluations.jsonl."""
+        problems: list[str] = []
+        return _frame(read_objects(self._dir.evaluations, problems), problems)
+
+    def verdict(self) -> Verdict:
+        """Whether it learns, by how much, and what stands in the way."""
+        return judge(Evidence.read(self._dir))
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+
+def _frame(rows: Iterable[Mapping[str, Any]], problems: list[str]) -> pandas.DataFrame:
+    frame: pandas.DataFrame = _pandas().DataFrame([dict(row) for row in rows])
+    for problem in problems:  # found while the rows were read
+        warnings.warn(problem, stacklevel=3)
+    return frame
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ConfigError("data frames need pandas: pip install 'grpo-async[pandas]'") from error
+    return pandas

@@ -1,0 +1,43 @@
+"""The Python API, as a notebook uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_async import Run, load_config, train
+from grpo_async.errors import ConfigError
+from grpo_async.quickstart.prepare import prepare
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    prepare()
+    settings = ("training.max_steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8")
+    config = load_config("configs/quickstart.yaml", [*settings, f"run.dir={tmp_path}"])
+    run = train(config)
+    metrics = run.metrics()
+    assert list(metrics["step"]) == [1, 2]
+    assert metrics["reward"].notna().all()
+    everything, some = run.rollouts(), run.rollouts("step = 2 and reward > 0.5")
+    assert len(everything) > len(some)
+    assert (some["reward"] > 0.5).all()
+    assert isinstance(everything["completion_text"][0], str)
+    assert len(run.evaluations()) == 2
+    assert len(run.rollouts(evaluation="last")) == 8
+    assert run.verdict().key in ("too-early", "unclear", "flat", "unconfirmed", "learns", "little")
+    assert "quickstart" in repr(Run(run.folder))
+    with pytest.raises(ConfigError, match="resume"):
+        train(config)  # its folder is in use
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys, grpo_async; print(sorted({'torch', 'pandas', 'duckdb', 'pydantic'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
