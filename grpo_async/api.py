@@ -94,7 +94,7 @@ class Run:
     def evaluations(self) -> pandas.DataFrame:
         """One row for each evaluation: the lines of evaluations.jsonl."""
         problems: list[str] = []
-        return _frame(read_objects(self._dir.evaluations, problems), problems)
+        return _frame(read_objects(self._dir.evaluation_log, problems), problems)
 
     def verdict(self) -> Verdict:
         """Whether it learns, by how much, and what stands in the way."""

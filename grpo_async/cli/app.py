@@ -16,6 +16,7 @@ from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.eval import evaluate
 from grpo_async.cli.explain import explain
 from grpo_async.cli.export import export
+from grpo_async.cli.export_model import export_model
 from grpo_async.cli.init import init
 from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
 from grpo_async.cli.launch import launch_app
@@ -77,6 +78,7 @@ app.command("serve-embedded", short_help="Serve the model with the embedded engi
 app.command("prepare-quickstart", short_help="Make the quickstart's model and data.")(prepare_quickstart)
 app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at the rollouts of a run.")(inspect_rollouts)
 app.command("export", short_help="Write the rollouts of a run to one file.")(export)
+app.command("export-model", short_help="A checkpoint as a Hugging Face model.")(export_model)
 app.command("report", short_help="One offline HTML page: does it learn, and why not.")(report)
 app.command("status", short_help="Where a run stands: progress, servers, advice.")(status)
 app.command("trace", short_help="Who did what when: a trace for Perfetto.")(trace)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, finish, free_port, make_run, rows_of, run_command, serving_alone, wait_for
@@ -144,6 +146,28 @@ def test_eval_finds_what_the_run_found_in_its_model(golden_run: GoldenRun) -> No
     exported = _eval(golden_run.run.config, "--run", str(golden_run.run.folder))
     assert exported["evaluated"] == "model"
     assert _numbers(exported["metrics"]) == _numbers(golden_run.run.summary()["evaluation"]["after"])
+
+
+def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Path) -> None:
+    """The latest is what the run exported at its end; the best was evaluated; a hub that does not answer loses nothing."""
+    run = str(golden_run.run.folder)
+    latest = run_command("export-model", run, "--out", str(tmp_path / "latest"))
+    assert latest.returncode == 0, latest.stderr
+    ours, theirs = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "latest", golden_run.run.folder / "model")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    offline = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    arguments = ("--checkpoint", "best", "--out", str(tmp_path / "best"), "--push-to-hub", "me/best")
+    best = run_command("export-model", run, *arguments, environment=offline)
+    assert best.returncode == 1, best.stdout
+    assert f"{tmp_path / 'best'} is written" in best.stderr
+    assert "Traceback" not in best.stderr
+    assert (tmp_path / "best" / "config.json").is_file()
+    wrong = run_command("export-model", run, "--checkpoint", "77")
+    assert wrong.returncode == 2
+    assert "latest, best, and the steps" in wrong.stderr
 
 
 @pytest.mark.nightly
