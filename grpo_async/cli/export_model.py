@@ -35,7 +35,9 @@ def export_model(
     """Make a model that transformers and vLLM load (config, safetensors, tokenizer, model card) from a checkpoint of a run.
 
     A run that ends writes RUN/model itself; this is for one that was stopped, or for another step. Adapters (LoRA) are merged.
-    On the CPU, in memory for one copy of the model. Exit code: 0 written, 1 the checkpoint is damaged or the upload failed, 2 the input is wrong.
+    On the CPU, in memory for one copy of the model.
+
+    Exit code: 0 written, 1 the checkpoint is damaged or the upload failed, 2 the input is wrong.
 
     \b
     Examples:
