@@ -11,9 +11,10 @@ import typer.main
 
 from grpo_async.cli.app import app
 from grpo_async.store.query import parse_query
+from scripts.reference import FOLDER, pages
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _COMMAND = re.compile(
     r"(?:grpo-async |(?=inspect-rollouts))([a-z][a-z-]+)((?: +(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s`|#()>]+))*)"
 )
@@ -25,6 +26,11 @@ def _commands() -> list[tuple[str, str, list[str]]]:
         for match in _COMMAND.finditer(page.read_text(encoding="utf-8")):
             found.append((page.name, match[1], shlex.split(match[2])))
     return found
+
+
+def test_the_reference_is_fresh() -> None:
+    written = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md")}
+    assert written == pages(), "run: python -m scripts.reference"
 
 
 def test_the_pages_have_commands() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,8 +22,6 @@ def explain(
             metavar="[KEY]", help="A key, the name that another trainer has for it, or words to search for."
         ),
     ] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Every key as a page: docs/config.md.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write to a file, with --markdown.")] = None,
 ) -> None:
     """Tell meaning, type, range and default of a key, its neighbours, and what other trainers call it. Without KEY: all of them.
 
@@ -36,16 +33,9 @@ def explain(
       grpo-async explain | less
     """
     from grpo_async.config.other_names import OTHER_NAMES
-    from grpo_async.config.reference import all_keys, find_keys, markdown
+    from grpo_async.config.reference import all_keys, find_keys
     from grpo_async.errors import ConfigError
-    from grpo_async.run_directory import write_atomically
 
-    if as_markdown:
-        if out is None:
-            typer.echo(markdown(), nl=False)
-        else:
-            write_atomically(out, markdown())
-        return
     keys = all_keys()
     word = " ".join(key or ())
     if not word:
@@ -75,8 +65,8 @@ def _tell(key: Key, keys: Sequence[Key]) -> None:
     typer.echo(f"{key.path}: {key.summary}")
     for line in key.meaning.splitlines():
         typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
-    if key.other_names:
-        typer.echo(f"  Elsewhere: {', '.join(f'{other.name} ({other.trainer})' for other in key.other_names)}")
+    if key.elsewhere:
+        typer.echo(f"  Elsewhere: {key.elsewhere}")
     if neighbours := beside(keys, key):
         names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbours)
         words = f"{'Keys' if key.is_section else 'Beside it'}: {', '.join(names)}"

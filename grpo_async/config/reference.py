@@ -1,4 +1,4 @@
-"""Every key of a configuration with its type, range, default and meaning, read from the JSON schema: `explain`, docs/config.md."""
+"""Every key of a configuration with its type, range, default and meaning, read from the JSON schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.other_names import OTHER_NAMES, OtherName
+from grpo_async.config.other_names import OTHER_NAMES
 
 _BOUNDS = (
     ("minimum", "at least"),
@@ -44,9 +44,9 @@ class Key:
     of_types: tuple[str, ...] = ()
 
     @property
-    def other_names(self) -> list[OtherName]:
-        """What other trainers call it."""
-        return [other for other in OTHER_NAMES if other.here == self.path]
+    def elsewhere(self) -> str:
+        """What other trainers call it: "num_generations (TRL), rollout.n (verl)"; empty where nobody has it."""
+        return ", ".join(f"{other.name} ({other.trainer})" for other in OTHER_NAMES if other.here == self.path)
 
     @property
     def summary(self) -> str:
@@ -72,40 +72,13 @@ def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
     if ends := [key for key in keys if _plain(key).endswith(f".{bare}") or key.path in named]:
         return ends
     words = word.lower().split()
-    return [key for key in keys if all(part in f"{key.path} {key.meaning} {_names(key)}".lower() for part in words)]
+    return [key for key in keys if all(part in f"{key.path} {key.meaning} {key.elsewhere}".lower() for part in words)]
 
 
 def beside(keys: Sequence[Key], key: Key) -> list[Key]:
     """The other keys of its section, or those within it."""
     above = f"{key.path}." if key.is_section else key.path.rpartition(".")[0] + "."
     return [other for other in keys if _parent(other.path) == above and other != key]
-
-
-def markdown() -> str:
-    """docs/config.md."""
-    lines = [
-        "# Configuration",
-        "",
-        "Every key, by section. Made by `grpo-async explain --markdown`; in a terminal, `grpo-async explain KEY` tells of one, and",
-        "takes the names of other trainers. Units stand in the names: `_s` seconds, `_mb` MiB, `_tokens` tokens.",
-    ]
-    section = None
-    for key in all_keys():
-        if (top := key.path.partition(".")[0].removesuffix("[]")) != section:
-            section = top
-            lines += ["", f"## {top}", ""]
-        names = _names(key)
-        elsewhere = f" *Elsewhere: {names}.*" if names else ""
-        meaning = " ".join(key.meaning.split())
-        lines.append(f"- **`{key.path}`**: {key.summary}. {meaning}{elsewhere}")
-    missing = [other for other in OTHER_NAMES if other.here is None]
-    lines += ["", "## Names of other trainers without a key here", ""]
-    lines += [f"- `{other.name}` ({other.trainer}) {other.why}." for other in missing]
-    return "\n".join(lines) + "\n"
-
-
-def _names(key: Key) -> str:
-    return ", ".join(f"`{other.name}` ({other.trainer})" for other in key.other_names)
 
 
 def _plain(key: Key) -> str:

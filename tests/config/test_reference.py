@@ -1,9 +1,8 @@
-"""What `explain` and docs/config.md say of the keys."""
+"""What `explain` says of the keys."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,14 +10,8 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.other_names import OTHER_NAMES
-from grpo_async.config.reference import all_keys, markdown
+from grpo_async.config.reference import all_keys
 from grpo_async.config.shape import Shape
-
-PAGE = Path(__file__).parents[2] / "docs" / "config.md"
-
-
-def test_the_committed_page_is_fresh() -> None:
-    assert PAGE.read_text(encoding="utf-8") == markdown(), "run: grpo-async explain --markdown --out docs/config.md"
 
 
 def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to_one() -> None:
