@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     prepare()
-    settings = ("training.max_steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8")
+    settings = ("training.max_steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8",
+                "optimizer.warmup_steps=0")  # fmt: skip
     config = load_config("configs/quickstart.yaml", [*settings, f"run.dir={tmp_path}"])
     run = train(config)
     metrics = run.metrics()

@@ -14,7 +14,7 @@ from grpo_async.store.query import parse_query
 from scripts.reference import FOLDER, pages
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _COMMAND = re.compile(
     r"(?:grpo-async |(?=inspect-rollouts))([a-z][a-z-]+)((?: +(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s`|#()>]+))*)"
 )

@@ -47,12 +47,13 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OF_THE_JOB = (("launch", "slurm", "setup"), ("launch", "slurm", "options"))
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The configuration in `path` with `overrides` ("optimizer.lr=1e-6") on top.
 
     Raises:
         ConfigError: with every problem of the files, the overrides, the environment and the values.
     """
+    path = Path(path)
     try:
         if not path.is_file():
             raise ConfigError(_no_such_file(path))
