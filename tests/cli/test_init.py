@@ -88,6 +88,7 @@ def test_a_starter_trains_two_steps(flags: list[str], tmp_path: Path, tiny_model
         f"rewards={json.dumps([*own, {'function': 'noise:noise'}])}",
         "inference.engine=embedded",
         "training.max_steps=2",
+        "optimizer.warmup_steps=0",
         "rollout.max_completion_tokens=48",
         "rollout.group_size=4",
     )

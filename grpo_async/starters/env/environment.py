@@ -10,9 +10,9 @@ class WordGame:
         self.max_guesses = max_guesses
 
     def reset(self, word: str, **_) -> str:
-        """Begin a game; gets the columns of the row. What it returns is added to the prompt."""
+        """Begin a game; gets the columns of the row. What it returns is added to the prompt, which is empty in data.jsonl."""
         self.word, self.guesses = word, []
-        return f"It has {len(word)} letters. You have {self.max_guesses} guesses."
+        return f"Find the word that I have in mind. It has {len(word)} letters. You have {self.max_guesses} guesses."
 
     def guess(self, word: str) -> str:
         """Guess the hidden word.
