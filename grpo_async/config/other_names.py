@@ -57,6 +57,8 @@ _TRL = {
     "optim": "optimizer.type",
     "max_steps": "training.max_steps",
     "bf16": "model.compute_dtype",
+    "fp16": "model.compute_dtype",
+    "cast_lm_head_to_fp32": "model.head_dtype",
     "gradient_checkpointing": "model.activation_checkpointing",
     "torch_compile": "training.compile",
     "use_peft": "model.lora",
