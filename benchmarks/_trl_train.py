@@ -25,7 +25,7 @@ from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.push import push_weights
 from grpo_async.weights.transport import WeightTransport
 
-BUCKET_BYTES = 8 << 20  # the default of weights.bucket_mb
+BUCKET_BYTES = 8 << 20  # what a run takes for a model of at most 512 MiB
 TIMEOUT_S = 120.0
 
 

@@ -5,8 +5,9 @@
     python -m benchmarks push --transport ipc --device cuda --dtype bfloat16 --shape 0.6b       # one GPU
 
 A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
-receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time. "paused" is how long
-the server stands still. --trainer-dtype float32 --dtype bfloat16 makes gathering a cast, which the sends of other buckets can hide.
+receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time, without that of
+waiting for what it loads. "paused" is how long the server stands still. --trainer-dtype float32 --dtype bfloat16 makes gathering a
+cast.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -35,7 +36,7 @@ from benchmarks.report import Report, in_turns, median_interval, parser_of
 MAX_RATIO = 1.0
 BARE_FACTOR = 1.2
 STEP_TIMEOUT_S = 300.0
-PHASES = ("start", "transfer", "gather", "send", "pause", "finish", "resume")
+PHASES = ("pause", "start", "transfer", "gather", "send", "finish", "resume")
 _QWEN3 = {
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
@@ -59,7 +60,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), help="of a Qwen3; without it one of --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket-mb", type=int, default=8)
+    parser.add_argument(
+        "--bucket-mb", type=int, help="without it what a run takes: it depends on the size of the model"
+    )
     parser.add_argument("--mode", choices=["recompute", "keep_kv", "drain", "abort"], default="recompute")
     options = parser.parse_args(arguments)
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
@@ -100,7 +103,7 @@ def _sections(options: argparse.Namespace) -> dict[str, Any]:
     engine = options.engine
     return {
         "inference": {"engine": engine, "dtype": options.dtype, "max_model_len": 2048, engine: engines[engine]},
-        "weights": {"transport": options.transport, "mode": options.mode, "bucket_mb": options.bucket_mb},
+        "weights": {"transport": options.transport, "mode": options.mode},
     }
 
 
@@ -145,6 +148,7 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
     from grpo_async.config.server_sections import InferenceSection
     from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
+    from grpo_async.weights.buckets import choose_bucket_bytes
     from grpo_async.weights.transport import WeightTransport
 
     torch.set_num_threads(1)  # as the ranks of a run
@@ -152,17 +156,22 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
         heartbeat_interval_s=5.0, heartbeat_timeout_s=120.0, startup_timeout_s=_server.START_TIMEOUT_S
     )
     fleet = Fleet([url], inference, token=os.environ["GRPO_ASYNC_TOKEN"], control_timeout_s=STEP_TIMEOUT_S)
+    device = torch.device(options.device)
+    parameters = ShardedParameters(
+        model,
+        wire_dtype=getattr(torch, options.dtype),
+        device=torch.device("cpu") if options.transport == "gloo" else device,
+    )
+    num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     transport = WeightTransport(
-        options.transport, host="127.0.0.1", bucket_bytes=options.bucket_mb << 20, timeout_s=STEP_TIMEOUT_S,
-        device=torch.device(options.device),
+        options.transport, host="127.0.0.1", timeout_s=STEP_TIMEOUT_S, device=device,
+        bucket_bytes=choose_bucket_bytes(options.bucket_mb, num_bytes, device=device),
     )  # fmt: skip
-    parameters = ShardedParameters(model, wire_dtype=getattr(torch, options.dtype), device=transport.device)
     fleet.start()
     try:
         fleet.wait_for_members(
             stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S, setting="inference.startup_timeout_s"
         )
-        transport.connect([member.control for member in fleet.members()])
         yield Pusher(fleet, transport, parameters, options)
     finally:
         transport.close()
@@ -220,7 +229,7 @@ def _receive(pipe: Connection, init_info: dict[str, Any], sizes: list[int], time
     store = join_rendezvous(WeightInitInfo.model_validate(init_info), rank=1, device="cpu")
     group = GlooBackend(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
     while pipe.recv() == "go":
-        kept = []  # fresh memory for all, as a server that stages
+        kept = []  # fresh memory for all
         for size in sizes:
             buffer = torch.empty(size, dtype=torch.uint8)
             group.broadcast(buffer, timeout_s=timeout_s)
@@ -269,7 +278,6 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
     for phase in PHASES:
         report.row(f"  {phase}", [push[f"sync/{phase}_ms"] for push in pushes], "ms")
     report.row("  paused", [1e3 * push["sync/pause_s"] for push in pushes], "ms")
-    report.row("gather hidden behind send", [_hidden(push) for push in pushes], "fraction")
     report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
     if measured.bare_s:
         report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")
@@ -284,16 +292,9 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         report.note(f"95% interval of that median: {low:.3f} to {high:.3f}")
     report.note(
         f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, mode "
-        f"{options.mode}, buckets of {options.bucket_mb} MiB"
+        f"{options.mode}, buckets of {options.bucket_mb or 'the size that a run takes'}"
     )
     return report.finish()
-
-
-def _hidden(push: dict[str, float]) -> float:
-    """Fraction of the gathering that took no time of its own, 0 to 1: what gather and send together took beyond the transfer.
-    Worked example: gather 80 ms, send 200 ms, transfer 220 ms -> (80 + 200 - 220) / 80 = 0.75."""
-    gather, send, transfer = (push[f"sync/{name}_ms"] for name in ("gather", "send", "transfer"))
-    return min(1.0, max(0.0, (gather + send - transfer) / max(gather, 1e-9)))
 
 
 if __name__ == "__main__":

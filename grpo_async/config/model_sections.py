@@ -22,8 +22,8 @@ class LoraSection(StrictModel):
     """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
     merged."""
     push: Literal["merged", "adapter"] = "merged"
-    """What travels to the servers. merged: whole weights. adapter: the adapters alone; each server adds them to the weights that it
-    has loaded itself from `model.path`."""
+    """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
+    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""
 
 
 class ModelSection(StrictModel):

@@ -257,5 +257,10 @@ def _of_machines(config: ExperimentConfig) -> Iterator[str]:
             "model.lora.push: adapter adds to the weights that a server has loaded, and with model.lora.quantization the trainer "
             "trains on others, rounded to 4 bits; set push: merged"
         )
+    if lora is not None and lora.push == "adapter" and config.weights.transport in ("nccl", "ipc"):
+        yield (
+            f"model.lora.push: adapter travels over gloo alone, not over weights.transport: {config.weights.transport}: between "
+            "GPUs whole weights are there before a server has read its own and merged them; set push: merged"
+        )
     if config.training.cpu_offload and launch.device == "cpu":
         yield "training.cpu_offload: with launch.device: cpu everything is in the machine's memory already; set it to false"

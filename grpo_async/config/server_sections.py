@@ -131,10 +131,11 @@ class WeightsSection(StrictModel):
     """What becomes of requests in flight. recompute: they freeze and go on with the new weights over a context recomputed with
     them. keep_kv: they go on over the key/value cache of the old weights (no recomputation; in-flight updates, PipelineRL).
     drain: the push waits until all have finished. abort: they are ended and sent again with what they had."""
-    bucket_mb: int = Field(default=8, ge=1)
-    """Parameters travel in buckets of this many MiB."""
+    bucket_mb: int | None = Field(default=None, ge=1)
+    """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
+    GPU has little room. Trainer and servers hold two of them beside the weights."""
     timeout_s: Seconds = 120.0
-    """Deadline of each phase of a push."""
+    """Deadline of each phase of a push; while weights travel, of each bucket."""
     drain_timeout_s: Seconds = 600.0
     """Longest wait for requests in flight with `mode: drain`."""
     host: Host | None = None

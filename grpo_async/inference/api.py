@@ -15,18 +15,19 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
                                           abort  ends at once with finish_reason "abort" and all tokens it has
                                         keep_cache=false (default): what goes on recomputes its context with whatever weights
                                         are then loaded. true: it goes on over the key/value cache it has
-    POST /resume                        always allowed, also when not paused
+    POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   {"init_info": WeightInitInfo}: joins the weight group (again, after a trainer restart)
-    POST /start_weight_update           {} : starts an update; what an earlier one left is dropped
-    POST /update_weights                {"update_info": WeightUpdateInfo}: receives every parameter and stages it; the old
-                                        weights go on serving
-    POST /finish_weight_update          {"weight_version": "17"}: loads what is staged, all or nothing; "17" is the policy
-                                        version of every token from now on
+    POST /start_weight_update           {"update_info": WeightUpdateInfo}: says what follows; refused when it does not fit the model
+    POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused
+    POST /finish_weight_update          {"weight_version": "17"}: "17" is the policy version of every token from now on
 
     POST /sleep?level=1, /wake_up       (vLLM on a GPU) gives the GPU's memory back, and takes it again; no request runs meanwhile
 
-An update that was received and never finished changes nothing: a trainer may die at any moment before /finish_weight_update.
+Weights are loaded as they arrive. From /update_weights to /finish_weight_update a server may hold parts of two versions, so it
+generates and scores nothing: requests wait, and when the update breaks (a trainer may die at any moment) they wait for another
+one, which may be that of another trainer. An update that is refused has changed nothing. A worker that cannot load what has
+arrived ends its server.
 
 Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that no request ever
 starts from keys and values of another version's weights.
@@ -211,7 +212,8 @@ class AdapterBase(ApiModel):
 
 
 class WeightUpdateInfo(ApiModel):
-    """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule."""
+    """The parameters that follow, in the order they are sent; both sides cut them into buckets by the same rule. Each bucket has
+    `timeout_s` from the end of the one before."""
 
     names: list[str]
     dtype_names: list[str]
@@ -237,8 +239,8 @@ class InitBody(ApiModel):
     init_info: WeightInitInfo
 
 
-class UpdateBody(ApiModel):
-    """Body of /update_weights."""
+class StartBody(ApiModel):
+    """Body of /start_weight_update."""
 
     update_info: WeightUpdateInfo
 

@@ -141,7 +141,8 @@ class ServerControl:
         self._request("POST", "/pause", query=query, timeout_s=limit_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
-        """Go on generating; allowed when not paused."""
+        """Go on generating; allowed when not paused. RequestRejectedError with status 409: a part of an update is loaded, and the
+        server stays paused until a whole one is."""
         self._request("POST", "/resume", timeout_s=timeout_s)
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
@@ -149,18 +150,17 @@ class ServerControl:
         body = {"init_info": info.model_dump()}
         self._request("POST", "/init_weight_transfer_engine", body, retries=0, timeout_s=timeout_s)
 
-    def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        """Begin an update; what an earlier one left is dropped."""
-        self._request("POST", "/start_weight_update", {}, timeout_s=timeout_s)
+    def start_weight_update(self, info: WeightUpdateInfo, *, timeout_s: float | None = None) -> None:
+        """Say what follows; RequestRejectedError when it does not fit the served model."""
+        self._request("POST", "/start_weight_update", {"update_info": info.model_dump()}, timeout_s=timeout_s)
 
-    def update_weights(self, info: WeightUpdateInfo, *, timeout_s: float | None = None) -> None:
-        """Announce parameters; answers when all are received and staged. Never retried: the broadcast that goes with it cannot be
+    def update_weights(self, *, timeout_s: float | None = None) -> None:
+        """Answers when all parameters are received and loaded. Never retried: the broadcast that goes with it cannot be
         repeated."""
-        body = {"update_info": info.model_dump()}
-        self._request("POST", "/update_weights", body, retries=0, timeout_s=timeout_s)
+        self._request("POST", "/update_weights", {}, retries=0, timeout_s=timeout_s)
 
     def finish_weight_update(self, version: int, *, timeout_s: float | None = None) -> None:
-        """Load what is staged; `version` is the policy version of every token from now on."""
+        """`version` is the policy version of every token from now on."""
         self._request("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout_s=timeout_s)
 
     def sleep(self, *, timeout_s: float | None = None) -> None:

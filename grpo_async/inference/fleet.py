@@ -128,7 +128,7 @@ class Fleet:
         self._load_listeners: list[Callable[[], None]] = []
         self.num_events = 0
         """Grows with every change of state."""
-        self._num_loading = 0  # pushes in the phase in which servers load what they have staged
+        self._num_loading = 0  # pushes in the phases in which engines receive and load
         self._loaded_at = -math.inf
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -267,8 +267,8 @@ class Fleet:
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """While servers load the weights that they were sent, a silent engine is not fenced for that: it is busy. A refused
-        connection counts as ever."""
+        """While servers receive and load weights, a silent engine is not fenced for that: it is busy, and the push has deadlines of
+        its own. A refused connection counts as ever."""
         with self._lock:
             self._num_loading += 1
         try:

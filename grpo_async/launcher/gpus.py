@@ -78,15 +78,14 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
     from grpo_async.weights.choice import choose_transport
 
     wanted = config.weights.transport
+    if config.model.lora is not None and config.model.lora.push == "adapter":
+        return "gloo", "adapters alone travel (model.lora.push), and each server adds them to the weights of its files"
     trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
     if engine.engine == "external":
-        if wanted == "auto":
-            return (
-                "gloo",
-                "it works with any server; for external ones on GPUs of this network, weights.transport: nccl",
-            )
+        if wanted == "auto" and trainer != "cpu":
+            return "nccl", "servers are taken to have GPUs of their own; for servers on CPUs, weights.transport: gloo"
         # whoever asks for it knows what the servers have
-        return choose_transport(wanted, trainer, ["cpu" if wanted == "gloo" else "the servers' GPUs"])
+        return choose_transport(wanted, trainer, ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"])
     workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
     if not workers:
         workers = ["the servers' GPUs" if engine.on_gpu else "cpu"]

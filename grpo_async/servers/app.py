@@ -41,12 +41,12 @@ from grpo_async.inference.api import (
     ScoreRequest,
     ServedParameters,
     ServerInfo,
-    UpdateBody,
+    StartBody,
     WeightInitInfo,
     WeightUpdateInfo,
 )
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateReplacedError
+from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -107,19 +107,20 @@ class Engine(ABC):
 
     @abstractmethod
     async def join(self, info: WeightInitInfo) -> None:
-        """All workers join the trainer's weight group; a call that still waits is superseded."""
+        """All workers join the trainer's weight group."""
 
     @abstractmethod
-    async def start_update(self) -> None:
-        """Drop what an earlier update left; a call that still waits is superseded."""
+    async def check(self, info: WeightUpdateInfo) -> None:
+        """Raises UpdateRefusedError when this update does not fit the model."""
 
     @abstractmethod
-    async def receive(self, info: WeightUpdateInfo) -> None:
-        """All workers receive and stage every parameter. If this raises, the old weights stay."""
+    async def load_update(self, info: WeightUpdateInfo) -> None:
+        """All workers receive every parameter and load it in place, while nothing is generated. If this raises, parts of it may be
+        loaded."""
 
     @abstractmethod
-    async def apply(self, version: int) -> None:
-        """Serve what is staged, as `version`."""
+    async def serve(self, version: int) -> None:
+        """What is loaded is `version`."""
 
     async def sleep(self) -> None:
         """Freeze, and give the GPU's memory back."""
@@ -136,11 +137,13 @@ class RolloutApp:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._requests = engine.requests
-        self._lock = asyncio.Lock()  # pause, resume and finish change what the engine does: one at a time
+        self._lock = asyncio.Lock()  # pauses and weight updates change what the engine does: one at a time
         self._pause_number = 0
         self._drain: asyncio.Task[None] | None = None
-        self._update_number = 0  # of the newest call; an older one that is still under way has lost
-        self._is_started = self._is_staged = False
+        self._has_group = False
+        self._announced: WeightUpdateInfo | None = None  # by /start_weight_update
+        self._is_whole = True  # False: a part of an update is loaded, or all of one that is not finished
+        self._is_loaded = False  # all of one that is not finished
         routes: list[tuple[str, str, Callable[[Request], Awaitable[Answer]]]] = [
             ("GET", INFO_PATH, self._info),
             ("GET", PARAMETERS_PATH, self._parameters),
@@ -216,10 +219,16 @@ class RolloutApp:
         if len(token_ids) > limit:
             raise HTTPException(400, f"{len(token_ids)} tokens to score are more than inference.max_model_len: {limit}")
         self._check_vocabulary(token_ids)
-        answer = await self._while_connected(self._engine.score(token_ids), request)
+        answer = await self._while_connected(self._scored(token_ids), request)
         if not all(map(math.isfinite, answer.logprobs)):
             raise HTTPException(500, "the model's logits are not finite; the pushed weights are broken")
         return answer
+
+    async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:
+        """Also while paused, but not on parts of two versions."""
+        if not self._is_whole:
+            await self._requests.gate.wait()
+        return await self._engine.score(token_ids)
 
     async def _while_connected(self, work: Awaitable[Result], request: Request) -> Result:
         self._requests.num_active += 1
@@ -259,6 +268,8 @@ class RolloutApp:
             HTTPException: 504, not within `timeout_s`; 409, another /pause or /resume came.
         """
         async with self._lock:
+            if not self._is_whole:  # nothing can run to its end
+                return
             if self._requests.is_paused:  # by a trainer that is gone: frozen requests would never end
                 await self._engine.resume()
         self._drain = drain = asyncio.create_task(self._requests.wait_until_empty())
@@ -284,6 +295,11 @@ class RolloutApp:
     async def _resume(self, _: Request) -> Answer:
         self._supersede_pause()
         async with self._lock:
+            if not self._is_whole:
+                raise HTTPException(
+                    409,
+                    "this server has loaded a part of a weight update, so it stays paused until it has received a whole one",
+                )
             await self._engine.resume()
             self._requests.gate.open()
         return {"is_paused": False}
@@ -305,51 +321,59 @@ class RolloutApp:
             await self._engine.wake_up()
         return await self._resume(request)
 
-    # ---- weight updates: join -> start -> receive -> apply; nothing but apply touches what is served ----
+    # ---- weight updates: join -> start -> update -> finish; from update to finish nothing is generated ----
 
     async def _parameters(self, request: Request) -> ServedParameters:
         return await unless_disconnected(self._engine.parameters(), request.receive)
 
     async def _join(self, request: Request) -> Answer:
         info = (await _read(InitBody, request)).init_info
-        self._begin_update_call()
-        await self._engine.join(info)
+        async with self._lock:
+            self._has_group, self._announced = False, None
+            await self._engine.join(info)
+            self._has_group = True
         return {}
 
-    async def _start_update(self, _: Request) -> Answer:
-        number = self._begin_update_call()
-        await self._engine.start_update()
-        self._is_started = number == self._update_number
+    async def _start_update(self, request: Request) -> Answer:
+        info = (await _read(StartBody, request)).update_info
+        async with self._lock:
+            self._announced = None
+            if not self._has_group:
+                raise UpdateRefusedError(NO_GROUP)
+            await self._engine.check(info)
+            self._announced = info
         return {}
 
-    async def _update(self, request: Request) -> Answer:
-        info = (await _read(UpdateBody, request)).update_info
-        if not self._is_started:
-            raise HTTPException(409, "no update was started: POST /start_weight_update first")
-        number = self._begin_update_call()
-        await self._engine.receive(info)
-        if number != self._update_number:
-            raise UpdateReplacedError("another weight update began in the meantime")
-        self._is_staged = True
+    async def _update(self, _: Request) -> Answer:
+        async with self._lock:
+            info, self._announced = self._announced, None
+            if info is None:
+                raise HTTPException(409, "no update was started: POST /start_weight_update first")
+            if not await self._engine.is_paused():
+                raise HTTPException(409, "an update is loaded by a server that is paused and awake: POST /pause first")
+            self._is_whole = self._is_loaded = False
+            try:
+                await self._engine.load_update(info)
+            except BaseException:
+                self._has_group = False
+                raise
+            self._is_loaded = True
         return {}
 
     async def _finish_update(self, request: Request) -> Answer:
         version = int((await _read(FinishBody, request)).weight_version)
         async with self._lock:
-            if self._is_staged:
-                self._is_staged = False
-                await self._engine.apply(version)
-            elif version != self._engine.policy_version:  # else the client lost our answer and asks again
+            if self._is_loaded:
+                await self._engine.serve(version)
+                self._is_whole, self._is_loaded = True, False
+            elif (
+                not self._is_whole or version != self._engine.policy_version
+            ):  # else the answer was lost, and it is asked again
                 raise HTTPException(
                     409,
-                    f"there is no staged update to serve as version {version}: POST /start_weight_update and /update_weights",
+                    f"there is no loaded update to serve as version {version}: POST /start_weight_update and /update_weights",
                 )
         return {}
-
-    def _begin_update_call(self) -> int:
-        self._is_started = self._is_staged = False
-        self._update_number += 1
-        return self._update_number
 
 
 # ---- HTTP ----
@@ -433,8 +457,6 @@ def _status_and_message(error: Exception) -> tuple[int | None, str]:
             return 400, "; ".join(problems)
         case UpdateRefusedError():
             return 400, str(error)
-        case UpdateReplacedError():
-            return 409, str(error)
         case EngineDeadError() | DeadlineError():
             return 503, str(error)
         case GrpoAsyncError():

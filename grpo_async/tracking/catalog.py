@@ -176,6 +176,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/verify_rounding", "the same mean of the trainer against itself, rounded anew", "nats"),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
+    _metric("sync/send_ms", "milliseconds of the push: waiting for buckets to be sent, beside gathering", "ms", better=_LOWER),
     _metric("sync/pause_ms", "milliseconds of the push until every server had paused", "ms", better=_LOWER),
     _metric("sync/{phase}_ms", "milliseconds of the push: {phase}", "ms", better=_LOWER),
     # servers

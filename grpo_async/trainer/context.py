@@ -94,7 +94,8 @@ def build_context(
             policy.model,
             config.model,
             served_dtype=getattr(torch, config.inference.dtype_in_use),
-            device=torch.device("cpu") if assignment.transport == "gloo" else device,
+            # only rank 0 sends; the others leave what they gather where it is
+            device=torch.device("cpu") if assignment.transport == "gloo" and assignment.rank == 0 else device,
         ),
         channel=CommandChannel(timeout_s=patience_s),
         checkpoints=CheckpointWriter(

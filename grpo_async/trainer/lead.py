@@ -47,6 +47,7 @@ from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.training.timing import peak_bytes
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.utils.text import format_bytes
+from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.transport import WeightTransport
 from grpo_async.weights.verify import probe_sequences
 
@@ -208,7 +209,11 @@ class _Leader:
         transport = WeightTransport(
             self._assignment.transport,
             host=weights_host(config),
-            bucket_bytes=config.weights.bucket_mb << 20,
+            bucket_bytes=choose_bucket_bytes(
+                config.weights.bucket_mb,
+                sum(spec.num_bytes for spec in context.parameters.specs),
+                device=context.device,
+            ),
             timeout_s=config.weights.timeout_s,
             device=context.device,
             base=context.parameters.base,

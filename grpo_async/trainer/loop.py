@@ -125,11 +125,14 @@ class LeaderLoop:
     def push(self, version: int) -> dict[str, float]:
         """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
         weights follow as soon as one is (`push_if_needed`)."""
-        gather = GatherCommand(bucket_bytes=self._config.weights.bucket_mb << 20)
+
+        def gather(bucket_bytes: int) -> None:
+            self._command_all(GatherCommand(bucket_bytes=bucket_bytes))
+
         self._version = version
         self._push_is_held = False
         with self.activity.during(f"pushing version {version} to the servers", "push", "pushing", version=version):
-            metrics = self._sync.push(version, before_gather=lambda: self._command_all(gather))
+            metrics = self._sync.push(version, before_gather=gather)
         if metrics is None:
             return {"sync/skipped": 1.0}
         began = time.time()

@@ -7,8 +7,9 @@ To follow a push: FleetSync.push here, weights.push.push_weights, weights.transp
             ^                                               |
             '------- fence the servers that failed <--------'
 
-A server that fails is fenced, and the push is made again with the others. With no server left the push is skipped: training
-goes on with what is queued, and the weights follow when a server is back (LeaderLoop.push_if_needed).
+A server that fails is fenced, and the push is made again with the others; those that had loaded a part of it stand still until
+then. With no server left the push is skipped: training goes on with what is queued, and the weights follow when a server is back
+(LeaderLoop.push_if_needed).
 """
 
 from __future__ import annotations
@@ -83,11 +84,12 @@ class FleetSync:
         """Whether some server serves."""
         return bool(self._fleet.serving())
 
-    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
 
         Args:
-            before_gather: called before each pass over the parameters: the other ranks have to take part in it.
+            before_gather: called with the size of the buckets before each pass over the parameters: the other ranks have to take
+                part in it.
 
         Raises:
             ConfigError: the first server cannot serve this run.
@@ -113,12 +115,13 @@ class FleetSync:
         logger.warning("no inference server is up: version %d is pushed when one is", version)
         return None
 
-    def _push_to(self, members: Sequence[Server], version: int, before_gather: Callable[[], None]) -> dict[str, float]:
+    def _push_to(
+        self, members: Sequence[Server], version: int, before_gather: Callable[[int], None]
+    ) -> dict[str, float]:
         group = [(server.name, server.instance_id) for server in members]  # one that was restarted has left it
-        if not self._transport.members or self._group != group:
-            with self._timeline.span("connect", TRACK, servers=len(members)):
-                self._transport.connect([server.control for server in members])
-            self._group = group
+        if self._group != group:
+            self._transport.close()
+        self._group = group
         with self._timeline.span("push", TRACK, version=version, servers=len(members)) as span:
             metrics = push_weights(
                 self._parameters,
@@ -218,6 +221,8 @@ class FleetSync:
         check_server(info, self._config)
         try:
             served = server.control.parameters()
+        except RequestRejectedError as error:
+            raise ConfigError(f"{server.name} cannot take pushed weights: {error}") from error
         except GrpoAsyncError as error:
             self._fleet.fence(server, f"it does not say what it serves: {error}")
             return False

@@ -93,12 +93,22 @@ class NamedTensor:
                 values = quantize_rows(values.to(rows.device))
             rows[start:stop].copy_(values)
 
-    def gather(self) -> torch.Tensor:
-        """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank."""
-        full = whole_of(self.tensor)
+    def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank.
+
+        Args:
+            dtype: of what is returned. Shards are cast before they are gathered, where no adapter is added to them: float32 ones
+                that are served in 16 bits make half the bytes. None: as it is kept; of what is kept in 4 bits, or adapted, float32.
+        """
+        tensor = self.tensor.detach()
+        if self.packed_columns is None and self.product is None:
+            return whole_of(tensor if dtype is None else tensor.to(dtype))
+        full = whole_of(tensor)
         if self.packed_columns is not None:
             full = dequantize_rows(full, self.packed_columns, torch.float32)
-        return full if self.product is None else torch.addmm(full.float(), *self.product.factors())
+        if self.product is not None:
+            full = torch.addmm(full.float(), *self.product.factors())
+        return full if dtype is None else full.to(dtype)
 
 
 def list_sources(model: Any) -> list[NamedTensor]:
@@ -373,7 +383,10 @@ class ShardedParameters:
 
     def _gather(self, group: FusedTensors) -> Iterator[torch.Tensor]:
         """The tensors of a group in the order of its outputs."""
-        whole = {name: self._cast(self._sources[name].gather(), name) for name in group.sources}
+        whole = {
+            name: self._sources[name].gather(None if self._sources[name].is_buffer else self._wire_dtype)
+            for name in group.sources
+        }
         if group.is_renamed_only:
             parts = dict(zip(group.outputs, whole.values(), strict=True))
         else:
@@ -381,10 +394,6 @@ class ShardedParameters:
         del whole
         for name in group.outputs:
             yield parts.pop(name).to(self._device).contiguous()
-
-    def _cast(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """On the device where it was gathered: half the bytes have to leave it."""
-        return tensor if self._sources[name].is_buffer else tensor.to(self._wire_dtype)
 
 
 class AdapterParameters:

@@ -1,12 +1,18 @@
 """What brings buckets from the trainer (rank 0) to the servers' workers (ranks 1..N): gloo, nccl or ipc behind one protocol.
 
-Both ends of each kind are ours, so that every kind stages an update the same way: nothing is applied before it is complete (vLLM's
-own transfer engines load each part as it arrives, and have no deadlines).
+    trainer   pack 0 | start sending 0, pack 1 | wait for 0, start sending 1, pack 2 | ...
+    worker           | start receiving 0 and 1, wait for 0, load it | start receiving 2, wait for 1, load it | ...
+
+So each end holds two buckets. Deadlines follow the bytes: one for each bucket, from the end of the one before.
+
+Both ends of each kind are ours. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they
+unpickle, wait without a deadline, know neither the CPU nor gloo, and raise in one worker of several, whose executor then takes the
+answers of the others for those of later calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -34,22 +40,14 @@ class Backend(Protocol):
         """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two take turns, so that one may be filled while
         the other is being sent."""
 
-    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
-        """Rank 0: send one packed bucket (see `sends_in_place`); its memory may be reused when this returns.
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        """Rank 0: begin to send one packed bucket (see `sends_in_place`). What this returns waits for the end, `timeout_s` at
+        most; before that the bucket's memory is not to be touched. Both raise RuntimeError: a peer vanished, the deadline passed,
+        or this end was closed (GroupClosedError)."""
 
-        Raises:
-            RuntimeError: a peer vanished or the deadline passed.
-        """
-
-    def expect(self, num_bytes: int) -> None:
-        """Other ranks: an update of so many bytes follows; decides where it is staged."""
-
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        """Other ranks: receive one packed bucket into memory of its own, [num_bytes] uint8.
-
-        Raises:
-            RuntimeError: the trainer vanished or the deadline passed.
-        """
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        """Other ranks: begin to receive one packed bucket into memory of its own. What this returns waits for it, `timeout_s` at
+        most: [num_bytes] uint8. Both raise RuntimeError as `send`."""
 
     def close(self) -> None:
         """Leave the group. May be called more than once, and from another thread, which ends what waits where it can."""
@@ -101,25 +99,32 @@ def build_backend(info: WeightInitInfo, store: dist.Store, *, rank: int, address
 
 def receive_parameters(
     backend: Backend, specs: Sequence[ParameterSpec], *, bucket_bytes: int, timeout_s: float
-) -> list[tuple[str, torch.Tensor]]:
-    """Receive every parameter of `specs` (rank >= 1), each bucket into memory of its own so that views stay valid.
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Receive the parameters of `specs` (rank >= 1), in their order and while they are taken: a bucket is received while the one
+    before is being loaded. A tensor may be kept; its bucket's memory stays as long.
 
     On an error the backend is closed.
 
     Raises:
-        RuntimeError: the trainer vanished or a bucket did not arrive within `timeout_s` (message: NOT_ARRIVED), or there was
-            no memory for it.
+        RuntimeError: the trainer vanished or a bucket did not arrive within `timeout_s` (message: NOT_ARRIVED).
+        torch.OutOfMemoryError: no memory for a bucket.
     """
-    backend.expect(sum(spec.num_bytes for spec in specs))
-    received: list[tuple[str, torch.Tensor]] = []
-    for number, bucket in enumerate(cut_into_buckets(specs, bucket_bytes)):
+    buckets = list(cut_into_buckets(specs, bucket_bytes))
+
+    def begin(number: int) -> Callable[[], torch.Tensor]:
+        return backend.receive(sum(spec.num_bytes for spec in buckets[number]), timeout_s=timeout_s)
+
+    ahead = None
+    for number, bucket in enumerate(buckets):
         try:
-            buffer = backend.receive(sum(spec.num_bytes for spec in bucket), timeout_s=timeout_s)
+            wait = ahead or begin(number)
+            ahead = begin(number + 1) if number + 1 < len(buckets) else None
+            buffer = wait()
         except torch.OutOfMemoryError:  # this worker's own failure
             backend.close()
             raise
         except RuntimeError as error:
             backend.close()  # the members behind this one must not wait for it
             raise RuntimeError(f"{NOT_ARRIVED} (bucket {number}): {error}") from error
-        received.extend(unpack(buffer, bucket))
-    return received
+        yield from unpack(buffer, bucket)
+        del buffer, wait  # else it would live on while the next one is loaded

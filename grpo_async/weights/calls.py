@@ -27,6 +27,10 @@ NOT_FORMED = "the weight group did not form"
 """In the error of a worker that came, but whose group was aborted or lacked a member."""
 
 
+class GroupClosedError(RuntimeError):
+    """This end of the weight group was closed, so nothing can be sent or received over it."""
+
+
 class PushFailedError(WeightPushError):
     """Servers failed in a phase of a push, or the broadcast to them did.
 

@@ -6,6 +6,7 @@ has a deadline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.weights.buckets import TurnBuffers, allocate_on_host
+from grpo_async.weights.calls import GroupClosedError
 
 _MAX_MESSAGE_BYTES = 1 << 20
 
@@ -35,7 +37,9 @@ class GlooBackend:
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._threads = 2
+        options._threads = (
+            1  # broadcasts in their order, so that the deadline of each begins when the one before has ended
+        )
         self.rank = rank
         self.world_size = world_size
         self._store: dist.Store | None = store  # the group keeps no reference of its own
@@ -46,16 +50,18 @@ class GlooBackend:
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)
 
-    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
-        self.broadcast(buffer, timeout_s=timeout_s)
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        return self._start(bucket, timeout_s=timeout_s)
 
-    def expect(self, num_bytes: int) -> None:
-        """Nothing to decide: buckets stay in host memory."""
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        bucket = torch.empty(num_bytes, dtype=torch.uint8)
+        wait = self._start(bucket, timeout_s=timeout_s)
 
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        self.broadcast(buffer, timeout_s=timeout_s)
-        return buffer
+        def received() -> torch.Tensor:
+            wait()
+            return bucket
+
+        return received
 
     def broadcast(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
         """Send (rank 0) or receive (others) one contiguous CPU tensor.
@@ -63,11 +69,15 @@ class GlooBackend:
         Raises:
             RuntimeError: a peer vanished or the deadline passed.
         """
+        self._start(buffer, timeout_s=timeout_s)()
+
+    def _start(self, buffer: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
-        self._open().broadcast([buffer], options).wait()  # its options have the deadline
+        work = self._open().broadcast([buffer], options)
+        return lambda: work.wait()  # its options have the deadline
 
     def broadcast_bytes(self, data: bytes | None, *, timeout_s: float) -> bytes:
         """Send a message of at most a MiB (rank 0), or receive one (others, `data` None).
@@ -107,5 +117,5 @@ class GlooBackend:
 
     def _open(self) -> Any:
         if self._group is None:
-            raise RuntimeError("this end of the weight group is closed")
+            raise GroupClosedError("this end of the weight group is closed")
         return self._group

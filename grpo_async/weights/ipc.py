@@ -9,12 +9,13 @@ before it is opened. The GPU is named by its UUID: its index may differ in the t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from grpo_async.weights.buckets import Staging, TurnBuffers
+from grpo_async.weights.buckets import TurnBuffers
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import device_identity
 
@@ -100,7 +101,6 @@ class IpcBackend:
         self.device = memory.device
         self._group = group
         self._memory = memory
-        self._staging = Staging(memory.device)
         self._buffers = TurnBuffers(memory.allocate)
         # trainer: buffers as they were shared; worker: mapped ones
         self._known: list[torch.Tensor | None] = [None, None]
@@ -108,21 +108,22 @@ class IpcBackend:
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)
 
-    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group = self._group
-        number, whole = self._buffers.find(buffer)
+        number, whole = self._buffers.find(bucket)
         handles = None
         if self._known[number] is not whole:
             handles = [self._memory.share(whole) for _ in range(1, group.world_size)]  # one for each worker
             self._known[number] = whole
-        signal = Signal(buffer=number, num_bytes=buffer.numel(), handles=handles)
+        signal = Signal(buffer=number, num_bytes=bucket.numel(), handles=handles)
+        self._finish_copies()  # the bucket is packed before anybody is told of it
         group.broadcast_bytes(signal.model_dump_json().encode(), timeout_s=timeout_s)
-        group.confirm(timeout_s=timeout_s)  # all have copied it out
+        return lambda: group.confirm(timeout_s=timeout_s)  # all have copied it out
 
-    def expect(self, num_bytes: int) -> None:
-        self._staging.expect(num_bytes)
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        return lambda: self._receive(num_bytes, timeout_s=timeout_s)
 
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+    def _receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
         body = group.broadcast_bytes(None, timeout_s=timeout_s)
         try:
@@ -141,9 +142,17 @@ class IpcBackend:
             raise RuntimeError(
                 f"the trainer speaks of buffer {signal.buffer}, which it has not shared with {num_bytes} bytes"
             )
-        bucket = self._staging.keep(mapped[:num_bytes])
+        bucket = self._copy(mapped[:num_bytes])  # vLLM keeps what belongs to a layer until it has all of it
+        self._finish_copies()
         group.confirm(timeout_s=timeout_s)
         return bucket
+
+    def _copy(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket.clone()
+
+    def _finish_copies(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         self._group.close()

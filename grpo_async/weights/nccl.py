@@ -1,15 +1,16 @@
 """Buckets between GPUs over NCCL: a communicator of the weight group alone, outside torch's default process group.
 
 torch's ProcessGroupNCCL over the store of the rendezvous; it takes NCCL's id from there as bytes (vLLM's own group unpickles what
-it finds in its store). Broadcasts run on a stream of their own.
+it finds in its store). Broadcasts run on NCCL's own stream.
 
-Deadlines: nothing in CUDA waits with one, so each broadcast is waited for in a thread; at the deadline the communicator is
-aborted, which ends its kernel, hence also that thread.
+Deadlines: `wait` with a time limit holds this thread until the broadcast has ended, and aborts the communicator when the limit has
+passed or NCCL tells of an error. To form the communicator has no such limit, so that is done in a thread.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.utils.threads import in_thread
-from grpo_async.weights.buckets import Staging, TurnBuffers
+from grpo_async.weights.buckets import TurnBuffers
+from grpo_async.weights.calls import GroupClosedError
 
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -41,72 +43,64 @@ class NcclBackend:
     def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:
         self.device = device
         self._group = group
-        self._run = _on_own_stream(device)
         self._allocate = partial(torch.empty, dtype=torch.uint8, device=device)
         self._buffers = TurnBuffers(self._allocate)
-        self._staging = Staging(device)
-        self._landing: torch.Tensor | None = None  # where buckets arrive that are moved to host memory
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=timeout_s)  # forms the communicator
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        formed = in_thread(lambda: self._start(first, timeout_s=timeout_s)(), name="weights nccl")
+        try:
+            formed.result(timeout=timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise RuntimeError(f"NCCL's communicator did not form within {timeout_s:.0f} s") from error
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)
 
-    def send(self, buffer: torch.Tensor, *, timeout_s: float) -> None:
-        self._broadcast(buffer, timeout_s=timeout_s)
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        return self._start(bucket, timeout_s=timeout_s)
 
-    def expect(self, num_bytes: int) -> None:
-        self._staging.expect(num_bytes)
-        self._landing = None
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        bucket = self._allocate(num_bytes)
+        wait = self._start(bucket, timeout_s=timeout_s)
 
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        if self._staging.on_device:
-            bucket = self._staging.allocate(num_bytes)
-            self._broadcast(bucket, timeout_s=timeout_s)
+        def received() -> torch.Tensor:
+            wait()
             return bucket
-        if self._landing is None or self._landing.numel() < num_bytes:
-            self._landing = self._allocate(num_bytes)
-        bucket = self._landing[:num_bytes]
-        self._broadcast(bucket, timeout_s=timeout_s)
-        return self._staging.keep(bucket)
+
+        return received
 
     def close(self) -> None:
         """Aborts the communicator: a broadcast that waits, in any thread, ends."""
         group, self._group = self._group, None
-        self._landing = None
         if group is not None:
             group.abort()
 
-    def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> None:
+    def _start(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group = self._group
         if group is None:
-            raise RuntimeError("this end of the weight group is closed")
+            raise GroupClosedError("this end of the weight group is closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        done = in_thread(lambda: self._run(lambda: group.broadcast([tensor], options).wait()), name="weights nccl")
-        try:
-            done.result(timeout=timeout_s)
-        except TimeoutError as error:
-            self.close()
-            raise RuntimeError(
-                f"a broadcast of {tensor.numel()} bytes over NCCL did not end within {timeout_s:.0f} s"
-            ) from error
-        if self._group is None:  # after an abort NCCL's kernel ends without an error
-            raise RuntimeError("the weight group was closed during a broadcast over NCCL")
+        with torch.cuda.device(self.device):
+            work = group.broadcast([tensor], options)  # behind what the current stream was given so far
+        started = time.monotonic()
 
+        def wait() -> None:
+            # torch counts from the start; the bucket before may have been on its way until now
+            limit_s = time.monotonic() - started + timeout_s
+            try:
+                with torch.cuda.device(self.device):
+                    work.wait(timedelta(seconds=limit_s))
+            except RuntimeError as error:
+                self.close()
+                raise RuntimeError(
+                    f"a broadcast of {tensor.numel()} bytes over NCCL failed, or did not end within {timeout_s:.0f} s: {error}"
+                ) from error
+            if self._group is None:  # after an abort NCCL's kernel ends without an error
+                raise GroupClosedError("the weight group was closed during a broadcast over NCCL")
 
-def _on_own_stream(device: torch.device) -> Callable[[Callable[[], object]], None]:
-    """Runs work behind what the device was given so far, on a CUDA stream of its own, and blocks until it is done."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def run(work: Callable[[], object]) -> None:
-        with torch.cuda.device(device):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                work()
-            stream.synchronize()  # NcclBackend aborts the communicator at its deadline
-
-    return run
+        return wait
 
 
 def make_nccl_group(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, device: torch.device) -> Any:

@@ -1,45 +1,44 @@
 """The weight push: one function, on all servers at once.
 
-    start -> transfer (the servers receive and stage while the trainer gathers and sends) -> pause -> finish(version) -> resume
+    pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
-Receiving touches nothing that generates, so requests only see pause and finish. Where it takes memory of a GPU that the engine's
-steps may need (transport.receives_beside_steps is False), the pause comes first.
+In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each as it arrives, in place: beside its
+weights it holds two buckets, and what a layer waits for.
 
 Where the bytes go, file by file:
 
     trainer   push -> transport (the group, packing) -> backend (gloo, nccl, ipc)
-    server    its HTTP routes -> receiver -> backend -> staged; loaded by finish
+    server    its HTTP routes -> the engine, or each worker -> receiver -> backend
     both      rendezvous (how the group forms), buckets (how parameters are cut and packed), calls (which server failed)
 
-Invariants: a pause is always followed by a resume, on errors too. A server applies an update all or nothing, in finish: a push
-that fails before leaves the old weights serving everywhere, one that fails there leaves each server with either version, whole.
-Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on gathering without sending, because the
-other ranks wait for it in the collective. Every wait has a deadline.
+Invariants: a pause is followed by a resume, on errors too, but for a server that holds a part of an update: it answers nothing
+until it has received another one wholly, be it of the next attempt, of the next trainer, or after its restart. A push that fails
+before the transfer has changed nothing. Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on
+gathering without sending, because the other ranks wait for it in the collective. Every wait has a deadline; in the transfer each
+bucket has one.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from queue import SimpleQueue
 from typing import Literal, Protocol
 
 import torch
 
 from grpo_async.config.server_sections import WeightsSection
-from grpo_async.errors import DeadlineError, WeightPushError
+from grpo_async.errors import RequestRejectedError, WeightPushError
 from grpo_async.inference.api import PauseMode
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.utils.threads import in_thread
 from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.calls import (
     GRACE_S,
     SETTING,
+    GroupClosedError,
     PushFailedError,
     failed_calls,
     split_failed,
@@ -59,6 +58,7 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
 
 TRACK = "weights"
 """Of the timeline."""
+_OUT_OF_ORDER = 409  # answered to resume: a part of an update is loaded
 _RESUME_SILENT_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
 
 
@@ -79,24 +79,25 @@ def push_weights(
     servers: Sequence[ServerControl],
     transport: WeightTransport,
     settings: WeightsSection,
-    before_gather: Callable[[], None] = lambda: None,
+    before_gather: Callable[[int], None] = lambda _: None,
     loading: Callable[[], AbstractContextManager[None]] = nullcontext,
     timeline: Timeline = NO_TIMELINE,
 ) -> dict[str, float]:
     """Rank 0: push all parameters to all servers and make `version` their policy version.
 
     Args:
-        transport: connected with `servers`.
-        before_gather: called when the servers are ready to receive; brings the other ranks into the gather.
-        loading: a context for the phase finish, in which the servers load what they have staged and answer to nothing else.
+        transport: one that is not connected is connected with `servers` first.
+        before_gather: called with the size of the buckets when the servers are ready to receive; brings the other ranks into the
+            gather.
+        loading: a context for the phases in which engines are busy with the update and answer to nothing else.
         timeline: takes the phases; within "transfer" what gathering and, on a track of its own, sending each bucket took.
 
     Returns:
         The metrics sync/* of this push (tracking.metrics has what each is).
 
     Raises:
-        PushFailedError: servers failed, or the broadcast to them did. No server is paused that still answers. Unless the phase
-            is finish or resume, all of them serve the old weights. After a failed transfer the transport is closed.
+        PushFailedError: servers failed, or the broadcast to them did. Those that still answer go on with their weights, if they
+            have whole ones; the others wait for the next push. After a failed transfer the transport is closed.
         WeightPushError: the trainer itself failed.
     """
     started, limit_s = time.monotonic(), settings.timeout_s
@@ -134,15 +135,23 @@ def push_weights(
         return time.monotonic() if mode == "drain" else asked
 
     try:
-        paused_at = None if transport.receives_beside_steps else pause_all()
-        call_all("start", lambda server: server.start_weight_update(timeout_s=limit_s))
-        before_gather()
-        with phase_of_all("transfer"):
-            seconds["gather"], seconds["send"] = _transfer(
-                parameters, version=version, servers=servers, transport=transport, timeout_s=limit_s, timeline=timeline
-            )
-        paused_at = pause_all() if paused_at is None else paused_at
+        paused_at = pause_all()
         with loading():
+            if not transport.members:
+                with phase_of_all("connect"):
+                    transport.connect(servers)
+            update = transport.describe(parameters.specs)
+            call_all("start", lambda server: server.start_weight_update(update, timeout_s=limit_s))
+            before_gather(transport.bucket_bytes)
+            with phase_of_all("transfer"):
+                seconds["gather"], seconds["send"] = _transfer(
+                    parameters,
+                    version=version,
+                    servers=servers,
+                    transport=transport,
+                    timeout_s=limit_s,
+                    timeline=timeline,
+                )
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=limit_s))
         call_all("resume", lambda server: server.resume(timeout_s=limit_s))
     except PushFailedError as error:
@@ -151,7 +160,7 @@ def push_weights(
         raise
     except BaseException as error:
         _resume_after({}, servers, timeout_s=limit_s)
-        if not isinstance(error, Exception):
+        if isinstance(error, WeightPushError) or not isinstance(error, Exception):
             raise
         raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}") from error
     ended = time.monotonic()
@@ -168,7 +177,8 @@ def push_weights(
 
 def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerControl], *, timeout_s: float) -> None:
     """Resume every server after a failure, also one that did not answer pause: it may have paused before its answer was lost.
-    One that cannot be resumed is added to those that failed, because it stands still."""
+    One that cannot be resumed is added to those that failed, because it stands still; not one that refuses because it holds a part
+    of an update, which the next push mends."""
     silent = {name for name, error in failures.items() if not is_answer(error)}
     limits = {
         server.name: min(timeout_s, _RESUME_SILENT_S) if server.name in silent else timeout_s for server in servers
@@ -176,7 +186,8 @@ def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerContro
     calls = start_calls(servers, lambda server: server.resume(timeout_s=limits[server.name]), phase="resume")
     lively = {name: call for name, call in calls.items() if name not in silent}
     for name, error in failed_calls(lively, phase="resume", deadline_s=timeout_s + GRACE_S).items():
-        failures.setdefault(name, error)
+        if not (isinstance(error, RequestRejectedError) and error.status == _OUT_OF_ORDER):
+            failures.setdefault(name, error)
     wait([calls[name] for name in silent], timeout=_RESUME_SILENT_S)
 
 
@@ -189,151 +200,85 @@ def _transfer(
     timeout_s: float,
     timeline: Timeline,
 ) -> tuple[float, float]:
-    """Gather every bucket and send each while the next is gathered; (seconds gathering and packing, seconds sending).
+    """Gather every bucket and send each while the next is gathered; (seconds gathering and packing, seconds waiting for a bucket to
+    be sent, beside gathering).
+
+        gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
 
     Raises:
         PushFailedError: phase "transfer".
     """
-    answers = start_calls(servers, lambda server: transport.announce(server, parameters.specs), phase="transfer")
-    sender = _BucketSender(transport, answers, timeout_s=timeout_s, timeline=timeline)
-    gather_s = 0.0
+    num_bytes = sum(spec.num_bytes for spec in parameters.specs)
+    # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
+    answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
+    answers = start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
+    for answer in answers.values():
+        answer.add_done_callback(lambda ended: transport.close() if ended.exception() is not None else None)
+    failure: RuntimeError | WeightPushError | None = None  # of the sending; nothing is sent after it
+    early: dict[str, Exception] = {}
+    gather_s = send_s = 0.0
+    sent_at = time.monotonic()
+    in_flight: Callable[[], None] | None = None
     try:
         buckets = parameters.buckets(transport.bucket_bytes)
         while True:
-            is_sending = sender.wait_for_room()
-            gather_started, at = time.monotonic(), time.time()
+            began, at = time.monotonic(), time.time()
             tensors = next(buckets, None)
+            packed = None
+            if tensors is not None and failure is None:
+                try:
+                    packed = transport.pack(tensors)
+                except GroupClosedError as error:  # a server has failed meanwhile
+                    failure = error
+            gather_s += time.monotonic() - began
+            if tensors is not None:
+                timeline.add("gather", TRACK, at, time.time(), tensors=len(tensors))
+            if failure is None:
+                began, at = time.monotonic(), time.time()
+                try:
+                    if in_flight is not None:
+                        in_flight()  # within the transport's deadline
+                    sent_at = time.monotonic()
+                    if packed is not None:
+                        _check_answers(answers, early)
+                        in_flight = transport.send(packed)
+                except (RuntimeError, WeightPushError) as error:
+                    failure = error
+                send_s += time.monotonic() - began
+                timeline.add("send", f"{TRACK}/send", at, time.time())
             if tensors is None:
                 break
-            packed = transport.pack(tensors) if is_sending else None
-            gather_s += time.monotonic() - gather_started
-            timeline.add("gather", TRACK, at, time.time(), tensors=len(tensors))
-            if packed is not None:
-                sender.send(packed)
-        sender.finish()
     except BaseException:  # the trainer's own: the servers must not wait for more buckets
-        sender.finish(wait=False)
         transport.close()
         wait(answers.values(), timeout=GRACE_S)
         raise
-    if sender.failure is not None:
+    if failure is not None:
         transport.close()
     # a server waits for a bucket as long as we wait for sending it, so all have ended by then that can
-    left_s = max(0.0, sender.sent_at + timeout_s - time.monotonic())
-    errors = sender.early | failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
-    if sender.failure is None and not errors:
-        return gather_s, sender.send_s
+    left_s = max(0.0, sent_at + timeout_s - time.monotonic())
+    errors = early | failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
+    if failure is None and not errors:
+        return gather_s, send_s
     transport.close()
     failed, affected = split_failed(errors)
-    if sender.failure is None and not failed:
+    if failure is None and not failed:
         failed, affected = affected, {}  # everything left us, so these lost it themselves
-    if isinstance(sender.failure, Exception) and not failed:
-        affected = {**affected, "trainer": sender.failure}
+    if failure is not None and not failed:
+        affected = {**affected, "trainer": failure}
     raise PushFailedError(
         f"transfer of the push of version {version}",
         phase="transfer",
         failures=failed,
         affected=affected,
         hint=f"deadline {timeout_s:.0f} s for each bucket: {SETTING}",
-    ) from sender.failure
+    ) from failure
 
 
-class _BucketSender:
-    """Sends packed buckets in a thread, so that the next bucket is gathered and packed meanwhile: one bucket ahead at most, since
-    there are two buffers to pack into.
-
-        main thread     gather+pack 0 | gather+pack 1 | wait  | gather+pack 2 | ...
-        thread                        | send 0 -------------- | send 1 ----------- | ...
-
-    Raises nothing of the servers or the backend: the first failure is kept in `failure`, and nothing is sent after it.
-
-    Args:
-        answers: the servers' answers to the announced update. An error among them ends the sending; so does one that comes before
-            the last bucket.
-        timeout_s: deadline of each bucket.
-    """
-
-    def __init__(
-        self,
-        transport: WeightTransport,
-        answers: Mapping[str, Future[object]],
-        *,
-        timeout_s: float,
-        timeline: Timeline,
-    ) -> None:
-        self._transport = transport
-        self._answers = answers
-        self._timeout_s = timeout_s
-        self._timeline = timeline
-        self.failure: BaseException | None = None
-        self.early: dict[str, Exception] = {}
-        """Servers that answered with success before everything was sent."""
-        self.send_s = 0.0
-        self.sent_at = time.monotonic()
-        """When the last bucket was out."""
-        self._packed: SimpleQueue[torch.Tensor | None] = SimpleQueue()  # None: there are no more
-        self._num_unsent = 0
-        self._is_refused = False  # a server has answered with an error
-        self._changed = threading.Condition()
-        for answer in answers.values():
-            answer.add_done_callback(self._note_answer)
-        in_thread(self._run, name="weights send")
-
-    def wait_for_room(self, *, at_most: int = 1) -> bool:
-        """Until `at_most` buckets are on their way; False when nothing more is to be packed."""
-        until = time.monotonic() + self._timeout_s + GRACE_S
-        with self._changed:
-            while True:
-                if self._is_refused:
-                    self._transport.close()  # a send cannot end well, and ends now where the backend can
-                if self._num_unsent <= at_most or self.failure is not None:
-                    return self.failure is None and not self._is_refused
-                if not self._changed.wait(until - time.monotonic()):
-                    waited_s = self._timeout_s + GRACE_S
-                    self.failure = DeadlineError("a bucket of weights to be sent", waited_s=waited_s, setting=SETTING)
-
-    def send(self, packed: torch.Tensor) -> None:
-        """Send this bucket as soon as the one before is out."""
-        with self._changed:
-            self._num_unsent += 1
-        self._packed.put(packed)
-
-    def finish(self, *, wait: bool = True) -> None:
-        """Return when everything is sent; nothing can be sent after it."""
-        self._packed.put(None)
-        if wait:
-            self.wait_for_room(at_most=0)
-
-    def _note_answer(self, answer: Future[object]) -> None:
-        if answer.exception() is not None:
-            with self._changed:
-                self._is_refused = True
-                self._changed.notify_all()
-
-    def _run(self) -> None:
-        while (packed := self._packed.get()) is not None:  # `finish` puts None
-            failure: BaseException | None = self.failure
-            if failure is None:
-                try:
-                    self._check_answers()
-                    self._send(packed)
-                except BaseException as error:  # noqa: BLE001 - told apart by whoever looks at `failure`
-                    failure = error
-            with self._changed:
-                self._num_unsent -= 1
-                self.failure = self.failure or failure  # the first one: at the deadline this thread is left behind
-                self._changed.notify_all()
-
-    def _check_answers(self) -> None:
-        for name, answer in self._answers.items():
-            if answer.done():
-                if (error := answer.exception()) is None:
-                    error = self.early[name] = WeightPushError("it ended the update before all parameters were sent")
-                raise error
-
-    def _send(self, packed: torch.Tensor) -> None:
-        started = time.monotonic()
-        with self._timeline.span("send", f"{TRACK}/send", bytes=packed.nbytes):
-            self._transport.send(packed)
-        self.sent_at = time.monotonic()
-        self.send_s += self.sent_at - started
+def _check_answers(answers: Mapping[str, Future[object]], early: dict[str, Exception]) -> None:
+    """Raises WeightPushError when a server has answered before everything was sent. One that said that it has everything is noted
+    in `early`."""
+    for name, answer in answers.items():
+        if answer.done():
+            if (error := answer.exception()) is None:
+                error = early[name] = WeightPushError("it ended the update before all parameters were sent")
+            raise WeightPushError(f"{name}: {error}") from error

@@ -7,7 +7,7 @@ After a failed send the group is of no use: close, then connect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,15 @@ from grpo_async.inference.api import AdapterBase, TransportKind, WeightUpdateInf
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.backend import Backend, build_backend, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack
-from grpo_async.weights.calls import GRACE_S, SETTING, PushFailedError, failed_calls, split_failed, start_calls
+from grpo_async.weights.calls import (
+    GRACE_S,
+    SETTING,
+    GroupClosedError,
+    PushFailedError,
+    failed_calls,
+    split_failed,
+    start_calls,
+)
 from grpo_async.weights.choice import choose_transport
 from grpo_async.weights.rendezvous import Rendezvous, device_identity
 
@@ -64,17 +72,6 @@ class WeightTransport:
         self._backend: Backend | None = None
         self.members: tuple[str, ...] = ()
         """Names of the connected servers; () when not connected."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors of a bucket are best gathered: on the host for gloo, else on the trainer's GPU."""
-        return torch.device("cpu") if self.kind == "gloo" else self._own_device
-
-    @property
-    def receives_beside_steps(self) -> bool:
-        """Whether servers may generate while they receive: over gloo they stage in host memory. The other kinds stage on the GPU,
-        in memory that torch has cached for the activations of the engine's steps, and their kernels share the GPU with those."""
-        return self.kind == "gloo"
 
     def connect(self, servers: Sequence[ServerControl]) -> None:
         """Form a new group, leaving the one before. A server that fails ends it for all at once.
@@ -146,45 +143,37 @@ class WeightTransport:
         info = rendezvous.init_info(self.kind, rank_offset=1)
         return build_backend(info, rendezvous.store, rank=0, address=self._host, device=self._own_device)
 
-    def announce(self, server: ServerControl, specs: Sequence[ParameterSpec]) -> None:
-        """Tell a server what follows; returns when it has received and staged everything, so call it in a thread.
-
-        Raises:
-            GrpoAsyncError: what the server's answer was.
-        """
-        server.update_weights(
-            WeightUpdateInfo(
-                names=[spec.name for spec in specs],
-                dtype_names=[spec.dtype_name for spec in specs],
-                shapes=[list(spec.shape) for spec in specs],
-                bucket_bytes=self.bucket_bytes,
-                timeout_s=self._timeout_s,
-                base=self._base,
-            ),
-            # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
-            timeout_s=self._timeout_s * (2 + sum(spec.num_bytes for spec in specs) // self.bucket_bytes),
+    def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
+        """What servers are told before an update of these."""
+        return WeightUpdateInfo(
+            names=[spec.name for spec in specs],
+            dtype_names=[spec.dtype_name for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self._timeout_s,
+            base=self._base,
         )
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two buffers that take turns: the one before may
         still be on its way. A bucket of one tensor is that tensor's own memory where the backend can send it: leave it alone until
-        it is sent."""
-        backend = self._open()
-        if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
-            buffer = tensors[0].reshape(-1).view(torch.uint8)
-        else:
-            buffer = pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
-        if self._own_device.type == "cuda":
-            torch.cuda.current_stream(self._own_device).synchronize()
-        return buffer
-
-    def send(self, buffer: torch.Tensor) -> None:
-        """Send one bucket that `pack` returned to all servers.
+        it is sent.
 
         Raises:
-            RuntimeError: a server vanished, or took longer than the deadline.
+            GroupClosedError: see `close`.
         """
-        self._open().send(buffer, timeout_s=self._timeout_s)
+        backend = self._open()
+        if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
+            return tensors[0].reshape(-1).view(torch.uint8)
+        return pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
+
+    def send(self, bucket: torch.Tensor) -> Callable[[], None]:
+        """Begin to send one bucket that `pack` returned to all servers. What this returns waits for the end.
+
+        Raises, and so does that:
+            RuntimeError: a server vanished, or took longer than the deadline, or `close` was called.
+        """
+        return self._open().send(bucket, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """Leave the group, which ends the waiting of the servers' workers. May be called from any thread."""
@@ -196,5 +185,5 @@ class WeightTransport:
     def _open(self) -> Backend:
         backend = self._backend
         if backend is None:
-            raise RuntimeError("the weight group is not connected")
+            raise GroupClosedError("the weight group is not connected")
         return backend

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.errors import BadResponseError, ConfigError, RequestRejectedError, RunError, ServerUnavailableError
-from grpo_async.inference.api import GenerateRequest, WeightUpdateInfo
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.connect import error_for_status
 from grpo_async.inference.control import ServerControl
@@ -21,8 +21,6 @@ from grpo_async.utils.retry import RetryPolicy
 from tests.inference.fleet_support import watched
 from tests.support.local_server import local_server
 from tests.support.tls import make_certificates
-
-UPDATE = WeightUpdateInfo(names=[], dtype_names=[], shapes=[], bucket_bytes=1, timeout_s=1.0)
 
 
 def _control(url: str) -> ServerControl:
@@ -51,7 +49,7 @@ def test_a_refusal_is_raised_at_once_and_a_busy_server_asked_again_a_bounded_num
         assert len(server.requests) == num_requests
         assert getattr(raised.value, "answered", True)
         with pytest.raises(kind):
-            control.update_weights(UPDATE, timeout_s=5.0)
+            control.update_weights(timeout_s=5.0)
         assert len(server.asked("/update_weights")) == 1
 
 
@@ -97,7 +95,7 @@ def test_several_threads_may_talk_to_a_server_at_once() -> None:
     """The trainer waits in /update_weights while it sends; what else it asks meanwhile is answered."""
     with local_server(hangs={"/update_weights"}) as server, _control(server.url) as control:
         with ThreadPoolExecutor() as threads:
-            update = threads.submit(control.update_weights, UPDATE, timeout_s=20.0)
+            update = threads.submit(control.update_weights, timeout_s=20.0)
             server.wait_for(lambda: bool(server.asked("/update_weights")), "the update")
             infos = list(threads.map(lambda _: control.info(), range(20)))
             assert not update.done()

@@ -153,7 +153,7 @@ def test_sleep_is_refused_where_no_server_can_sleep(tmp_path: Path, engine: Any)
         _plan(config, engine=choice)
 
 
-def test_configured_urls_start_no_server_and_get_the_weights_over_gloo_unless_another_way_is_set(
+def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the_trainer_has_gpus(
     tmp_path: Path,
 ) -> None:
     config = make_config(
@@ -166,10 +166,14 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_gloo_unless_an
     text = plan.describe()
     assert "engine     external: inference.urls names 2 running servers" in text
     assert "server     https://gpu-8:8000 (not started by this run)" in text
-    for wanted, kind in (("auto", "gloo"), ("gloo", "gloo"), ("nccl", "nccl")):
+    for wanted, kind in (("auto", "nccl"), ("gloo", "gloo"), ("nccl", "nccl")):
         weights = {"transport": wanted, "host": "10.0.0.1"}
         config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights=weights, launch={"device": "cuda"})
         assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",)))[0] == kind
+    config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights={"host": "10.0.0.1"})
+    assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ()))[0] == "gloo"
+    config = make_config(tmp_path, model={"lora": {"push": "adapter"}}, launch={"device": "cuda"})
+    assert plan_transport(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, ("0", "1")))[0] == "gloo", "no other way"
 
 
 @pytest.mark.parametrize(

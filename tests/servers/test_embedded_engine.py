@@ -137,7 +137,8 @@ def test_new_weights_between_two_tokens_stamp_the_version_over_a_recomputed_or_a
         # the same prompt, while rows with keys and values of older weights hold it; one arrives before the update
         new_requests = [make_request(prompt(20), seed=50 + i, max_tokens=4) for i in range(2)]
         outputs = [submit(engine, new_requests[0])[1]]
-        engine.load_weights(tensors, policy_version=version, keep_cache=keep_cache)
+        engine.load_weights(tensors.items())
+        engine.serve(policy_version=version, keep_cache=keep_cache)
         outputs.append(submit(engine, new_requests[1])[1])
         step(engine, 6)
         for request, output in zip(new_requests, outputs, strict=True):
@@ -162,11 +163,13 @@ def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_
     good = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     running = submit(engine, make_request(prompt(6), max_tokens=50))[1]
     step(engine, 3)
-    engine.load_weights({name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}, policy_version=1)
+    engine.load_weights((name, torch.full_like(tensor, torch.nan)) for name, tensor in good.items())
+    engine.serve(policy_version=1)
     step(engine)
     assert "not finite" in str(running.error)
     assert (len(running.token_ids), engine.num_active) == (3, 0)
-    engine.load_weights(good, policy_version=2, keep_cache=keep_cache)
+    engine.load_weights(good.items())
+    engine.serve(policy_version=2, keep_cache=keep_cache)
     # The one-token prompt gets the poisoned slot without a prefill that would overwrite it; the long one makes the step
     # look at positions beyond the short one's end.
     requests = [make_request(prompt(1), max_tokens=3), make_request(prompt(14), max_tokens=3)]

@@ -45,7 +45,6 @@ def push(url: str, token: str | None, policy: Policy, section: ModelSection, ver
     try:
         control.info()
         assert parameters.problems(control.parameters()) == []
-        transport.connect([control])
         return push_weights(
             parameters,
             version=version,

@@ -11,7 +11,7 @@ from typing import Any
 
 def killed_trainer(url: str, token: str | None, folder: Path, moment: str) -> None:
     """Push to the server at `url`, which serves the model of `folder`, and die by SIGKILL when the push has come to `moment`: after
-    "pause" or "start", in the "broadcast", or after the "update", before it is finished."""
+    "pause" or "start", in the "broadcast", when a part of the update is loaded, or after the "update", before it is finished."""
     command = [sys.executable, "-m", "tests.support.dying_trainer", url, token or "", str(folder), moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
         try:
@@ -36,7 +36,8 @@ def _push(url: str, token: str, folder: str, moment: str) -> None:
         pusher.connect()
         pusher.post("/pause")
         come_to("pause")
-        pusher.post("/start_weight_update")
+        tensors = {name: tensor + 0.05 for name, tensor in model.named_parameters()}
+        pusher.start(tensors, bucket_bytes=20_000)
         come_to("start")
         group: Any = pusher.group
         broadcast, num_sent = group.broadcast, 0
@@ -49,7 +50,7 @@ def _push(url: str, token: str, folder: str, moment: str) -> None:
                 come_to("broadcast")
 
         group.broadcast = counting
-        pusher.update({name: tensor + 0.05 for name, tensor in model.named_parameters()}, bucket_bytes=20_000)
+        pusher.update(tensors, bucket_bytes=20_000)
         come_to("update")
 
 

@@ -1,6 +1,6 @@
 """A trainer's end of a weight push, against any server that serves `inference.api`.
 
-`push_state_dict` does one whole push: pause, start, update (the server receives and stages), finish (it applies), resume.
+`push_state_dict` does one whole push: pause, start, update (the server receives and loads), finish (it serves), resume.
 `WeightPusher` keeps the group and gives each phase a method, so that a test may break one.
 """
 
@@ -28,7 +28,8 @@ def push_state_dict(server_url: str, token: str | None, tensors: Tensors, versio
     """Form a new weight group, push `tensors` as `version` under pause keep, and leave the group.
 
     Raises:
-        httpx.HTTPStatusError: the server refused a phase. RuntimeError: the broadcast failed. Either way it is resumed.
+        httpx.HTTPStatusError: the server refused a phase. RuntimeError: the broadcast failed. Either way it is resumed, if it can
+            be.
     """
     with WeightPusher(server_url, token) as pusher:
         pusher.connect()
@@ -36,7 +37,7 @@ def push_state_dict(server_url: str, token: str | None, tensors: Tensors, versio
 
 
 def announcement(tensors: Tensors, *, bucket_bytes: int = 8 << 20, timeout_s: float = 5.0) -> WeightUpdateInfo:
-    """What /update_weights is told of these."""
+    """What /start_weight_update is told of these."""
     return WeightUpdateInfo(
         names=list(tensors),
         dtype_names=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
@@ -105,22 +106,27 @@ class WeightPusher:
         mode: PauseMode = "keep",
         keep_cache: bool = False,
     ) -> None:
-        """The whole order; a failed phase still resumes the server."""
+        """The whole order; a failed phase still resumes a server that has whole weights."""
         self.post("/pause", mode=mode, keep_cache=str(keep_cache).lower(), timeout_s=str(self.timeout_s))
         try:
-            self.post("/start_weight_update")
+            self.start(tensors, bucket_bytes=bucket_bytes)
             self.update(tensors, bucket_bytes=bucket_bytes)
             self.post("/finish_weight_update", {"weight_version": str(version)})
         finally:
-            self.post("/resume")
+            self.client.post("/resume")
+
+    def start(self, tensors: Tensors, *, bucket_bytes: int = 8 << 20) -> None:
+        """POST /start_weight_update."""
+        info = announcement(tensors, bucket_bytes=bucket_bytes, timeout_s=self.timeout_s)
+        self.post("/start_weight_update", {"update_info": info.model_dump()})
 
     def update(self, tensors: Tensors, *, bucket_bytes: int = 8 << 20) -> None:
-        """POST /update_weights beside the broadcast; nothing serves before the update is finished."""
+        """POST /update_weights beside the broadcast, as it was announced; nothing is generated before the update is finished."""
         assert self.group is not None, "connect first"
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         info = announcement(tensors, bucket_bytes=bucket_bytes, timeout_s=self.timeout_s)
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.post, "/update_weights", {"update_info": info.model_dump()})
+            answer = pool.submit(self.post, "/update_weights")
             for bucket in cut_into_buckets(parameter_specs(info), bucket_bytes):
                 self.group.broadcast(pack([tensors[spec.name] for spec in bucket]), timeout_s=self.timeout_s)
             answer.result(timeout=self._answer_s)

@@ -41,11 +41,11 @@ class FakeSync:
         self.pushed: list[int] = []
         self.events: list[str] = []
 
-    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         if not self.up:
             self.events.append(f"skip {version}")
             return None
-        before_gather()
+        before_gather(1 << 20)
         self.has_ready = False
         self.pushed.append(version)
         self.events.append(f"push {version}")

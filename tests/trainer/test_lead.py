@@ -90,7 +90,7 @@ class _Sync(FakeSync):
         self.calls = events
         self.outcomes: list[Exception | None] = []
 
-    def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+    def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         if not self.outcomes:
             self.calls.append(f"push {version}")
             return {}

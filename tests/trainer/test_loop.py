@@ -107,7 +107,7 @@ def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_r
     saved: list[int] = []
 
     class Failing(FakeSync):
-        def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
             if version == 2:
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)
@@ -197,7 +197,7 @@ def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_wa
     """0.05 s until samples come, in which a server is back: its push of 0.1 s is counted as a push."""
 
     class Slow(FakeSync):
-        def push(self, version: int, *, before_gather: Callable[[], None]) -> dict[str, float] | None:
+        def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
             time.sleep(0.1)
             return super().push(version, before_gather=before_gather)
 

@@ -134,6 +134,8 @@ class _Fleet:
 
 
 class _Transport:
+    """A push that finds it closed connects it."""
+
     def __init__(self) -> None:
         self.members: tuple[str, ...] = ()
         self.groups: list[tuple[str, ...]] = []
@@ -153,7 +155,11 @@ class _Pushes:
         self.script: list[WeightPushError | None] = []
         self.made: list[tuple[int, tuple[str, ...]]] = []
 
-    def __call__(self, parameters: Any, *, version: int, servers: Sequence[_Server], **_: Any) -> dict[str, float]:
+    def __call__(
+        self, parameters: Any, *, version: int, servers: Sequence[_Server], transport: _Transport, **_: Any
+    ) -> dict[str, float]:
+        if not transport.members:
+            transport.connect(servers)
         self.made.append((version, tuple(server.name for server in servers)))
         outcome = self.script.pop(0) if self.script else None
         if outcome is not None:
@@ -196,7 +202,7 @@ def _failed(phase: str = "send", **failures: Exception) -> PushFailedError:
     )
 
 
-def _nothing() -> None: ...
+def _nothing(bucket_bytes: int) -> None: ...
 
 
 def _score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:

@@ -56,7 +56,7 @@ def _streams(server: VllmServer) -> Iterator[Callable[..., _Stream]]:
 
 def _exchange_weights(pusher: WeightPusher, model: Reference, version: int) -> None:
     """The phases between /pause and /resume."""
-    pusher.post("/start_weight_update")
+    pusher.start(model.parameters())
     pusher.update(model.parameters())
     pusher.post("/finish_weight_update", {"weight_version": str(version)})
 

@@ -1,28 +1,20 @@
-"""What the vLLM server does with one request, without vLLM: entering again, stamping, flushing; and the state of pauses, workers'
-reports, and the patches."""
+"""What the vLLM server does with one request, without vLLM: entering again, stamping, flushing; and the state of pauses, and the
+patches."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import socket
-import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 
-from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.request_tracker import EngineDeadError, Gate, RequestTracker
 from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.reports import WorkerFailedError, collect_reports, run_and_report
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
-from grpo_async.weights.calls import NOT_ARRIVED
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -235,81 +227,6 @@ def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
     now = 20.0
     assert state.busy_s == 7.0  # 0..6 and 9..10
     assert not state.in_engine
-
-
-# ---- workers' reports ----
-
-
-def _reports(work: Callable[[str], None], *, num_workers: int = 2, timeout_s: float = 60.0) -> None:
-    async def run() -> None:
-        async with collect_reports() as reports:
-            with ThreadPoolExecutor(1) as pool:
-                working = asyncio.get_running_loop().run_in_executor(pool, work, reports.address)
-                try:
-                    await reports.wait(num_workers, timeout_s=timeout_s, what="them", setting="a.b_s")
-                finally:
-                    with suppress(Exception):
-                        await working
-
-    asyncio.run(run())
-
-
-def _worker(address: str, rank: int, error: str = "") -> None:
-    def job() -> None:
-        if error:
-            raise RuntimeError(error)
-
-    run_and_report(job, address, rank=rank, device=torch.device("cpu"))
-
-
-def test_the_first_failure_is_told_although_others_are_still_at_work() -> None:
-    may_end = threading.Event()
-
-    def wait() -> None:
-        assert may_end.wait(60.0)
-
-    def work(address: str) -> None:
-        run_and_report(wait, address, rank=0, device=torch.device("cpu"))
-        _worker(address, 1, "no memory")
-
-    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
-        _reports(work)
-    may_end.set()
-
-
-def test_the_worker_that_broke_an_update_is_told_and_not_one_that_saw_it_break() -> None:
-    def work(address: str) -> None:
-        _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)")
-        _worker(address, 1, "no memory")
-
-    with pytest.raises(WorkerFailedError, match="worker 1: RuntimeError: no memory"):
-        _reports(work)
-    with pytest.raises(WorkerFailedError, match=NOT_ARRIVED):
-        _reports(lambda address: _worker(address, 0, f"{NOT_ARRIVED} (bucket 3)"), num_workers=1)
-
-
-def test_workers_that_succeed_die_or_do_not_report_and_a_wait_that_is_given_up() -> None:
-    def die(address: str) -> None:
-        with socket.socket(socket.AF_UNIX) as dying:
-            dying.connect(address)
-
-    def succeed(address: str) -> None:
-        for rank in range(2):
-            _worker(address, rank)
-
-    _reports(succeed)
-    with pytest.raises(WorkerFailedError, match="ended in the middle"):
-        _reports(die)
-    with pytest.raises(DeadlineError, match=r"a\.b_s"):
-        _reports(lambda _: None, timeout_s=0.05)
-
-    async def give_up() -> None:
-        async with collect_reports() as reports:
-            reports.give_up(GrpoAsyncError("another began"))
-            await reports.wait(1, timeout_s=60.0, what="them", setting="a.b_s")
-
-    with pytest.raises(GrpoAsyncError, match="another began"):
-        _run(give_up())
 
 
 # ---- patches ----

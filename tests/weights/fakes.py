@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.calls import split_failed
+from grpo_async.weights.calls import GroupClosedError, split_failed
 
 LIMIT_S = 20.0
 """Of every wait in these tests; none is reached when they pass."""
@@ -50,6 +50,7 @@ class FakeServer:
         self.calls: dict[str, Any] = {}
         self.faults = faults or {}
         self.barriers: dict[str, threading.Barrier] = {}
+        self.transport: FakeTransport | None = None
         self._events = events
 
     def _do(self, phase: str, **arguments: Any) -> None:
@@ -69,56 +70,76 @@ class FakeServer:
     def resume(self, *, timeout_s: float) -> None:
         self._do("resume", timeout_s=timeout_s)
 
-    def start_weight_update(self, *, timeout_s: float) -> None:
-        self._do("start", timeout_s=timeout_s)
+    def start_weight_update(self, info: Any, *, timeout_s: float) -> None:
+        self._do("start", info=info, timeout_s=timeout_s)
 
-    def update_weights(self, info: Any, *, timeout_s: float) -> None:
-        self._do("transfer", info=info)
+    def update_weights(self, *, timeout_s: float) -> None:
+        assert self.transport is not None
+        self.transport.wait_for_the_end(self)
+        self._do("transfer")
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
         self._do("finish", version=version, timeout_s=timeout_s)
 
 
 class FakeTransport:
-    """Announcements are answered when the last bucket was sent, as real servers do."""
+    """Updates are answered when the last bucket was sent, as real servers do. A send ends at once, or when `may_end` of its bucket
+    is set."""
 
     bucket_bytes = 16
-    receives_beside_steps = True
 
     def __init__(self, events: Events, *, num_buckets: int = 3, broken_at: int | None = None) -> None:
+        self.members: tuple[str, ...] = ("a", "b")
         self.is_closed = False
         self.sent: list[int] = []
-        self.packed: list[int] = []
+        self.may_end: dict[int, threading.Event] = {}
         self.is_over = threading.Event()  # all sent, or broken
         self._events = events
         self._num_buckets = num_buckets
         self._broken_at = broken_at
 
+    def connect(self, servers: Sequence[Any]) -> None:
+        self._events.add("connected")
+        self.members = tuple(server.name for server in servers)
+
+    def describe(self, specs: Sequence[ParameterSpec]) -> list[str]:
+        return [spec.name for spec in specs]
+
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        number = int(tensors[0][0])
-        self.packed.append(number)
-        self._events.add(f"packed {number}")
+        if self.is_closed:
+            raise GroupClosedError("closed")
+        self._events.add(f"packed {int(tensors[0][0])}")
         return tensors[0]
 
-    def send(self, buffer: torch.Tensor) -> None:
-        number = int(buffer[0])
+    def send(self, bucket: torch.Tensor) -> Callable[[], None]:
+        number = int(bucket[0])
         self._events.add(f"sending {number}")
-        if number == self._broken_at:
-            self.is_over.set()
-            raise RuntimeError("connection reset by peer")
-        self.sent.append(number)
-        if len(self.sent) == self._num_buckets:
-            self.is_over.set()
 
-    def announce(self, server: Any, specs: Sequence[ParameterSpec]) -> None:
+        def wait() -> None:
+            if number in self.may_end:
+                assert self.may_end[number].wait(LIMIT_S)
+            if number == self._broken_at or self.is_closed:
+                self.is_over.set()
+                raise RuntimeError("connection reset by peer")
+            self._events.add(f"sent {number}")
+            self.sent.append(number)
+            if len(self.sent) == self._num_buckets:
+                self.is_over.set()
+
+        return wait
+
+    def wait_for_the_end(self, server: FakeServer) -> None:
+        """What a server does before it answers, unless it fails by itself."""
         fault = server.faults.get("transfer")
         if fault is None or (isinstance(fault, Exception) and split_failed({server.name: fault})[1]):
             assert self.is_over.wait(LIMIT_S)
-        server.update_weights([spec.name for spec in specs], timeout_s=1.0)
 
     def close(self) -> None:
         self.is_closed = True
+        self.members = ()
         self.is_over.set()
+        for event in self.may_end.values():
+            event.set()
 
 
 class FakeParameters:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from grpo_async.weights.buckets import (
-    LARGE_BYTES,
     ParameterSpec,
     TurnBuffers,
     allocate_on_host,
     check_names,
+    choose_bucket_bytes,
     cut_into_buckets,
     pack,
     unpack,
@@ -22,15 +22,34 @@ def _specs(*num_floats: int) -> list[ParameterSpec]:
 
 
 def test_consecutive_parameters_share_a_bucket_up_to_its_size() -> None:
-    """100 + 200 bytes fit into 320, the next 300 do not."""
-    buckets = list(cut_into_buckets(_specs(25, 50, 75), 320))
-    assert [[spec.num_bytes for spec in bucket] for bucket in buckets] == [[100, 200], [300]]
+    """100 + 120 bytes fit into 320, the next 300 do not."""
+    buckets = list(cut_into_buckets(_specs(25, 30, 75), 320))
+    assert [[spec.num_bytes for spec in bucket] for bucket in buckets] == [[100, 120], [300]]
 
 
 def test_a_large_parameter_is_a_bucket_of_its_own_whatever_fits() -> None:
-    large = LARGE_BYTES // 4
-    buckets = list(cut_into_buckets(_specs(5, large, 5, 5, large - 1, large), 64 << 20))
+    """Half a bucket: 40 floats of 80."""
+    buckets = list(cut_into_buckets(_specs(5, 40, 5, 5, 39, 40), 320))
     assert [[spec.name for spec in bucket] for bucket in buckets] == [["0"], ["1"], ["2", "3", "4"], ["5"]]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "free", "expected"),
+    [
+        (400 * 10**6, None, 8 << 20),
+        (16 * 10**9, 70 << 30, 250 * 10**6),  # 8B in bfloat16: a 64th
+        (140 * 10**9, 70 << 30, 256 << 20),
+        (140 * 10**9, 1 << 30, 128 << 20),  # an eighth of what is free
+        (140 * 10**9, 0, 8 << 20),
+    ],
+)
+def test_buckets_grow_with_the_model_as_far_as_there_is_room(
+    num_bytes: int, free: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    device = torch.device("cpu" if free is None else "cuda")
+    assert choose_bucket_bytes(None, num_bytes, device=device) == expected
+    assert choose_bucket_bytes(3, num_bytes, device=device) == 3 << 20
 
 
 def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> None:

@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from grpo_async.utils.threads import in_thread
-from grpo_async.weights import buckets, ipc
+from grpo_async.weights import ipc
 from grpo_async.weights.buckets import pack
 from grpo_async.weights.ipc import CudaMemory, Handle, IpcBackend, Signal
 from tests.weights.shared_files import TIMEOUT_S, SharedFiles, group_of_two
@@ -23,10 +23,7 @@ HANDLE = {
 }  # fmt: skip
 
 
-def test_buckets_cross_through_two_buffers_that_are_shared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buckets, "free_cuda_bytes", lambda device: 1 << 40)
+def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) -> None:
     # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
     sizes = [1000, 1000, 900, 10, 5000, 1000]
     memories = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
@@ -34,14 +31,13 @@ def test_buckets_cross_through_two_buffers_that_are_shared_once(
     data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
 
     def receive() -> list[torch.Tensor]:
-        worker.expect(sum(sizes))
-        received = [worker.receive(size, timeout_s=TIMEOUT_S) for size in sizes]
+        received = [worker.receive(size, timeout_s=TIMEOUT_S)() for size in sizes]
         worker.close()
         return received
 
     receiving = in_thread(receive, name="receive")
     for part in data:
-        trainer.send(pack([part], into=trainer.buffer(part.numel())), timeout_s=TIMEOUT_S)
+        trainer.send(pack([part], into=trainer.buffer(part.numel())), timeout_s=TIMEOUT_S)()
     for sent, received in zip(data, receiving.result(TIMEOUT_S), strict=True):
         assert torch.equal(sent, received)
     trainer.close()
@@ -53,16 +49,15 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     """Else the trainer would fill the buffer again under the worker's hands."""
     trainer, worker = (IpcBackend(group, memory=SharedFiles(tmp_path)) for group in group_of_two())
     may_copy = threading.Event()
-    keep = worker._staging.keep
 
-    def slow_keep(bucket: torch.Tensor) -> torch.Tensor:
+    def slow_copy(bucket: torch.Tensor) -> torch.Tensor:
         assert may_copy.wait(TIMEOUT_S)
-        return keep(bucket)
+        return bucket.clone()
 
-    monkeypatch.setattr(worker._staging, "keep", slow_keep)
-    receiving = in_thread(lambda: worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
+    monkeypatch.setattr(worker, "_copy", slow_copy)
+    receiving = in_thread(worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
     packed = pack([torch.arange(8, dtype=torch.uint8)], into=trainer.buffer(8))
-    sending = in_thread(lambda: trainer.send(packed, timeout_s=TIMEOUT_S), name="send")
+    sending = in_thread(trainer.send(packed, timeout_s=TIMEOUT_S), name="send")
     with pytest.raises(TimeoutError):
         sending.result(0.3)
     may_copy.set()
@@ -89,7 +84,7 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
 def test_a_worker_refuses_signals_that_it_does_not_expect(tmp_path: Path, signal: Any, message: str) -> None:
     group, other = group_of_two()
     worker = IpcBackend(other, memory=SharedFiles(tmp_path))
-    receiving = in_thread(lambda: worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
+    receiving = in_thread(worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
     body = b"\x80pickle" if signal is None else json.dumps(signal).encode()
     group.broadcast_bytes(body, timeout_s=TIMEOUT_S)
     with pytest.raises(RuntimeError, match=message):

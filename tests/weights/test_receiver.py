@@ -1,10 +1,8 @@
-"""The receiver of weights alone, with backends that end when a test says so: a newer trainer against what an older one left."""
+"""A worker's end of weight updates alone, with a backend that does as a test says."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,115 +10,92 @@ import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights import receiver as receiver_module
-from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.receiver import UpdateRefusedError, UpdateReplacedError, WeightReceiver, parameter_specs
+from grpo_async.weights.calls import NOT_ARRIVED
+from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver, parameter_specs
 
-LIMIT_S = 20.0
+INIT = WeightInitInfo(
+    master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=5.0, key="weights/0a"
+)
+UPDATE = WeightUpdateInfo(
+    names=["a", "b", "c"], dtype_names=["float32"] * 3, shapes=[[4]] * 3, bucket_bytes=16, timeout_s=5.0
+)
+"""Three buckets."""
 
 
 class _Backend:
-    """Receives zeros once it is let go; whether it was closed or not."""
+    """Buckets of zeros; waiting for bucket `breaks_at` raises `error`."""
 
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.may_go, self.entered = threading.Event(), threading.Event()
-        self.closed, self.breaks = threading.Event(), False
+    def __init__(self, events: list[str], *, breaks_at: int = -1, error: Exception | None = None) -> None:
+        self.events, self._breaks_at, self._error = events, breaks_at, error
+        self._number = 0
 
-    def expect(self, num_bytes: int) -> None: ...
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        number, self._number = self._number, self._number + 1
+        self.events.append(f"begin {number}")
 
-    def receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
-        self.entered.set()
-        assert self.may_go.wait(LIMIT_S)
-        if self.breaks:
-            raise RuntimeError("connection closed by peer")
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        def wait() -> torch.Tensor:
+            if number == self._breaks_at and self._error is not None:
+                raise self._error
+            self.events.append(f"got {number}")
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+
+        return wait
 
     def close(self) -> None:
-        self.closed.set()
+        self.events.append("closed")
 
 
-def _receiver(monkeypatch: pytest.MonkeyPatch, joins: Callable[[str], Any]) -> WeightReceiver:
-    monkeypatch.setattr(receiver_module, "join_backend", lambda info, **_: joins(info.key.removeprefix("weights/")))
-    return WeightReceiver(device=torch.device("cpu"), base=BaseWeights("nowhere"), shapes={"a": [4]})
+@pytest.fixture
+def events() -> list[str]:
+    return []
 
 
-def _init(key: str) -> WeightInitInfo:
-    return WeightInitInfo(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=5.0, key=f"weights/{key}"
-    )
+def _receiver(monkeypatch: pytest.MonkeyPatch, backend: _Backend) -> WeightReceiver:
+    monkeypatch.setattr(receiver_module, "join_backend", lambda *_, **__: backend)
+    receiver = WeightReceiver(device=torch.device("cpu"))
+    receiver.join(INIT)
+    return receiver
 
 
-UPDATE = WeightUpdateInfo(names=["a"], dtype_names=["float32"], shapes=[[4]], bucket_bytes=64, timeout_s=5.0)
+def _load(weights: Iterator[tuple[str, torch.Tensor]], events: list[str]) -> None:
+    for name, tensor in weights:
+        assert tensor.shape == (4,)
+        events.append(f"load {name}")
 
 
-def test_a_join_that_ends_late_does_not_take_the_place_of_a_newer_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    backends = {"0": _Backend(), "1": _Backend()}
-    old_joins, old_may_end = threading.Event(), threading.Event()
-
-    def join(key: str) -> _Backend:
-        if key == "0":
-            old_joins.set()
-            assert old_may_end.wait(LIMIT_S)
-        return backends[key]
-
-    receiver = _receiver(monkeypatch, join)
-    with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(receiver.join(_init("0")))
-        assert old_joins.wait(LIMIT_S)
-        receiver.join(_init("1"))()
-        old_may_end.set()
-        with pytest.raises(UpdateReplacedError):
-            late.result(LIMIT_S)
-    assert (backends["0"].closed.is_set(), backends["1"].closed.is_set()) == (True, False)
-    backends["1"].may_go.set()
-    receiver.receive(UPDATE)()
-    assert receiver.take() is not None
-
-
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("begins_anew", ["drop", "join"])
-def test_an_update_that_ends_late_one_way_or_the_other_does_not_touch_a_newer_one(
-    monkeypatch: pytest.MonkeyPatch, begins_anew: str, breaks: bool
+def test_a_bucket_is_received_while_the_one_before_is_loaded_and_never_two_ahead(
+    monkeypatch: pytest.MonkeyPatch, events: list[str]
 ) -> None:
-    backends = [_Backend(), _Backend()]
-    backends[0].breaks = breaks
-    receiver = _receiver(monkeypatch, lambda key: backends[int(key)])
-    receiver.join(_init("0"))()
-    with ThreadPoolExecutor(1) as pool:
-        late: Future[None] = pool.submit(receiver.receive(UPDATE))
-        assert backends[0].entered.wait(LIMIT_S)
-        assert receiver.take() is None  # a part of an update is nothing to serve
-        if begins_anew == "drop":
-            receiver.drop()
-            with pytest.raises(UpdateRefusedError, match="no weight group"):
-                receiver.receive(UPDATE)  # its group was in the middle of a broadcast
-        receiver.join(_init("1"))()
-        assert backends[0].closed.wait(LIMIT_S)
-        backends[0].may_go.set()
-        with pytest.raises(UpdateReplacedError):
-            late.result(LIMIT_S)
-    assert receiver.take() is None
-    assert not backends[1].closed.is_set()
-    backends[1].may_go.set()
-    receiver.receive(UPDATE)()
-    assert dict(receiver.take() or ())["a"].tolist() == [0.0] * 4
+    receiver = _receiver(monkeypatch, _Backend(events))
+    _load(receiver.receive(UPDATE), events)
+    assert events == [
+        "begin 0", "begin 1", "got 0", "load a", "begin 2", "got 1", "load b", "got 2", "load c",
+    ]  # fmt: skip
 
 
-def test_what_an_earlier_update_staged_is_dropped_and_the_group_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = _Backend()
-    backend.may_go.set()
-    receiver = _receiver(monkeypatch, lambda key: backend)
-    receiver.join(_init("0"))()
-    receiver.receive(UPDATE)()
-    receiver.drop()
-    assert receiver.take() is None
-    receiver.receive(UPDATE)()
-    assert not backend.closed.is_set()
-    assert receiver.take() is not None
+def test_an_update_that_breaks_off_takes_its_group_with_it(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    receiver = _receiver(monkeypatch, _Backend(events, breaks_at=1, error=RuntimeError("connection reset by peer")))
+    with pytest.raises(UpdateFailedError, match=rf"{NOT_ARRIVED} \(bucket 1\): connection reset"):
+        _load(receiver.receive(UPDATE), events)
+    assert events[-2:] == ["load a", "closed"]
+    with pytest.raises(UpdateFailedError, match="no weight group"):
+        next(receiver.receive(UPDATE))
 
 
-@pytest.mark.parametrize("fault", [{"dtype_names": ["complex64"]}, {"shapes": []}, {"dtype_names": []}])
-def test_an_unknown_dtype_or_missing_shape_is_refused(fault: dict[str, Any]) -> None:
-    with pytest.raises(UpdateRefusedError, match=r"an update needs a dtype of .* and a shape per name"):
-        parameter_specs(UPDATE.model_copy(update=fault))
-    assert [spec.shape for spec in parameter_specs(UPDATE)] == [(4,)]
+def test_a_worker_without_memory_has_failed_itself(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    receiver = _receiver(monkeypatch, _Backend(events, breaks_at=0, error=torch.OutOfMemoryError("no memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        _load(receiver.receive(UPDATE), events)
+    assert "closed" in events
+
+
+def test_joining_leaves_the_group_before(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
+    receiver = _receiver(monkeypatch, _Backend(events))
+    receiver.join(INIT)
+    assert events == ["closed"]
+
+
+@pytest.mark.parametrize("change", [{"dtype_names": ["float32", "float31", "float32"]}, {"shapes": [[4]]}])
+def test_what_cannot_be_an_update_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UpdateRefusedError, match=r"a dtype of .* and a shape per name"):
+        parameter_specs(UPDATE.model_copy(update=change))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -195,26 +195,22 @@ class SlotEngine:
         """Served parameters by name; tied ones once, so lm_head is absent where it is the embedding."""
         return dict(self._model.named_parameters())
 
-    def tied_names(self) -> dict[str, str]:
-        """Further names of served parameters -> the name in `parameters` (a head that is tied to the embedding)."""
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        everything = self._model.named_parameters(remove_duplicate=False)
-        return {name: names[id(parameter)] for name, parameter in everything if names[id(parameter)] != name}
+    @torch.inference_mode()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite parameters in place, as they come. `serve` has to follow before the next step."""
+        parameters = self.parameters()
+        for name, tensor in weights:
+            parameters[name].copy_(tensor)
 
     @torch.inference_mode()
-    def load_weights(
-        self, weights: Mapping[str, torch.Tensor], *, policy_version: int, keep_cache: bool = False
-    ) -> None:
-        """Overwrite parameters in place; every later token carries `policy_version`.
+    def serve(self, *, policy_version: int, keep_cache: bool = False) -> None:
+        """The weights are new ones: every later token carries `policy_version`.
 
         Args:
             keep_cache: running sequences go on over the keys and values they have; else they are refilled with the new
                 weights before their next token. What has no slot yet starts on the new weights either way.
         """
         self.flush()  # under the version that sampled it
-        parameters = self.parameters()
-        for name, tensor in weights.items():
-            parameters[name].copy_(tensor)
         self.policy_version = policy_version
         self._weights_number += 1
         if keep_cache:

@@ -1,7 +1,7 @@
 """The embedded engine behind the HTTP application: a thread that owns the engine, and the event loop's side of it.
 
-Everything that concerns the engine is a command, which the thread runs between two steps. Receiving a weight update is not: it
-waits for the trainer in a thread of its own while the engine goes on, and one command loads the result, with its version.
+Everything that concerns the engine is a command, which the thread runs between two steps, also joining a weight group and loading
+an update: both wait for the trainer, for as long as their deadlines allow.
 When the engine raises, every request gets an error line, later commands fail with the cause, and `on_failure` is called.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 import torch
 from starlette.exceptions import HTTPException
 
-from grpo_async.errors import DeadlineError
+from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
-    AdapterBase,
     GenerateChunk,
     GenerateRequest,
     ScoreAnswer,
@@ -34,17 +33,14 @@ from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.request_tracker import EngineDeadError
 from grpo_async.utils.text import shortlist
-from grpo_async.utils.threads import in_thread
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.calls import NOT_ARRIVED
-from grpo_async.weights.receiver import Named, UpdateFailedError, UpdateRefusedError, WeightReceiver
+from grpo_async.weights.buckets import check_names
+from grpo_async.weights.receiver import UpdateRefusedError, WeightReceiver, check_membership, parameter_specs
 
 logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 1e-4
 _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
-_ANSWER_MARGIN_S = 15.0  # the trainer's deadline holds below; this is for the answer
 
 Result = TypeVar("Result")
 
@@ -189,12 +185,10 @@ class EmbeddedEngine(Engine):
             deliver=lambda chunks: self._in_loop(_hand_out, chunks),
             on_failure=lambda: self._in_loop(self._end),
         )
-        self._receiver = EmbeddedReceiver(
-            engine.parameters(),
-            tied=engine.tied_names(),
-            device=engine.device,
-            base=BaseWeights(description.model),
-        )
+        self._receiver = WeightReceiver(device=engine.device)
+        self._base = BaseWeights(description.model)
+        self._parameters = engine.parameters()  # only dtype and shape are read
+        self._shapes = {name: list(tensor.shape) for name, tensor in self._parameters.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
@@ -254,9 +248,9 @@ class EmbeddedEngine(Engine):
         return ScoreAnswer(logprobs=scores, policy_version=version)
 
     async def parameters(self) -> ServedParameters:
-        return await _in_thread(
-            self._receiver.describe, timeout_s=_READ_TIMEOUT_S, what="the digest of the model's files"
-        )
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            digest = await asyncio.to_thread(self._base.digest_or_none)
+        return ServedParameters(shapes=self._shapes, base_digest=digest)
 
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         def freeze() -> None:
@@ -279,33 +273,57 @@ class EmbeddedEngine(Engine):
         return await self._command(lambda: self._thread.is_paused)
 
     async def join(self, info: WeightInitInfo) -> None:
-        timeout_s = info.timeout_s + _ANSWER_MARGIN_S
-        await _in_thread(self._receiver.join(info), timeout_s=timeout_s, what="the weight group to form")
+        check_membership(info)
+        await self._wait_for_trainer(lambda: self._receiver.join(info))
 
-    async def start_update(self) -> None:
-        self._receiver.drop()
-        self._receiver.check_group()
+    async def check(self, info: WeightUpdateInfo) -> None:
+        specs = parameter_specs(info)
+        if info.base is not None:
+            if info.base.digest != (await self.parameters()).base_digest:
+                raise UpdateRefusedError("adapters of another base than this server's")
+            problems = self._base.problems(specs, self._shapes, ())
+        else:
+            served = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._parameters.items()}
+            problems = check_names(specs, self._shapes) + [
+                f"{spec.name} has the dtype {spec.dtype_name}, the server's {served[spec.name]}"
+                for spec in specs
+                if served.get(spec.name, spec.dtype_name) != spec.dtype_name
+            ]
+        if problems:
+            raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 
-    async def receive(self, info: WeightUpdateInfo) -> None:
-        timeout_s = info.timeout_s + _ANSWER_MARGIN_S
-        try:
-            await _in_thread(self._receiver.receive(info), timeout_s=timeout_s, what="the weights to arrive")
-        except DeadlineError as error:
-            self._receiver.drop()
-            raise UpdateFailedError(f"{NOT_ARRIVED}, the old ones stay: {error}") from error
-
-    async def apply(self, version: int) -> None:
-        weights = self._receiver.take()
-        if weights is None:
-            raise UpdateRefusedError("what was staged is gone; the old weights stay")
-        named = dict(weights)
-
+    async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
             began = time.monotonic()
-            self._engine.load_weights(named, policy_version=version, keep_cache=self._keeps_cache)
-            logger.info("loaded %d parameters in %.4f s", len(named), time.monotonic() - began)
+            weights = self._receiver.receive(info)
+            if info.base is not None:
+                dtype = getattr(torch, info.base.dtype_name)
+                weights = self._base.merge(weights, shapes=self._shapes, dtype=dtype, device=self._engine.device)
+            self._engine.load_weights(weights)
+            waited_s = self._receiver.waited_s
+            logger.info(
+                "loaded %d parameters in %.4f s, beside %.4f s of waiting for them",
+                *(len(info.names), time.monotonic() - began - waited_s, waited_s),
+            )
 
-        await self._command(load)
+        await self._wait_for_trainer(load)
+
+    async def serve(self, version: int) -> None:
+        await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
+
+    async def _wait_for_trainer(self, command: Callable[[], None]) -> None:
+        """Run `command` in the engine thread; it has deadlines of its own. What it raises as GrpoAsyncError is no failure of the
+        engine."""
+
+        def attempt() -> GrpoAsyncError | None:
+            try:
+                command()
+            except GrpoAsyncError as error:
+                return error
+            return None
+
+        if (error := await asyncio.wrap_future(self._thread.call(attempt))) is not None:
+            raise error
 
     async def _command(self, command: Callable[[], Result]) -> Result:
         """Run `command` in the engine thread, before its next step.
@@ -334,88 +352,6 @@ class EmbeddedEngine(Engine):
         self._loop.call_soon_threadsafe(function, *arguments)
 
 
-class EmbeddedReceiver(WeightReceiver):
-    """A `WeightReceiver` that knows the whole model, so it refuses an update that does not fit before the first byte.
-
-    Args:
-        expected: name -> parameter, as served; only dtype and shape are read.
-        tied: further names of parameters -> their name in `expected`. They may be sent too, with the same values.
-        device: where the model is.
-        base: what pushed adapters may be added to.
-    """
-
-    def __init__(
-        self,
-        expected: Mapping[str, torch.Tensor],
-        *,
-        tied: Mapping[str, str],
-        device: torch.device,
-        base: BaseWeights,
-    ) -> None:
-        shapes = {name: list(tensor.shape) for name, tensor in expected.items()}
-        super().__init__(device=device, base=base, shapes=shapes)
-        self._parameters = ServedParameters(shapes=shapes, optional=list(tied))
-        self._tied = dict(tied)
-        self._dtypes = {name: tensor.dtype for name, tensor in expected.items()}
-        self._dtypes |= {name: self._dtypes[source] for name, source in tied.items()}
-
-    def describe(self) -> ServedParameters:
-        """With the digest of the base, which is computed once and takes a while with a large model."""
-        return self._parameters.model_copy(update={"base_digest": self.base.digest_or_none()})
-
-    def check(self, specs: Sequence[ParameterSpec], base: AdapterBase | None) -> None:
-        tied_shapes = {name: self._parameters.shapes[source] for name, source in self._tied.items()}
-        shapes, optional = self._parameters.shapes | tied_shapes, self._parameters.optional
-        if base is not None:
-            if base.digest != self.base.digest_or_none():
-                raise UpdateRefusedError("adapters of another base than this server's; the old weights stay")
-            problems = self.base.problems(specs, shapes, optional)
-        else:
-            served = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
-            problems = check_names(specs, shapes, optional) + [
-                f"{spec.name} has the dtype {spec.dtype_name}, the server's {served[spec.name]}"
-                for spec in specs
-                if served.get(spec.name, spec.dtype_name) != spec.dtype_name
-            ]
-        _refuse_if_any(problems)
-
-    def complete(self, received: Named) -> Named:
-        by_name = dict(received)
-        _refuse_if_any(
-            [
-                f"{name} is {source} in the served model, but was sent with other values"
-                for name, source in self._tied.items()
-                if name in by_name and not _same_bytes(by_name[name], by_name[source])
-            ]
-        )
-        return [(name, tensor.to(self._dtypes[name])) for name, tensor in received if name not in self._tied]
-
-
-def _refuse_if_any(problems: Sequence[str]) -> None:
-    if problems:
-        raise UpdateRefusedError(
-            f"the update does not fit the served model, the old weights stay: {shortlist(problems)}"
-        )
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
-
-
 def _hand_out(chunks: Sequence[tuple[RunningSequence, GenerateChunk]]) -> None:
     for sequence, chunk in chunks:
         sequence.sink(chunk)
-
-
-async def _in_thread(function: Callable[[], Result], *, timeout_s: float, what: str) -> Result:
-    """Run a blocking phase of an update in a daemon thread: one that waits for a dead trainer must not hold the process.
-
-    Raises:
-        DeadlineError: it did not end in time; its result is ignored.
-    """
-    future = asyncio.wrap_future(in_thread(function, name="weight-update"))
-    done, _ = await asyncio.wait({future}, timeout=timeout_s)
-    if not done:
-        future.add_done_callback(lambda late: late.cancelled() or late.exception())  # marks it as retrieved
-        raise DeadlineError(what, waited_s=timeout_s, setting="weights.timeout_s")
-    return future.result()

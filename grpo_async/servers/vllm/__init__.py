@@ -10,5 +10,4 @@ In the API server:
     middleware.py  the token guard and the HTTP application (servers/app.py), in front of vLLM's own app
     engine.py      vLLM's engine client behind that application
     requests.py    one request: its entry into the engine, and its tokens, stamped on arrival
-    reports.py     how workers tell that their part of an update has ended
 """

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
 from grpo_async.servers.vllm.command import release
-from grpo_async.servers.vllm.patches import checkpoint_shapes
-from grpo_async.servers.vllm.reports import run_and_report
 from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.receiver import WeightReceiver
+from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
 
 logger = init_logger("vllm.grpo_async")
 
@@ -48,10 +47,11 @@ else:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class (`--worker-extension-cls`); its methods are called by collective_rpc, one at a time.
+    """Mixed into vLLM's worker class (`--worker-extension-cls`); its methods are called by collective_rpc, one at a time. They hold
+    up the engine core, which generates nothing while weights are exchanged.
 
-    vLLM's own weight-transfer engines are not used: they receive inside such a call, which holds up the engine core, and
-    apply while they receive.
+    Errors of the trainer or the group are returned: vLLM's executor, when one worker of several raises, takes the answers of the
+    others for those of later calls.
     """
 
     device: torch.device
@@ -60,63 +60,62 @@ class WorkerExtension:
     vllm_config: Any
     _weight_receiver: WeightReceiver
 
-    def recorded_parameters(self) -> dict[str, list[int]]:
-        """Name -> shape of what this worker's model was loaded from; empty when vLLM loaded nothing (`--load-format dummy`)."""
-        return {name: list(shape) for name, shape in checkpoint_shapes.items()}
-
-    def join_weight_group(self, init_info: dict[str, Any], report_to: str) -> None:
-        """Begin to join; see `WeightReceiver.join`."""
-        receiver = self.get_weight_receiver()
-        join = receiver.join(WeightInitInfo.model_validate(init_info))
-        run_and_report(join, report_to, rank=receiver.rank, device=receiver.device)
-
-    def drop_staged_weights(self) -> None:
-        self.get_weight_receiver().drop()
-
-    def stage_weights(self, update_info: dict[str, Any], report_to: str) -> None:
-        """Begin to receive; see `WeightReceiver.receive`."""
-        receiver = self.get_weight_receiver()
-        receive = receiver.receive(WeightUpdateInfo.model_validate(update_info))
-        run_and_report(receive, report_to, rank=receiver.rank, device=receiver.device)
-
-    def apply_staged_weights(self) -> None:
-        """Replace the weights by the staged ones. A worker that cannot ends itself, whatever the reason, and vLLM then ends the
-        server: serving on would answer with garbage, or with other weights than the other workers."""
+    def join_weight_group(self, init_info: dict[str, Any]) -> str:
+        """See `WeightReceiver.join`; "", or why this worker is in no group."""
         try:
-            weights = self.get_weight_receiver().take()
-            if weights is None:
-                raise RuntimeError("this worker has no staged update")
+            self.get_weight_receiver().join(WeightInitInfo.model_validate(init_info))
+        except GrpoAsyncError as error:
+            return f"worker {self.rank}: {error}"
+        return ""
+
+    def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
+        """Load an update as it arrives; "", or why it broke off. A worker that cannot load what has arrived ends itself, whatever
+        the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
+        info, receiver, began = (
+            WeightUpdateInfo.model_validate(update_info),
+            self.get_weight_receiver(),
+            time.monotonic(),
+        )
+        model_config = self.vllm_config.model_config
+        weights = receiver.receive(info)
+        if info.base is not None:
+            base, dtype = BaseWeights(str(model_config.model)), getattr(torch, info.base.dtype_name)
+            weights = base.merge(weights, shapes=base.files.specs, dtype=dtype, device=receiver.device)
+        try:
             with set_current_vllm_config(self.vllm_config):
-                began = time.monotonic()
-                load_weights(self.model_runner.get_model(), self.vllm_config.model_config, weights)
-                logger.info("loaded %d parameters in %.4f s", len(weights), time.monotonic() - began)
+                load_weights(self.model_runner.get_model(), model_config, weights)
+        except UpdateFailedError as error:
+            logger.warning("a weight update broke off: %s", error)
+            return f"worker {self.rank}: {error}"
         except Exception:
-            logger.exception("replacing the weights failed: ending this server")
+            logger.exception("loading new weights failed: ending this server")
             for handler in logger.handlers:
                 handler.flush()
             os._exit(1)
+        waited_s = receiver.waited_s
+        logger.info(
+            "loaded %d parameters in %.4f s, beside %.4f s of waiting for them",
+            *(len(info.names), time.monotonic() - began - waited_s, waited_s),
+        )
+        return ""
 
     def get_weight_receiver(self) -> WeightReceiver:
         if "_weight_receiver" not in self.__dict__:
             parallel = self.vllm_config.parallel_config
             rank = parallel.data_parallel_index * parallel.world_size + self.rank
-            self._weight_receiver = WeightReceiver(
-                rank=rank,
-                device=torch.device(self.device),
-                base=BaseWeights(str(self.vllm_config.model_config.model)),
-                shapes=checkpoint_shapes,
-            )
+            self._weight_receiver = WeightReceiver(rank=rank, device=torch.device(self.device))
         return self._weight_receiver
 
 
-def load_weights(model: Any, model_config: Any, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Replace the model's weights in place. Takes the way over layerwise reload, because kernels repack weights after
-    loading (on CPU `weight` is empty afterwards). Finalizing also puts back the tensors of layers that got no weights.
-    """
+def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Replace the model's weights in place, as they come, in vLLM's own way to reload a checkpoint (layerwise reload): it loads a
+    layer when it has all of it, repacks it for the kernels, and copies it to where it was, so that CUDA graphs see it. Each worker
+    takes what it needs of whole tensors (tensor, pipeline and expert parallelism). When `weights` raises, the model has its form
+    again, with parts of two versions."""
     with torch.no_grad():
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(iter(weights))
+            model.load_weights(weights)
         finally:
             finalize_layerwise_reload(model, model_config)
         _repack_tied_heads(model)
@@ -268,17 +267,30 @@ def describe(engine: Any) -> ServerInfo:
     )
 
 
-async def served_parameters(engine: Any) -> ServedParameters:
-    """What the workers' models were loaded from, all workers together: with expert parallelism each reads some experts."""
-    shapes: dict[str, list[int]] = {}
-    for recorded in await engine.collective_rpc("recorded_parameters"):
-        shapes |= recorded
+def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
+    """What an update has to bring: what is in the files that the model was loaded from. Nothing is known of a model that was loaded
+    from none (`--load-format dummy`), or from others than safetensors.
+
+    Raises:
+        UpdateRefusedError: the server quantizes.
+    """
+    model_config = engine.vllm_config.model_config
+    if model_config.quantization is not None:
+        raise UpdateRefusedError(
+            f"it serves weights quantized by {model_config.quantization}, and what is pushed is not; serve a checkpoint that is "
+            "not quantized, without --quantization in inference.vllm.extra_args"
+        )
+    digest = base.digest_or_none()
+    if digest is None or str(engine.vllm_config.load_config.load_format) == "dummy":
+        return ServedParameters(shapes={}, base_digest=digest)
     # some old checkpoints hold rotary tables, which are not parameters
-    shapes = {name: shape for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-    if not getattr(engine.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False):
-        return ServedParameters(shapes=shapes)
+    shapes = {
+        name: list(spec.shape) for name, spec in base.files.specs.items() if not name.endswith("rotary_emb.inv_freq")
+    }
+    if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+        return ServedParameters(shapes=shapes, base_digest=digest)
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
-    return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"])
+    return ServedParameters(shapes=shapes, optional=heads or ["lm_head.weight"], base_digest=digest)
 
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:

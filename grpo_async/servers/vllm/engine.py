@@ -25,22 +25,15 @@ from grpo_async.inference.api import (
 from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.vllm import compat, patches
-from grpo_async.servers.vllm.reports import WorkerReports, collect_reports
 from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import check_names
-from grpo_async.weights.receiver import (
-    UpdateRefusedError,
-    UpdateReplacedError,
-    check_membership,
-    parameter_specs,
-)
+from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, check_membership, parameter_specs
 
 logger = logging.getLogger("vllm.grpo_async")
 
 _DEAD = "the engine is dead; see the server's log"
-_REPORT_MARGIN_S = 30.0  # the workers have the trainer's deadline; this is for their answer
 _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
 _NUM_AT_ONCE = 4  # of the warm-up
@@ -58,7 +51,6 @@ class VllmEngine(Engine):
         self._num_updates = 0
         self._num_generated_tokens = 0
         self._streams: set[TokenStream] = set()
-        self._waiting_for: WorkerReports | None = None
         self._served: ServedParameters | None = None
         self._base = BaseWeights(self.description.model)
         self._statistics = patches.watch_statistics(client)
@@ -220,49 +212,39 @@ class VllmEngine(Engine):
 
     async def parameters(self) -> ServedParameters:
         if self._served is None:
-            served = await compat.served_parameters(self._client)
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                digest = await asyncio.to_thread(self._base.digest_or_none)
-            self._served = served.model_copy(update={"base_digest": digest})
+                self._served = await asyncio.to_thread(compat.served_parameters, self._client, self._base)
+            if not self._served.shapes:
+                logger.warning("cannot check the names of updates: vLLM loaded no safetensors files at start")
         return self._served
 
     async def join(self, info: WeightInitInfo) -> None:
-        check_membership(info)  # the workers do so too, but what they raise is no answer
-        self._supersede()
-        what = f"the workers to join the weight group at {info.where}"
-        await self._run_on_workers("join_weight_group", info, what=what)
+        check_membership(info)  # the workers do so too, but what they answer is no refusal
+        await self._on_workers("join_weight_group", info)
 
-    async def start_update(self) -> None:
-        self._supersede()
-        await self._client.collective_rpc("drop_staged_weights")
-
-    async def receive(self, info: WeightUpdateInfo) -> None:
-        specs = parameter_specs(info)
-        served = await self.parameters()
+    async def check(self, info: WeightUpdateInfo) -> None:
+        if self._is_asleep:
+            raise HTTPException(409, "the server sleeps: POST /wake_up first")
+        specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
-            raise UpdateRefusedError("adapters of another base than this server's; the old weights stay")
-        await self._run_on_workers("stage_weights", info, what="the weights to arrive")
-        # only now, when nobody waits for a worker in the middle of a broadcast any more
-        if not served.shapes:
-            logger.warning("cannot check the names of this update: vLLM loaded no checkpoint at start")
+            raise UpdateRefusedError("adapters of another base than this server's")
         find_problems = check_names if info.base is None else self._base.problems
         problems = find_problems(specs, served.shapes, served.optional)
         if problems:
-            await self._client.collective_rpc("drop_staged_weights")
-            raise UpdateRefusedError(f"the update does not fit the model, the old weights stay: {shortlist(problems)}")
+            raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 
-    async def apply(self, version: int) -> None:
-        """A worker that fails half-way ends, and the server with it."""
-        if self._is_asleep or not await self._client.is_paused():
-            raise HTTPException(409, "/finish_weight_update needs a server that is paused and awake: POST /pause first")
+    async def load_update(self, info: WeightUpdateInfo) -> None:
+        """One call of the engine core: no step runs between its first and its last parameter. A worker that fails for a reason of
+        its own ends, and the server with it."""
+        await self._on_workers("load_pushed_weights", info)
+
+    async def serve(self, version: int) -> None:
         # Why the stamp is exact. The engine is frozen from the answer to /pause until /resume, which waits for the application's
         # lock, and its answers and tokens come over one ordered socket. So every token that the old weights sampled is in this
         # process by now: either in its stream, where `add` stamped it on arrival, or in the client's queue. Wait until
-        # that queue is handled, then change weights and version: all that arrives later was sampled after the coming
-        # /resume, by the new weights.
+        # that queue is handled, then change the version: all that arrives later was sampled after the coming /resume, by the
+        # new weights.
         await self._wait_until_handed_out()
-        # one call of the engine core: no step runs between its first and its last parameter
-        await self._client.collective_rpc("apply_staged_weights")
         self._version = version
         self._num_updates += 1
         for stream in self._streams:
@@ -271,22 +253,8 @@ class VllmEngine(Engine):
             assert isinstance(request, EngineRequest)
             await request.enter_again()
 
-    def _supersede(self) -> None:
-        if self._waiting_for is not None:
-            self._waiting_for.give_up(UpdateReplacedError("another weight update began in the meantime"))
-
-    async def _run_on_workers(self, job: str, info: WeightInitInfo | WeightUpdateInfo, *, what: str) -> None:
-        """Start the method `job` of every worker, which goes on in a thread, and wait until all have reported success."""
-        async with collect_reports() as reports:
-            self._waiting_for = reports
-            try:
-                await self._client.collective_rpc(job, args=(info.model_dump(), reports.address))
-                await reports.wait(
-                    self.description.num_workers,
-                    timeout_s=info.timeout_s + _REPORT_MARGIN_S,
-                    what=what,
-                    setting="weights.timeout_s",
-                )
-            finally:
-                if self._waiting_for is reports:
-                    self._waiting_for = None
+    async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
+        """Raises UpdateFailedError with what the workers answer."""
+        answers: list[str] = await self._client.collective_rpc(method, args=(info.model_dump(),))
+        if problems := [answer for answer in answers if answer]:
+            raise UpdateFailedError(shortlist(problems))

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from grpo_async.utils.network import listening_store
@@ -49,29 +48,6 @@ def _create_store_on_its_own_address(
     if rank == 0:
         return listening_store(hostname, port, world_size, timeout, multi_tenant=False, use_libuv=use_libuv)
     return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
-
-
-# ---- vLLM 0.25 to 0.29, workers: DefaultModelLoader.get_all_weights ----
-
-checkpoint_shapes: dict[str, tuple[int, ...]] = {}
-"""Name -> shape of everything that this worker's model was loaded from."""
-
-
-def record_checkpoint_parameters() -> None:
-    """Remember name and shape of everything that the model is loaded from at start."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    original = DefaultModelLoader.get_all_weights
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @wraps(original)
-    def get_all_weights(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in original(*args, **kwargs):
-            checkpoint_shapes[name] = tuple(tensor.shape)
-            yield name, tensor
-
-    DefaultModelLoader.get_all_weights = get_all_weights
 
 
 # ---- vLLM 0.25 to 0.29, API server: AsyncMPClient.get_output_async ----

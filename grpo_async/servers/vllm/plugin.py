@@ -21,7 +21,6 @@ def register() -> None:
 
     if multiprocessing.parent_process() is None:
         patches.limit_silent_connections()
-    patches.record_checkpoint_parameters()
     patches.mark_handled_outputs()
     patches.bind_rendezvous_to_its_own_address()
 
