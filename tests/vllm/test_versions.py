@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from grpo_async.training.parameters import to_checkpoint
 from tests.support.tiny_model import build_tiny_model
-from tests.support.weight_push import push_state_dict
+from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import Reference, assert_exact
 from tests.vllm.server import experiment, running_server
 
@@ -99,7 +100,24 @@ def test_continuations_sample_from_the_policy_and_a_wrong_request_is_recognised_
     assert json.loads(done.stdout) == [caught, pytest.approx(0.2, abs=0.06)]
 
 
-# ---- tied heads: their kernel keeps a copy of its own ----
+_QUANTIZED = """
+from types import SimpleNamespace
+from grpo_async.servers.vllm import compat
+config = SimpleNamespace(quantization="fp8")
+try:
+    compat.served_parameters(SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)), base=None)
+except compat.UpdateRefusedError as error:
+    print(error)
+"""
+
+
+def test_a_server_that_quantizes_takes_no_weights() -> None:
+    command = [sys.executable, "-c", _STAND_IN.format(compat=str(COMPAT)), "0.29.0", "", _QUANTIZED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert "quantized by fp8" in done.stdout, done.stderr
+
+
+# ---- tied heads: their kernel keeps a copy of its own; experts: vLLM fuses those of a layer ----
 
 
 class _Llama(Reference):
@@ -120,15 +138,43 @@ class _Llama(Reference):
         self.module.save_pretrained(folder)
 
 
+class _Mixture(Reference):
+    """Its checkpoint has a matrix for each expert, under a name of its own."""
+
+    def __init__(self, folder: Path, *, seed: int) -> None:
+        from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        build_tiny_model(folder)
+        vocab_size = len(PreTrainedTokenizerFast.from_pretrained(folder))
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08}
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(vocab_size=vocab_size, tie_word_embeddings=False, **shape, **heads, **experts)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        super().__init__(folder)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return to_checkpoint(self.module, super().parameters())
+
+
 @pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
-def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_packed_copy(tmp_path: Path) -> None:
-    first, second = _Llama(tmp_path / "first", seed=0), _Llama(tmp_path / "second", seed=1)
+@pytest.mark.parametrize(("kind", "workers"), [(_Llama, 1), (_Mixture, 1), (_Mixture, 2)])
+def test_a_push_reaches_packed_copies_of_tied_heads_and_fused_experts(
+    tmp_path: Path, kind: type[_Llama | _Mixture], workers: int
+) -> None:
+    """With small buckets, so that the parts of a fused layer arrive in several."""
+    first, second = kind(tmp_path / "first", seed=0), kind(tmp_path / "second", seed=1)
     prompt = [20 + position % 200 for position in range(40)]
-    with running_server(experiment(str(tmp_path / "first")), tmp_path) as server:
+    with (
+        running_server(experiment(str(tmp_path / "first"), tensor_parallel_size=workers), tmp_path) as server,
+        WeightPusher(server.url, server.token) as pusher,
+    ):
+        pusher.connect()
         for version, model in enumerate((first, second, first)):
             if version > 0:
-                push_state_dict(server.url, server.token, model.parameters(), version)
+                pusher.push(model.parameters(), version, bucket_bytes=20_000)
             assert_exact(model, prompt, server.generate(prompt, max_tokens=8), version)
