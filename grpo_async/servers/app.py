@@ -366,9 +366,7 @@ class RolloutApp:
             if self._is_loaded:
                 await self._engine.serve(version)
                 self._is_whole, self._is_loaded = True, False
-            elif (
-                not self._is_whole or version != self._engine.policy_version
-            ):  # else the answer was lost, and it is asked again
+            elif not self._is_whole or version != self._engine.policy_version:  # else the client lost our answer
                 raise HTTPException(
                     409,
                     f"there is no loaded update to serve as version {version}: POST /start_weight_update and /update_weights",

@@ -38,7 +38,6 @@ from grpo_async.weights.buckets import ParameterSpec
 from grpo_async.weights.calls import (
     GRACE_S,
     SETTING,
-    GroupClosedError,
     PushFailedError,
     failed_calls,
     split_failed,
@@ -212,8 +211,10 @@ def _transfer(
     # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
     answers = start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
+    end_group = transport.closer()  # of this group, however late an answer comes
     for answer in answers.values():
-        answer.add_done_callback(lambda ended: transport.close() if ended.exception() is not None else None)
+        # a send cannot end well when a server is out, and ends now where the backend can
+        answer.add_done_callback(lambda ended: end_group() if ended.exception() is not None else None)
     failure: RuntimeError | WeightPushError | None = None  # of the sending; nothing is sent after it
     early: dict[str, Exception] = {}
     gather_s = send_s = 0.0
@@ -224,12 +225,7 @@ def _transfer(
         while True:
             began, at = time.monotonic(), time.time()
             tensors = next(buckets, None)
-            packed = None
-            if tensors is not None and failure is None:
-                try:
-                    packed = transport.pack(tensors)
-                except GroupClosedError as error:  # a server has failed meanwhile
-                    failure = error
+            packed = transport.pack(tensors) if tensors is not None and failure is None else None
             gather_s += time.monotonic() - began
             if tensors is not None:
                 timeline.add("gather", TRACK, at, time.time(), tensors=len(tensors))

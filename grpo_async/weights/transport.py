@@ -20,7 +20,6 @@ from grpo_async.weights.buckets import ParameterSpec, pack
 from grpo_async.weights.calls import (
     GRACE_S,
     SETTING,
-    GroupClosedError,
     PushFailedError,
     failed_calls,
     split_failed,
@@ -157,11 +156,7 @@ class WeightTransport:
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two buffers that take turns: the one before may
         still be on its way. A bucket of one tensor is that tensor's own memory where the backend can send it: leave it alone until
-        it is sent.
-
-        Raises:
-            GroupClosedError: see `close`.
-        """
+        it is sent."""
         backend = self._open()
         if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
             return tensors[0].reshape(-1).view(torch.uint8)
@@ -171,12 +166,16 @@ class WeightTransport:
         """Begin to send one bucket that `pack` returned to all servers. What this returns waits for the end.
 
         Raises, and so does that:
-            RuntimeError: a server vanished, or took longer than the deadline, or `close` was called.
+            RuntimeError: a server vanished, or took longer than the deadline, or the group was closed.
         """
         return self._open().send(bucket, timeout_s=self._timeout_s)
 
+    def closer(self) -> Callable[[], None]:
+        """What ends the group that there is now, and no later one. Callable from any thread."""
+        return self._open().close
+
     def close(self) -> None:
-        """Leave the group, which ends the waiting of the servers' workers. May be called from any thread."""
+        """Leave the group, which ends the waiting of the servers' workers."""
         backend, self._backend = self._backend, None
         self.members = ()
         if backend is not None:
@@ -185,5 +184,5 @@ class WeightTransport:
     def _open(self) -> Backend:
         backend = self._backend
         if backend is None:
-            raise GroupClosedError("the weight group is not connected")
+            raise RuntimeError("the weight group is not connected")
         return backend

@@ -301,10 +301,8 @@ class EmbeddedEngine(Engine):
                 weights = self._base.merge(weights, shapes=self._shapes, dtype=dtype, device=self._engine.device)
             self._engine.load_weights(weights)
             waited_s = self._receiver.waited_s
-            logger.info(
-                "loaded %d parameters in %.4f s, beside %.4f s of waiting for them",
-                *(len(info.names), time.monotonic() - began - waited_s, waited_s),
-            )
+            load_s = time.monotonic() - began - waited_s
+            logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, waited_s)
 
         await self._wait_for_trainer(load)
 

@@ -71,12 +71,8 @@ class WorkerExtension:
     def load_pushed_weights(self, update_info: dict[str, Any]) -> str:
         """Load an update as it arrives; "", or why it broke off. A worker that cannot load what has arrived ends itself, whatever
         the reason, and vLLM then ends the server: it holds parts of two versions, and would fail again."""
-        info, receiver, began = (
-            WeightUpdateInfo.model_validate(update_info),
-            self.get_weight_receiver(),
-            time.monotonic(),
-        )
-        model_config = self.vllm_config.model_config
+        began, info = time.monotonic(), WeightUpdateInfo.model_validate(update_info)
+        receiver, model_config = self.get_weight_receiver(), self.vllm_config.model_config
         weights = receiver.receive(info)
         if info.base is not None:
             base, dtype = BaseWeights(str(model_config.model)), getattr(torch, info.base.dtype_name)
@@ -92,11 +88,8 @@ class WorkerExtension:
             for handler in logger.handlers:
                 handler.flush()
             os._exit(1)
-        waited_s = receiver.waited_s
-        logger.info(
-            "loaded %d parameters in %.4f s, beside %.4f s of waiting for them",
-            *(len(info.names), time.monotonic() - began - waited_s, waited_s),
-        )
+        load_s = time.monotonic() - began - receiver.waited_s
+        logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, receiver.waited_s)
         return ""
 
     def get_weight_receiver(self) -> WeightReceiver:
