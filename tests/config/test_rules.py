@@ -38,6 +38,10 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
         ({"loss": {"type": "cispo", "delta": 4.0}}, "delta"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
+        (
+            {"model": {"path": "m", "lora": {"push": "adapter"}}, "weights": {"transport": "nccl"}},
+            "adapter travels over gloo alone, not over weights.transport: nccl",
+        ),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command and environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "function and command is set"),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
+from grpo_async.training import parameters as module
 from grpo_async.training.lora import add_adapters
 from grpo_async.training.parameters import ShardedParameters
 from tests.support.ranks import run_on_ranks
@@ -53,9 +54,10 @@ def gather(kinds: list[str], out: str) -> None:
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        sent = collect(ShardedParameters(model, wire_dtype=torch.float32), BUCKET_BYTES)
-        if dist.get_rank() == 0:
-            torch.save(sent, f"{out}/{kind}.pt")
+        for wire in (torch.float32, torch.bfloat16):
+            sent = collect(ShardedParameters(model, wire_dtype=wire), BUCKET_BYTES)
+            if dist.get_rank() == 0:
+                torch.save(sent, f"{out}/{kind}-{wire}.pt")
 
 
 def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -108,8 +110,12 @@ def test_buckets_follow_the_specs_and_their_size() -> None:
     assert next(specs, None) is None
 
 
-def test_parameters_are_cast_and_buffers_keep_their_dtype(tmp_path: Path) -> None:
+def test_parameters_are_cast_before_they_are_gathered_and_buffers_keep_their_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A router's bias is a persistent buffer in float32, whatever the weights are; rotary tables are not saved."""
+    gathered: list[torch.Tensor] = []
+    monkeypatch.setattr(module, "whole_of", lambda tensor: gathered.append(tensor) or tensor)
     model = build("dense")
     gate = model.model.layers[1].mlp
     gate.register_buffer("e_score_correction_bias", torch.randn(5))
@@ -121,6 +127,7 @@ def test_parameters_are_cast_and_buffers_keep_their_dtype(tmp_path: Path) -> Non
     assert torch.equal(bias, gate.e_score_correction_bias)
     assert (bias.dtype, sent.pop("model.layers.1.mlp.num_seen")) == (torch.float32, torch.tensor(7))
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
+    assert [tensor.numel() for tensor in gathered if tensor.dtype != torch.bfloat16] == [5, 1]
 
 
 def test_adapters_are_merged_as_peft_merges_them() -> None:
@@ -151,7 +158,8 @@ def test_two_ranks_gather_what_one_has(tmp_path: Path) -> None:
     kinds = ["dense", "moe", "lora"]
     run_on_ranks("gather", 2, tmp_path, module=__name__, kinds=kinds, out=tmp_path)
     for kind in kinds:
-        sent = torch.load(tmp_path / f"{kind}.pt", weights_only=True)
-        expected = collect(ShardedParameters(build(kind), wire_dtype=torch.float32))
-        assert list(sent) == list(expected)
-        _equal(sent, expected, rtol=1e-6, atol=1e-7)
+        for wire, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 0.01)):
+            sent = torch.load(tmp_path / f"{kind}-{wire}.pt", weights_only=True)
+            expected = collect(ShardedParameters(build(kind), wire_dtype=wire))
+            assert list(sent) == list(expected)
+            _equal(sent, expected, rtol=tolerance, atol=1e-7)
