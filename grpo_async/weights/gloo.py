@@ -46,6 +46,8 @@ class GlooBackend:
         prefixed = dist.PrefixStore("gloo", store)
         self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
         self._buffers = TurnBuffers(allocate_on_host)
+        self._works: dict[int, Any] = {}  # broadcasts that nobody has waited for yet
+        self._num_started = 0
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)
@@ -76,8 +78,15 @@ class GlooBackend:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
-        work = self._open().broadcast([buffer], options)
-        return lambda: work.wait()  # its options have the deadline
+        number = self._num_started
+        self._num_started += 1
+        self._works[number] = self._open().broadcast([buffer], options)
+        return lambda: self._wait(number)
+
+    def _wait(self, number: int) -> None:
+        if number not in self._works:
+            raise GroupClosedError("this end of the weight group is closed")
+        self._works.pop(number).wait()  # its options have the deadline
 
     def broadcast_bytes(self, data: bytes | None, *, timeout_s: float) -> bytes:
         """Send a message of at most a MiB (rank 0), or receive one (others, `data` None).
@@ -111,9 +120,11 @@ class GlooBackend:
     def close(self) -> None:
         """Close the connections, which ends the other members' waiting.
 
-        To drop the last reference is not enough: the traceback of a failed broadcast holds one for as long as its error lives.
+        They live as long as anything refers to the group or to a broadcast. The traceback of one that failed holds this object for
+        as long as its error lives, so nothing else does.
         """
         self._group = self._store = None
+        self._works.clear()
 
     def _open(self) -> Any:
         if self._group is None:

@@ -142,7 +142,7 @@ def test_the_next_bucket_is_gathered_and_packed_while_one_is_sent_and_never_two_
 
 
 @pytest.mark.parametrize(
-    ("phase", "error", "gathered"), [("pause", OWN_ANSWER, 3), ("start", REFUSED, 0), ("finish", BROKEN, 3)]
+    ("phase", "error", "gathered"), [("pause", OWN_ANSWER, 0), ("start", REFUSED, 0), ("finish", BROKEN, 3)]
 )
 def test_a_server_that_fails_in_a_phase_is_named_and_the_other_is_not(
     phase: str, error: Exception, gathered: int

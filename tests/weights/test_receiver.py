@@ -77,7 +77,7 @@ def test_an_update_that_breaks_off_takes_its_group_with_it(monkeypatch: pytest.M
     receiver = _receiver(monkeypatch, _Backend(events, breaks_at=1, error=RuntimeError("connection reset by peer")))
     with pytest.raises(UpdateFailedError, match=rf"{NOT_ARRIVED} \(bucket 1\): connection reset"):
         _load(receiver.receive(UPDATE), events)
-    assert events[-2:] == ["load a", "closed"]
+    assert events[-3:] == ["load a", "begin 2", "closed"]
     with pytest.raises(UpdateFailedError, match="no weight group"):
         next(receiver.receive(UPDATE))
 
