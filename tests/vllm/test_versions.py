@@ -13,7 +13,7 @@ import torch
 from grpo_async.training.parameters import to_checkpoint
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher
-from tests.vllm.reference import Reference, assert_exact
+from tests.vllm.reference import Reference, assert_exact, largest_difference
 from tests.vllm.server import experiment, running_server
 
 ROOT = Path(__file__).parents[2]
@@ -162,19 +162,41 @@ class _Mixture(Reference):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
-@pytest.mark.parametrize(("kind", "workers"), [(_Llama, 1), (_Mixture, 1), (_Mixture, 2)])
-def test_a_push_reaches_packed_copies_of_tied_heads_and_fused_experts(
-    tmp_path: Path, kind: type[_Llama | _Mixture], workers: int
-) -> None:
-    """With small buckets, so that the parts of a fused layer arrive in several."""
-    first, second = kind(tmp_path / "first", seed=0), kind(tmp_path / "second", seed=1)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_push_reaches_fused_experts_whose_parts_arrive_in_several_buckets(tmp_path: Path, workers: int) -> None:
+    """In bfloat16: vLLM on a CPU with AMX has no other kernel for them. Rounding moves a log-probability by 0.05 at most, other
+    weights by 1 and more."""
+    first, second = _Mixture(tmp_path / "first", seed=0), _Mixture(tmp_path / "second", seed=1)
+    tokens = [20 + position % 200 for position in range(40)]
+    config = experiment(str(tmp_path / "first"), tensor_parallel_size=workers)
+    config["inference"]["dtype"] = "bfloat16"
+    with running_server(config, tmp_path) as server, WeightPusher(server.url, server.token) as pusher:
+        pusher.connect()
+        for version, model in enumerate((first, second, first)):
+            if version > 0:
+                weights = {name: tensor.bfloat16() for name, tensor in model.parameters().items()}
+                pusher.push(weights, version, bucket_bytes=20_000)
+            expected = model.logprobs(tokens[:1], tokens[1:], temperature=1.0)
+            other = {first: second, second: first}[model].logprobs(tokens[:1], tokens[1:], temperature=1.0)
+            answer = server.score(tokens)
+            assert answer.policy_version == version
+            assert largest_difference(answer.logprobs, expected) < 0.25
+            assert largest_difference(answer.logprobs, other) > 1.0
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_vllm")
+def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_packed_copy(tmp_path: Path) -> None:
+    first, second = _Llama(tmp_path / "first", seed=0), _Llama(tmp_path / "second", seed=1)
     prompt = [20 + position % 200 for position in range(40)]
     with (
-        running_server(experiment(str(tmp_path / "first"), tensor_parallel_size=workers), tmp_path) as server,
+        running_server(experiment(str(tmp_path / "first")), tmp_path) as server,
         WeightPusher(server.url, server.token) as pusher,
     ):
         pusher.connect()
         for version, model in enumerate((first, second, first)):
             if version > 0:
-                pusher.push(model.parameters(), version, bucket_bytes=20_000)
+                pusher.push(model.parameters(), version)
             assert_exact(model, prompt, server.generate(prompt, max_tokens=8), version)
