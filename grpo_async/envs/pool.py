@@ -162,7 +162,7 @@ class EnvironmentPool:
             raise EnvironmentCallError(self.name, "its pool was closed")
         if not self._num_taken and not self._turn.locked():  # they belong to the event loop that first waited for them
             self._turn, self._freed = asyncio.Lock(), asyncio.Event()
-        async with self._turn:  # the first first: a later, smaller wish does not overtake
+        async with self._turn:  # the first first: a later, smaller request does not overtake
             while limit is not None and self._num_taken + count > limit:
                 self._freed.clear()
                 await self._freed.wait()  # until rollouts end, which have limits

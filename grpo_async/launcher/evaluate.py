@@ -25,7 +25,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
-from grpo_async.evaluation.subject import Subject, choose_subject
+from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import with_dtypes
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.prepare import Start
@@ -48,7 +48,7 @@ def evaluate(
     """Evaluate a model without training; call it from the main thread.
 
     Args:
-        checkpoint: see evaluation.subject.choose_subject, like `run`.
+        checkpoint: see evaluation.target.choose_target, like `run`.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
         output: how it tells of itself; None: everything on stdout.
 
@@ -65,14 +65,14 @@ def evaluate(
     with output.reporting():
         if config.evaluation is None:
             raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
-        subject = choose_subject(config, checkpoint=checkpoint, run=run)
+        target = choose_target(config, checkpoint=checkpoint, run=run)
         engine = choose_engine(config)
         config = with_dtypes(config, engine, machine_module.inspect().gpus)
         notes = check_inputs(config, engine=engine, trains=False)
-        run_dir = RunDir(_choose_folder(config, subject, out).absolute())
+        run_dir = RunDir(_choose_folder(config, target, out).absolute())
         check_run_place(run_dir)
         run_dir.create()
-        with _model(config, subject, run_dir, output) as model_path:
+        with _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
             # preflight_only: there is nothing to resume, what ends early is started again
             outcome = Launcher(served, engine, output, _evaluating, notes).run(
@@ -80,15 +80,15 @@ def evaluate(
             )
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
-        return _report(outcome, subject, run_dir, output)
+        return _report(outcome, target, run_dir, output)
 
 
-def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None) -> Path:
+def _choose_folder(config: ExperimentConfig, target: EvaluationTarget, out: Path | None) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out}: it exists and is not an empty directory; name another one")
         return out
-    name = f"{config.run.name}.eval-{subject.label}"
+    name = f"{config.run.name}.eval-{target.label}"
     for number in range(1, 10_000):
         folder = config.run.dir / (name if number == 1 else f"{name}-{number}")
         if not folder.exists():
@@ -97,18 +97,18 @@ def _choose_folder(config: ExperimentConfig, subject: Subject, out: Path | None)
 
 
 @contextlib.contextmanager
-def _model(config: ExperimentConfig, subject: Subject, run_dir: RunDir, output: Output) -> Iterator[str]:
+def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, output: Output) -> Iterator[str]:
     """Path of the Hugging Face folder to serve; what is made of a checkpoint is removed at the end."""
-    if subject.run is None or subject.step is None:
-        yield config.model.path if subject.folder is None else subject.folder
+    if target.run is None or target.step is None:
+        yield config.model.path if target.folder is None else target.folder
         return
     from grpo_async.config.loader import load_config
     from grpo_async.training.export import export_checkpoint
 
-    trained = load_config(subject.run.config) if subject.run.config.is_file() else config
-    output.say(f"reading the checkpoint of step {subject.step} in {subject.run.root}")
+    trained = load_config(target.run.config) if target.run.config.is_file() else config
+    output.say(f"reading the checkpoint of step {target.step} in {target.run.root}")
     try:
-        export_checkpoint(subject.run, subject.step, trained, run_dir.model)
+        export_checkpoint(target.run, target.step, trained, run_dir.model)
         yield str(run_dir.model)
     finally:
         for leftover in (run_dir.model, run_dir.model.with_name(f"writing_{run_dir.model.name}")):
@@ -149,15 +149,15 @@ def _evaluating(plan: ProcessPlan) -> ProcessPlan:
     return replace(plan, trainer=trainer)
 
 
-def _report(outcome: RunOutcome, subject: Subject, run_dir: RunDir, output: Output) -> RunOutcome:
+def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, output: Output) -> RunOutcome:
     result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
-        result = {"evaluated": subject.label, **outcome.summary, "folder": str(run_dir.root)}
+        result = {"evaluated": target.label, **outcome.summary, "folder": str(run_dir.root)}
         write_atomically(run_dir.root / "evaluation.json", json.dumps(result, indent=2))
 
     def show(console: Console) -> None:
         assert result is not None
-        title = f"held out, {plain(subject.label)}"
+        title = f"held out, {plain(target.label)}"
         print_evaluation(console, result["metrics"], result["by_group"], group_by=result["group_by"], title=title)
         lines = [f"results: {run_dir.root}", "", "next:", f"  grpo-async inspect-rollouts {run_dir.root}"]
         if "majority_baseline" in result:

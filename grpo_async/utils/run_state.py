@@ -58,13 +58,13 @@ def state_of(status: Mapping[str, Any], *, now: float | None = None) -> RunState
         silence = "does not say when it wrote" if age is None else f"has written nothing for {age}"
         return RunState(state=SILENT, why=f"its launcher, on {host}, {silence}")
     pid = status.get("pid")
-    if _lives(pid, finite(status.get("pid_started_at"))):
+    if _is_alive(pid, finite(status.get("pid_started_at"))):
         return RunState(state=RUNNING)
     when = "" if age is None else f", {age} ago or less"
     return RunState(state=KILLED, why=f"its launcher (pid {pid}) is gone without a word: it was killed{when}")
 
 
-def _lives(pid: object, started_at: float | None) -> bool:
+def _is_alive(pid: object, started_at: float | None) -> bool:
     """Whether process `pid` of this machine lives, and is not a later one of the same number."""
     if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid < 2**31 or started_at is None:
         return False

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.evaluation.subject import Subject, choose_subject
+from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher import evaluate as evaluate_module
 from grpo_async.launcher.evaluate import evaluate
 from grpo_async.run_directory import RunDir
@@ -36,39 +36,41 @@ def _model(folder: Path) -> Path:
 
 def test_without_a_choice_it_is_the_model_of_the_configuration_or_what_running_servers_serve(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    assert choose_subject(config, checkpoint=None, run=None) == Subject(label="base", folder=config.model.path)
+    assert choose_target(config, checkpoint=None, run=None) == EvaluationTarget(label="base", folder=config.model.path)
     served = _config(tmp_path, inference={"urls": ["http://127.0.0.1:1"]})
-    assert choose_subject(served, checkpoint=None, run=None) == Subject(label="served")
+    assert choose_target(served, checkpoint=None, run=None) == EvaluationTarget(label="served")
     with pytest.raises(ConfigError, match="serve what they serve"):
-        choose_subject(served, checkpoint="latest", run=None)
+        choose_target(served, checkpoint="latest", run=None)
 
 
 def test_a_run_gives_the_model_that_it_exported_or_else_its_newest_checkpoint(tmp_path: Path) -> None:
     config, run = _config(tmp_path), RunDir(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="no such directory"):
-        choose_subject(config, checkpoint=None, run=run.root)
+        choose_target(config, checkpoint=None, run=run.root)
     _checkpoints(run, 5, 10)
-    assert choose_subject(config, checkpoint=None, run=run.root) == Subject(label="step_10", run=run, step=10)
+    assert choose_target(config, checkpoint=None, run=run.root) == EvaluationTarget(label="step_10", run=run, step=10)
     model = _model(run.model)
-    assert choose_subject(config, checkpoint=None, run=run.root) == Subject(label="model", folder=str(model))
-    assert choose_subject(config, checkpoint="latest", run=run.root).step == 10
+    assert choose_target(config, checkpoint=None, run=run.root) == EvaluationTarget(label="model", folder=str(model))
+    assert choose_target(config, checkpoint="latest", run=run.root).step == 10
 
 
 def test_a_checkpoint_is_a_step_the_latest_one_or_a_folder(tmp_path: Path) -> None:
     config = _config(tmp_path)
     run = RunDir(config.run_path)
     with pytest.raises(ConfigError, match="has no checkpoint; name another run"):
-        choose_subject(config, checkpoint="latest", run=None)
+        choose_target(config, checkpoint="latest", run=None)
     _checkpoints(run, 5, 10)
-    assert choose_subject(config, checkpoint="5", run=None) == Subject(label="step_5", run=run, step=5)
+    assert choose_target(config, checkpoint="5", run=None) == EvaluationTarget(label="step_5", run=run, step=5)
     with pytest.raises(ConfigError, match="has no such step; there are: 5, 10"):
-        choose_subject(config, checkpoint="6", run=None)
-    by_path = choose_subject(config, checkpoint=str(run.checkpoint(10)), run=None)
+        choose_target(config, checkpoint="6", run=None)
+    by_path = choose_target(config, checkpoint=str(run.checkpoint(10)), run=None)
     assert (by_path.label, by_path.step) == ("step_10", 10)
     folder = _model(tmp_path / "My model!")
-    assert choose_subject(config, checkpoint=str(folder), run=None) == Subject(label="My-model-", folder=str(folder))
+    assert choose_target(config, checkpoint=str(folder), run=None) == EvaluationTarget(
+        label="My-model-", folder=str(folder)
+    )
     with pytest.raises(ConfigError, match="neither a step, `latest`, a Hugging Face folder"):
-        choose_subject(config, checkpoint=str(tmp_path), run=None)
+        choose_target(config, checkpoint=str(tmp_path), run=None)
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

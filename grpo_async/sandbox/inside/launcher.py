@@ -50,7 +50,7 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
     with report.problems("start"), open(plan_descriptor, "rb") as file:
         plan: Plan = marshal.loads(file.read())
         _die_with(plan["owner"])
-        _offer_to_the_memory_killer()
+        _raise_oom_score()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
         for number in (*_AWAITED, signal.SIGXCPU):  # the owner may ignore them, and that is inherited
             signal.signal(number, signal.SIG_DFL)
@@ -307,7 +307,7 @@ def _die_with(owner: int) -> None:
         os._exit(1)
 
 
-def _offer_to_the_memory_killer() -> None:
+def _raise_oom_score() -> None:
     """When the machine runs out of memory, the sandbox goes first and not the trainer."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")

@@ -144,8 +144,8 @@ def _groups(run: RunData) -> Number | None:
 
 
 def _stored(run: RunData) -> Number | None:
-    facts = run.rollouts
-    return (f"{facts.num_rollouts:,}", f"in {facts.num_groups:,} groups") if facts.num_rollouts else None
+    overview = run.rollouts
+    return (f"{overview.num_rollouts:,}", f"in {overview.num_groups:,} groups") if overview.num_rollouts else None
 
 
 def _mean(run: RunData, summary: Mapping[str, Any], name: str, metric: str) -> float | None:

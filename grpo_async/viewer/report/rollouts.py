@@ -54,7 +54,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutFacts:
+class RolloutOverview:
     """All of it; empty where there is no store."""
 
     num_rollouts: int = 0
@@ -71,28 +71,28 @@ class RolloutFacts:
     errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
     notes: Sequence[str] = ()
 
-    def without_texts(self) -> RolloutFacts:
+    def without_texts(self) -> RolloutOverview:
         """The same without examples."""
         return replace(self, best=(), worst=(), improved=(), worsened=())
 
 
-def read_rollouts(folder: Path) -> RolloutFacts:
+def read_rollouts(folder: Path) -> RolloutOverview:
     """Look through a store. What keeps it from being read is a note, not an error."""
     if not folder.is_dir():
-        return RolloutFacts(notes=(f"There are no rollouts: {folder.name}/ is missing.",))
+        return RolloutOverview(notes=(f"There are no rollouts: {folder.name}/ is missing.",))
     try:
         with RolloutTable.open(folder) as table:
             return _read(table)
     except (RunError, OSError, duckdb.Error) as error:
-        return RolloutFacts(notes=(f"The rollouts cannot be read: {error}",))
+        return RolloutOverview(notes=(f"The rollouts cannot be read: {error}",))
 
 
-def _read(table: RolloutTable) -> RolloutFacts:
+def _read(table: RolloutTable) -> RolloutOverview:
     counts = table.count()
     if counts.rollouts == 0:
-        return RolloutFacts(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
+        return RolloutOverview(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
     extremes = table.extremes(EVERYTHING, _NUM_EXTREMES)
-    return RolloutFacts(
+    return RolloutOverview(
         num_rollouts=counts.rollouts,
         num_groups=counts.groups,
         num_sampled=table.count(parse_query(_SAMPLED)).rollouts,

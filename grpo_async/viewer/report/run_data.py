@@ -17,7 +17,7 @@ from grpo_async.findings.evidence import read_config, read_evaluations, read_met
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.json_files import read_object, read_objects
 from grpo_async.utils.run_state import state_of
-from grpo_async.viewer.report.rollouts import RolloutFacts, read_rollouts
+from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
 _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
@@ -35,7 +35,7 @@ class RunData(Evidence):
     num_gpus: int | None = None  # of the machine with the servers; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
     advice: Sequence[Mapping[str, Any]] = ()
-    rollouts: RolloutFacts = field(default_factory=RolloutFacts)
+    rollouts: RolloutOverview = field(default_factory=RolloutOverview)
     problems: Sequence[str] = ()
 
     @property

@@ -45,7 +45,7 @@ STATIC = Path(__file__).parents[1] / "static"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class InitialView:
     """What the page opens with, where its address names nothing: the query, the order (None: newest first), and whether with what a
     resume left behind."""
 
@@ -54,7 +54,7 @@ class Opening:
     superseded: bool = False
 
 
-class Question(BaseModel):
+class RequestParameters(BaseModel):
     """The parameters of all views; each view reads those that it knows."""
 
     model_config = ConfigDict(frozen=True)
@@ -85,7 +85,7 @@ class Question(BaseModel):
 # -- views
 
 
-def _summary(source: Source, question: Question) -> dict[str, Any]:
+def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """Everything of a run that does not depend on what is looked for."""
     table = source.table()
     return {
@@ -97,7 +97,7 @@ def _summary(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _pulse(source: Source, question: Question) -> dict[str, Any]:
+def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
     status = read_object(source.run.status, [])
@@ -115,41 +115,43 @@ def _pulse(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _query(question: Question) -> Query:
+def _query(parameters: RequestParameters) -> Query:
     """The query of a request, bounded by its `until`."""
-    return parse_query(question.q) if question.until < 0 else query_until(question.q, question.until)
+    return parse_query(parameters.q) if parameters.until < 0 else query_until(parameters.q, parameters.until)
 
 
-def _page(source: Source, question: Question, *, of_groups: bool) -> dict[str, Any]:
+def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
-    table, superseded = source.table(), question.superseded
-    until = question.until if question.until >= 0 else max(newest_seq(table), 0)
-    query = query_until(question.q, until)
+    table, superseded = source.table(), parameters.superseded
+    until = parameters.until if parameters.until >= 0 else max(newest_seq(table), 0)
+    query = query_until(parameters.q, until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
-    rows = read(query, sort=question.sort, offset=question.offset, limit=question.limit, with_superseded=superseded)
-    counts = {"counts": table.count(query, with_superseded=superseded)} if question.count else {}
-    return {"rows": rows, "offset": question.offset, "until": until, **counts}
+    rows = read(
+        query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit, with_superseded=superseded
+    )
+    counts = {"counts": table.count(query, with_superseded=superseded)} if parameters.count else {}
+    return {"rows": rows, "offset": parameters.offset, "until": until, **counts}
 
 
-def _groups(source: Source, question: Question) -> dict[str, Any]:
-    return _page(source, question, of_groups=True)
+def _groups(source: Source, parameters: RequestParameters) -> dict[str, Any]:
+    return _page(source, parameters, of_groups=True)
 
 
-def _rollouts(source: Source, question: Question) -> dict[str, Any]:
-    return _page(source, question, of_groups=False)
+def _rollouts(source: Source, parameters: RequestParameters) -> dict[str, Any]:
+    return _page(source, parameters, of_groups=False)
 
 
-def _group(source: Source, question: Question) -> dict[str, Any]:
+def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """One group with the texts of its rollouts, without tokens."""
     table = source.table()
     try:
-        if question.seq >= 0:
-            group = table.group_at(question.seq)
-        elif question.id.removeprefix("-").isdecimal() and len(question.id) < 18:
-            group = table.group(int(question.id), with_superseded=question.superseded)
+        if parameters.seq >= 0:
+            group = table.group_at(parameters.seq)
+        elif parameters.id.removeprefix("-").isdecimal() and len(parameters.id) < 18:
+            group = table.group(int(parameters.id), with_superseded=parameters.superseded)
         else:
-            raise NotFoundError(f"id: '{question.id[:40]}' is not the number of a group")
+            raise NotFoundError(f"id: '{parameters.id[:40]}' is not the number of a group")
     except RunError as error:
         raise NotFoundError(str(error)) from error
     return {
@@ -160,13 +162,13 @@ def _group(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _find_rollout(source: Source, question: Question) -> tuple[GroupRow, RolloutRow]:
-    table, wanted = source.table(), question.id
+def _find_rollout(source: Source, parameters: RequestParameters) -> tuple[GroupRow, RolloutRow]:
+    table, wanted = source.table(), parameters.id
     try:
-        if question.seq >= 0:
-            group = table.group_at(question.seq)
+        if parameters.seq >= 0:
+            group = table.group_at(parameters.seq)
         else:
-            group, _ = table.rollout(wanted, with_superseded=question.superseded)
+            group, _ = table.rollout(wanted, with_superseded=parameters.superseded)
     except RunError as error:
         raise NotFoundError(str(error)) from error
     rollout = group.path(wanted)
@@ -180,9 +182,9 @@ def _described(source: Source, group: GroupRow, rollout: RolloutRow) -> dict[str
     return {"group": _without_rollouts(group), "rollout": _without_tokens(rollout), "summaries": summaries}
 
 
-def _rollout(source: Source, question: Question) -> dict[str, Any]:
+def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """One rollout, or a branch of one, with all its tokens; `tree` has the calls of all branches, where there are any."""
-    group, rollout = _find_rollout(source, question)
+    group, rollout = _find_rollout(source, parameters)
     root = group.path(root_id(rollout.rollout_id)) or rollout
     return {
         **_described(source, group, rollout),
@@ -192,10 +194,10 @@ def _rollout(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _compare(source: Source, question: Question) -> dict[str, Any]:
+def _compare(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """Two rollouts, perhaps of two runs; `pieces`: where their texts differ; `same`: the fraction of the characters that do not."""
-    other = {"id": question.other_id, "seq": question.other_seq}
-    asked = ((source, question), (source.beside(question.other_run), question.model_copy(update=other)))
+    other = {"id": parameters.other_id, "seq": parameters.other_seq}
+    asked = ((source, parameters), (source.beside(parameters.other_run), parameters.model_copy(update=other)))
     sides = [(run, *_find_rollout(run, each)) for run, each in asked]
     texts = [conversation(rollout.messages) for _, _, rollout in sides]
     pieces = differences(*texts)
@@ -208,28 +210,28 @@ def _compare(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _histogram(source: Source, question: Question) -> object:
-    query, superseded = _query(question), question.superseded
-    return source.table().histogram(question.field, query, bins=question.bins, with_superseded=superseded)
+def _histogram(source: Source, parameters: RequestParameters) -> object:
+    query, superseded = _query(parameters), parameters.superseded
+    return source.table().histogram(parameters.field, query, bins=parameters.bins, with_superseded=superseded)
 
 
-def _steps(source: Source, question: Question) -> dict[str, Any]:
-    return {"steps": source.table().by_step(_query(question), with_superseded=question.superseded)}
+def _steps(source: Source, parameters: RequestParameters) -> dict[str, Any]:
+    return {"steps": source.table().by_step(_query(parameters), with_superseded=parameters.superseded)}
 
 
-def _extremes(source: Source, question: Question) -> object:
-    return source.table().extremes(_query(question), question.k)
+def _extremes(source: Source, parameters: RequestParameters) -> object:
+    return source.table().extremes(_query(parameters), parameters.k)
 
 
-def _prompt(source: Source, question: Question) -> dict[str, Any]:
-    return {"groups": source.table().same_prompt(question.hash, with_superseded=question.superseded)}
+def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
+    return {"groups": source.table().same_prompt(parameters.hash, with_superseded=parameters.superseded)}
 
 
-def _metrics(source: Source, question: Question) -> dict[str, Any]:
+def _metrics(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """All names, and the values of those that are asked for: one entry per step, None where a step lacks the metric."""
     rows = source.metrics.rows()
     names = sorted(set().union(*rows.values()) - {"step"})
-    wanted = [name for name in question.names.split(",") if name]
+    wanted = [name for name in parameters.names.split(",") if name]
     return {
         "names": names,
         "known": {name: describe(name) for name in names},
@@ -238,16 +240,16 @@ def _metrics(source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _timeline(source: Source, question: Question) -> object:
-    return source.events.window(question.start, question.end, columns=question.columns)
+def _timeline(source: Source, parameters: RequestParameters) -> object:
+    return source.events.window(parameters.start, parameters.end, columns=parameters.columns)
 
 
-def _usage(source: Source, question: Question) -> object:
+def _usage(source: Source, parameters: RequestParameters) -> object:
     """Who waited for whom between two times of the timeline."""
-    return source.events.usage(question.start, question.end)
+    return source.events.usage(parameters.start, parameters.end)
 
 
-_VIEWS: Mapping[str, Callable[[Source, Question], object]] = {
+_VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "summary": _summary,
     "pulse": _pulse,
     "groups": _groups,
@@ -362,7 +364,7 @@ def error_answer(error: Exception) -> Json:
     raise error
 
 
-def build_app(library: Library, *, token: str, host: str, opening: Opening | None = None) -> Guard:
+def build_app(library: Library, *, token: str, host: str, opening: InitialView | None = None) -> Guard:
     """The page, its files and the API, behind the guard.
 
     Args:
@@ -379,16 +381,16 @@ def build_app(library: Library, *, token: str, host: str, opening: Opening | Non
             return [{"name": f"{name}@{step}", "step": step} for step in steps]
 
         found = await library.ask(lambda: [{"name": n, "evaluations": evaluations(n)} for n in library.names])
-        return Json({"runs": found, "opening": opening or Opening(), "names": NAMES})
+        return Json({"runs": found, "opening": opening or InitialView(), "names": NAMES})
 
     async def view(request: Request) -> Response:
         try:
             answer = _VIEWS.get(request.path_params["view"])
             if answer is None:
                 return _missing(request)
-            question = Question.model_validate(dict(request.query_params))
+            parameters = RequestParameters.model_validate(dict(request.query_params))
 
-            return Json(await library.ask(lambda: answer(library.source(question.run), question)))
+            return Json(await library.ask(lambda: answer(library.source(parameters.run), parameters)))
         except (GrpoAsyncError, TimeoutError, ValidationError) as error:
             return error_answer(error)
 

@@ -20,7 +20,7 @@ from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
 from grpo_async.utils.network import host_in_url, is_loopback
 from grpo_async.utils.threads import in_thread
-from grpo_async.viewer.web.api import Opening, build_app
+from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.sources import Library
 
 DEFAULT_HOST = "127.0.0.1"
@@ -78,7 +78,7 @@ def serve(
     # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
     in_thread(library.warm, name="first table")
     config = uvicorn.Config(
-        build_app(library, token=token, host=host, opening=Opening(query=query, sort=sort, superseded=superseded)),
+        build_app(library, token=token, host=host, opening=InitialView(query=query, sort=sort, superseded=superseded)),
         log_level="warning",
         access_log=False,
         lifespan="off",

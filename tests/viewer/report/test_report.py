@@ -118,8 +118,8 @@ def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_
         Group(rewards=[None, None], is_failed=True, status=GroupStatus.FAILED),
         Group(rewards=[None], step=None, status=GroupStatus.CANCELLED),
     ]
-    facts = read_rollouts(write_run(tmp_path, groups=groups).rollouts)
-    assert (facts.num_rollouts, facts.num_sampled, facts.num_unscored) == (5, 2, 1)
+    overview = read_rollouts(write_run(tmp_path, groups=groups).rollouts)
+    assert (overview.num_rollouts, overview.num_sampled, overview.num_unscored) == (5, 2, 1)
 
 
 def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import uvicorn
 from grpo_async.records import GroupStatus, Origin, RolloutCompletion, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.viewer.web.api import Opening, build_app
+from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.serve import listen
 from grpo_async.viewer.web.sources import Library
 from tests.store.builders import (
@@ -55,7 +55,7 @@ class Inspector:
 
 
 @contextmanager
-def serving(*runs: Path, host: str = "127.0.0.1", opening: Opening | None = None) -> Iterator[Inspector]:
+def serving(*runs: Path, host: str = "127.0.0.1", opening: InitialView | None = None) -> Iterator[Inspector]:
     """Serve until the end of the block."""
     listener = listen(host, 0)
     library = Library([RunDir(run) for run in runs])

@@ -14,7 +14,7 @@ _STEP_FOLDER = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class EvaluationTarget:
     """`label` names the results. Exactly one: `folder`, a Hugging Face folder; `run` and `step`, a checkpoint that is to be turned
     into one; or none of them: running servers, as they serve."""
 
@@ -24,7 +24,7 @@ class Subject:
     step: int | None = None
 
 
-def choose_subject(config: ExperimentConfig, *, checkpoint: str | None, run: Path | None) -> Subject:
+def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path | None) -> EvaluationTarget:
     """Decide; looks at the names of files only.
 
     Args:
@@ -37,8 +37,8 @@ def choose_subject(config: ExperimentConfig, *, checkpoint: str | None, run: Pat
     """
     if checkpoint is None and run is None:
         if config.inference.urls:
-            return Subject(label="served")
-        return Subject(label="base", folder=config.model.path)
+            return EvaluationTarget(label="served")
+        return EvaluationTarget(label="base", folder=config.model.path)
     if config.inference.urls:
         raise ConfigError(
             "inference.urls names servers that run already and serve what they serve; leave out --checkpoint and --run, or start "
@@ -49,7 +49,7 @@ def choose_subject(config: ExperimentConfig, *, checkpoint: str | None, run: Pat
         raise ConfigError(f"--run {run}: there is no such directory")
     if checkpoint is None:
         if (run_dir.model / "config.json").is_file():
-            return Subject(label="model", folder=str(run_dir.model))
+            return EvaluationTarget(label="model", folder=str(run_dir.model))
         return _newest(run_dir, f"--run {run}")
     if checkpoint == "latest":
         return _newest(run_dir, "--checkpoint latest")
@@ -58,25 +58,25 @@ def choose_subject(config: ExperimentConfig, *, checkpoint: str | None, run: Pat
     return _of_path(Path(checkpoint))
 
 
-def _newest(run_dir: RunDir, asked: str) -> Subject:
+def _newest(run_dir: RunDir, asked: str) -> EvaluationTarget:
     steps = run_dir.checkpoint_steps()
     if not steps:
         raise ConfigError(f"{asked}: {run_dir.checkpoints} has no checkpoint; name another run with --run DIR")
-    return Subject(label=f"step_{steps[-1]}", run=run_dir, step=steps[-1])
+    return EvaluationTarget(label=f"step_{steps[-1]}", run=run_dir, step=steps[-1])
 
 
-def _of_step(run_dir: RunDir, step: int) -> Subject:
+def _of_step(run_dir: RunDir, step: int) -> EvaluationTarget:
     steps = run_dir.checkpoint_steps()
     if step not in steps:
         known = ", ".join(map(str, steps)) or "none"
         raise ConfigError(f"--checkpoint {step}: {run_dir.checkpoints} has no such step; there are: {known}")
-    return Subject(label=f"step_{step}", run=run_dir, step=step)
+    return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)
 
 
-def _of_path(path: Path) -> Subject:
+def _of_path(path: Path) -> EvaluationTarget:
     if (path / "config.json").is_file():
         label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().name)
-        return Subject(label=label, folder=str(path))
+        return EvaluationTarget(label=label, folder=str(path))
     match = _STEP_FOLDER.fullmatch(path.name)
     if match is not None and path.is_dir() and path.resolve().parent.name == "checkpoints":
         return _of_step(RunDir(path.resolve().parent.parent), int(match[1]))
