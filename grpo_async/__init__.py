@@ -14,7 +14,7 @@ The way of the data; the record on each arrow, the package in each box:
                                    ^                                                v
                                    |      policy_version + 1                   [ training ]     every rank, main thread
                                    +-------------- [ weights ] <--------------------+
-                                      start, transfer, pause, finish, resume        | metrics, checkpoints, model
+                                      pause, start, transfer, finish, resume        | metrics, checkpoints, model
                                                                                     v
                                                               [ tracking | store ]  runs/NAME  --> [ viewer ]
 

@@ -28,7 +28,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServedParameters
 from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
-from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec, check_names, cut_into_buckets
+from grpo_async.weights.buckets import ParameterSpec, check_names, cut_into_buckets
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
@@ -462,7 +462,7 @@ def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) 
     spec = base.files.specs.get(target)
     if spec is None or not group.is_renamed_only:
         raise ConfigError(f"model.lora.push: the files of model.path have no {target} to add an adapter to; set merged")
-    if source.packed_columns is not None or source.tensor.dtype.itemsize < ITEM_SIZES[spec.dtype_name]:
+    if source.packed_columns is not None or source.tensor.dtype.itemsize < spec.dtype.itemsize:
         raise ConfigError(
             f"model.lora.push: adapter: servers add to {target} as the files hold it ({spec.dtype_name}), the trainer has it "
             "rounded; set merged"

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-ITEM_SIZES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Bytes of an element by the name of its dtype: parameters are floats, buffers of a checkpoint may be anything."""
+DTYPE_NAMES = (
+    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+"""Of torch's, those on the wire: parameters are floats, buffers of a checkpoint may be anything."""
 
 _MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES = 8 << 20, 256 << 20
 _BUCKETS_PER_PUSH = 64
@@ -33,8 +32,13 @@ class ParameterSpec:
     shape: tuple[int, ...]
 
     @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_SIZES[self.dtype_name]
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def choose_bucket_bytes(bucket_mb: int | None, num_bytes: int, *, device: torch.device) -> int:
@@ -94,10 +98,9 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
     offset = 0
     for spec in specs:
         part = buffer[offset : offset + spec.num_bytes]
-        dtype: torch.dtype = getattr(torch, spec.dtype_name)
-        if part.storage_offset() % dtype.itemsize:  # a view of another dtype needs an aligned start
+        if part.storage_offset() % spec.dtype.itemsize:  # a view of another dtype needs an aligned start
             part = part.clone()
-        yield spec.name, part.view(dtype).view(spec.shape)
+        yield spec.name, part.view(spec.dtype).view(spec.shape)
         offset += spec.num_bytes
 
 

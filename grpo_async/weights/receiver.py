@@ -17,7 +17,7 @@ import torch
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.backend import Backend, join_backend, receive_parameters
-from grpo_async.weights.buckets import ITEM_SIZES, ParameterSpec
+from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec
 from grpo_async.weights.rendezvous import problem_with_store
 
 NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
@@ -105,10 +105,10 @@ def check_membership(info: WeightInitInfo) -> None:
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:
     """The parameters of an update. Raises UpdateRefusedError when it cannot be one."""
     names, dtypes, shapes = info.names, info.dtype_names, info.shapes
-    unknown = sorted(set(dtypes) - set(ITEM_SIZES))
+    unknown = sorted(set(dtypes) - set(DTYPE_NAMES))
     if unknown or not len(names) == len(dtypes) == len(shapes):
         raise UpdateRefusedError(
-            f"an update needs a dtype of {sorted(ITEM_SIZES)} and a shape per name, got {len(names)} names, {len(dtypes)} dtypes "
+            f"an update needs a dtype of {sorted(DTYPE_NAMES)} and a shape per name, got {len(names)} names, {len(dtypes)} dtypes "
             f"(unknown: {unknown}), {len(shapes)} shapes"
         )
     return [
