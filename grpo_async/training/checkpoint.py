@@ -292,17 +292,17 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
     `checksums` of all ranks' files, by name."""
 
     def __init__(self, folder: Path) -> None:
-        # copies of a GPU's tensors go to pinned memory, which is slow to get and so kept: about this rank's part of a checkpoint
-        super().__init__(folder, cache_staged_state_dict=torch.cuda.is_available())
+        # memory for the copies is slow to get (pinned above all), so it is kept: about this rank's part of a checkpoint
+        super().__init__(folder, cache_staged_state_dict=True)
         self.fs = _HashedFiles()
         self.checksums: dict[str, str] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of `state_dict` that training leaves alone."""
-        if not torch.cuda.is_available():
-            return copy.deepcopy(state_dict)
-        generators = {"rng": state_dict["rng"]}  # copies already, and not of tensors alone
-        return {**super().stage({key: value for key, value in state_dict.items() if key != "rng"}), **generators}
+        tensors = {key: value for key, value in state_dict.items() if key != "rng"}
+        if self.state_dict_cache is None and not torch.cuda.is_available():
+            self.state_dict_cache = copy.deepcopy(tensors)  # DCP would pin it, which takes a GPU
+        return {**super().stage(tensors), "rng": state_dict["rng"]}  # those are copies already, and no tensors alone
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """DCP brings what this returns on each rank to `finish` on rank 0: the checksums come last."""

@@ -228,7 +228,9 @@ def save_slowly(model: str, run: str) -> dict[str, Any]:
         writer.poll()
         note("goes on" if writer.is_writing else "waited")
     writer.wait()
-    return {"events": events, "steps": run_dir.checkpoint_steps()}
+    saved, (policy, optimizer) = fingerprint(policy), build(model)
+    checkpoint.load_tensors(run_dir, 2, policy, optimizer)
+    return {"events": events, "steps": run_dir.checkpoint_steps(), "saved": saved, "loaded": fingerprint(policy)}
 
 
 def save_and_export(model: str, run: str) -> dict[str, Any]:

@@ -81,6 +81,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits_for_i
         "begun 1", "goes on", "written 1", "begun 2", "goes on", "written 2",
     ]  # fmt: skip
     assert result["steps"] == [1, 2]
+    assert result["loaded"] == result["saved"]  # the second, whose copies stand where those of the first stood
 
 
 @pytest.mark.slow
