@@ -291,6 +291,8 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
     """This rank's part of a checkpoint: copied on the CPU (`stage`), then written by DCP's thread. When that is done rank 0 has the
     `checksums` of all ranks' files, by name."""
 
+    state_dict_cache: dict[str, Any] | None  # DCP's
+
     def __init__(self, folder: Path) -> None:
         # memory for the copies is slow to get (pinned above all), so it is kept: about this rank's part of a checkpoint
         super().__init__(folder, cache_staged_state_dict=True)
