@@ -274,19 +274,25 @@ def test_the_step_needs_an_eighth_of_the_memory_of_full_logits_at_150_thousand_t
     assert rows["full: memory beyond gradients"] > 2 * 293
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("has_objective", [True, False])
 @pytest.mark.parametrize("is_autocast", [True, False])
-def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(is_autocast: bool, has_objective: bool) -> None:
-    """As vLLM's `head_dtype`. Rounded to bfloat16 logits of about 16 would be off by up to 0.03."""
+def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(
+    is_autocast: bool, has_objective: bool, device: str
+) -> None:
+    """As vLLM's `head_dtype`; a GPU has a product of its own for it. Rounded to bfloat16 logits of about 16 would be off by up to
+    0.03."""
     head, hidden, targets = _case(torch.bfloat16, bias=True)
-    with torch.no_grad():
-        hidden.mul_(16.0)
+    head, hidden, targets = head.to(device), (16.0 * hidden.detach()).to(device).requires_grad_(), targets.to(device)
     objective = _objective(lambda logprobs, entropy, rows: (logprobs + entropy).sum()) if has_objective else None
     settings: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 3, "objective": objective}
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+    with torch.autocast(device, torch.bfloat16, enabled=is_autocast):
         found = chunked_logprobs(hidden, targets, head, in_float32=True, **settings)
         rounded = chunked_logprobs(hidden, targets, head, **settings)
-    exact = nn.Linear(H, VOCAB)
+    exact = nn.Linear(H, VOCAB, device=device)
     exact.load_state_dict({name: tensor.float() for name, tensor in head.state_dict().items()})
     wanted = _full(hidden.float(), targets, exact, temperature=0.7, transform=LogitTransform())
     for value, right, coarse in zip(found[:2], wanted, rounded[:2], strict=True):
