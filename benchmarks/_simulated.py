@@ -152,6 +152,11 @@ class SimulatedServer:
         self._timer: asyncio.TimerHandle | None = None
         self._resume_timer: asyncio.TimerHandle | None = None
         self._busy_s = 0.0
+        self._stopped_at = 0.0
+        self.stood_s = 0.0
+        """Seconds from pauses until its rows went on."""
+        self.row_s = 0.0
+        """Seconds of all rows, while it generated."""
         self.load = 0
         """Requests here, with a slot or waiting."""
 
@@ -202,6 +207,7 @@ class SimulatedServer:
         if self._resume_timer is not None:
             self._resume_timer.cancel()
         self._paused = True
+        self._stopped_at = self._loop.time()
         self._plan()
 
     def resume(self) -> None:
@@ -212,6 +218,7 @@ class SimulatedServer:
     def _go_on(self) -> None:
         self._catch_up()
         self._paused = False
+        self.stood_s += self._loop.time() - self._stopped_at
         self._plan()
 
     def _decode_s(self) -> float:
@@ -222,6 +229,7 @@ class SimulatedServer:
         if self._rows and not self._paused:
             self._steps += (now - self._since) / self._decode_s()
             self._busy_s += now - self._since
+            self.row_s += (now - self._since) * len(self._rows)
         self._since = now
 
     def _plan(self) -> None:
@@ -293,9 +301,9 @@ class SimulatedProducer:
         )
 
 
-def num_tokens_of(group: ScoredGroup) -> int:
-    """Simulated tokens of a group."""
-    return sum(completion.reward_columns[_LENGTH] for completion in group.group.completions)
+def lengths_of(group: ScoredGroup) -> list[int]:
+    """Simulated tokens of each completion."""
+    return [completion.reward_columns[_LENGTH] for completion in group.group.completions]
 
 
 class SimulatedScorer:

@@ -1,16 +1,23 @@
-"""What a GPU reaches against what it allows: generation and training. For whoever has one.
+"""What a GPU reaches against what it allows, and five parts of ten minutes that prove that all runs on one. For whoever has one.
 
-    python -m benchmarks gpu [--size 0.6b] [--parts generate train] [--json FILE]
-    python -m benchmarks gpu --size 1.7b --parts train --peak-tflops 989 --memory-gbs 4800
-    python -m benchmarks gpu --device cpu --size tiny --parts generate train      # the same code, as a test of itself
+    python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network, .venv made before
+    python -m benchmarks gpu [--size 0.6b] [--measure generate train] [--json FILE]
+    python -m benchmarks gpu --size 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
+    python -m benchmarks gpu --device cpu --size tiny --measure generate train      # the same code, as a test of itself
 
 generate  tokens/s of a server with --in-flight completions at once, and fraction of the bound: prompts at the peak of FLOPs, then a
           step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
 train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
 
-Pushes on GPUs are measured by `push --device cuda`, both sides on one GPU by `asynchrony --engine vllm`.
-Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is listed. Without a GPU and
-without --device cpu: exit code 2. There are no targets.
+part 1  doctor, train, and the small tests marked gpu
+part 2  preflight in float32 and in bfloat16, the quickstart with vLLM over ipc
+part 3  pushes over ipc, over gloo, and over nccl between two processes
+part 4  generate; a run with CUDA graphs whose weights are verified after every push
+part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
+
+A part reports the seconds of each of its commands; exit codes of 0 are its targets. Both sides of a run on a GPU are measured by
+`asynchrony --engine vllm`. Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is
+listed. Without a GPU and without --device cpu: exit code 2.
 """
 
 from __future__ import annotations
@@ -20,17 +27,16 @@ import asyncio
 import json
 import os
 import random
-import re
 import secrets
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
+from benchmarks._models import SIZES, ModelSize, Peaks, generation_bound_s, listed_peaks
 from benchmarks.report import ROOT, Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -49,7 +55,8 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=["generate", "train"], default=["generate", "train"])
+    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof, in place of --measure")
+    parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: 0.6b, on a CPU tiny")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help="default: vllm, on a CPU embedded")
     parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help="that computes; default: bfloat16, on a CPU float32")
@@ -77,6 +84,8 @@ def main(arguments: list[str]) -> int:
             setattr(options, name, on_gpu if options.device == "cuda" else on_cpu)
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     report = Report("gpu", options)
+    if options.part is not None:
+        return _prove(report, options.part)
     size, peaks = SIZES[options.size], _peaks(options)
     report.note(
         f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
@@ -84,10 +93,55 @@ def main(arguments: list[str]) -> int:
     )
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
-    if "generate" in options.parts:
+    if "generate" in options.measure:
         _report_generation(report, _generate(size, options), size, peaks, options)
-    if "train" in options.parts:
+    if "train" in options.measure:
         _report_training(report, _train(size, options), size, peaks)
+    return report.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------- the proof
+
+_PART_S = 600.0
+_RUN = "-m grpo_async train configs/quickstart-vllm.yaml --quiet --set launch.colocate=true --set run.dir={runs}"
+_CHECK = "-m grpo_async preflight configs/quickstart-vllm.yaml --set launch.colocate=true --set inference.dtype"
+_PUSH = "-m benchmarks push --device cuda --dtype bfloat16 --shape 0.6b --rounds 5 --transport"
+PARTS: dict[int, tuple[str, ...]] = {
+    1: (
+        "-m grpo_async doctor --full",
+        "-m benchmarks gpu --measure train",
+        "-m pytest -q -m gpu tests/training tests/weights",
+    ),
+    2: ("-m grpo_async prepare-quickstart", f"{_CHECK}=float32", f"{_CHECK}=bfloat16", _RUN),
+    3: tuple(f"{_PUSH} {transport}" for transport in ("ipc", "gloo", "nccl")),
+    4: (
+        "-m benchmarks gpu --measure generate --in-flight 1 64 256",
+        "-m grpo_async prepare-quickstart",
+        f"{_RUN} --set inference.vllm.enforce_eager=false --set weights.verify_every_pushes=1 --set training.max_steps=10",
+    ),
+    5: ("-m pytest -q tests/e2e/test_gpu.py",),
+}
+"""Arguments of Python, in the checkout; {runs} is a folder that goes afterwards."""
+
+
+def _prove(report: Report, part: int) -> int:
+    """Run a part's commands one after the other, also after one that failed, within ten minutes."""
+    ends_at = time.monotonic() + _PART_S
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRPO_REQUIRE": "gpu,vllm"}
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as runs:
+        for arguments in PARTS[part]:
+            print(f"== python {arguments}", flush=True)
+            command = [sys.executable, *arguments.format(runs=runs).split()]
+            began = time.monotonic()
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+            try:
+                code = process.wait(timeout=max(1.0, ends_at - began))
+            except subprocess.TimeoutExpired:
+                code = -1  # the ten minutes are over
+            finally:
+                _server.stop(process)
+            report.row(f"part {part}: python {arguments}", [time.monotonic() - began], "s")
+            report.target(f"exit code of python {arguments}", abs(code), at_most=0)
     return report.finish()
 
 
@@ -95,83 +149,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-# ------------------------------------------------------------------------ what model and machine allow at most (a roofline)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """A dense decoder with grouped-query attention, a gated MLP and tied embeddings (Qwen3)."""
-
-    vocab: int = 151936
-    hidden: int
-    layers: int = 28
-    heads: int = 16
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int
-
-    @property
-    def num_parameters(self) -> int:
-        """Of matrices; the norms' are some thousands. Formula: layers x (2 H A + 2 H K + 3 H I) + V H, with H hidden,
-        A = heads x head_dim, K = kv_heads x head_dim, I intermediate. The embedding is counted once: looking a
-        token up computes nothing, the head does."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
-
-    def forward_flops(self, context: float) -> float:
-        """Of one token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
-        return 2.0 * self.num_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
-
-    def training_flops(self, length: float) -> float:
-        """Of one token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1), causal: a token attends to
-        (length + 1) / 2 on average, and backward is twice forward. What is computed again (checkpointing) does not count."""
-        return 3.0 * self.forward_flops((length + 1) / 2)
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Of one token: 2 L K values."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
-
-
-SIZES = {
-    "tiny": ModelSize(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
-    "0.6b": ModelSize(hidden=1024, intermediate=3072),
-    "1.7b": ModelSize(hidden=2048, intermediate=6144),
-    "8b": ModelSize(hidden=4096, layers=36, heads=32, intermediate=12288),
-}
-"""Widths of Qwen3 models (the 8B's own head is not tied: here it is)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """FLOPs/s of dense products in the compute dtype, bytes/s of the memory, and where the figures come from."""
-
-    flops: float
-    memory: float
-    source: str
-
-
-# (name as torch says it, dense bfloat16 TFLOPS, memory GB/s): the makers' data sheets; the first that matches counts
-_TABLE: tuple[tuple[str, float, float], ...] = (
-    (r"B200", 2250, 8000),
-    (r"H200", 989, 4800),
-    (r"H100.*PCIe", 756, 2000),
-    (r"H100|GH200", 989, 3350),
-    (r"A100.*80GB", 312, 2039),
-    (r"A100", 312, 1555),
-    (r"L40S", 362, 864),
-    (r"\bL4\b", 121, 300),
-    (r"RTX 4090", 165, 1008),
-)
-
-
-def listed_peaks(device_name: str) -> Peaks | None:
-    """Of the table; None: it does not know the device."""
-    for pattern, tflops, memory in _TABLE:
-        if re.search(pattern, device_name):
-            return Peaks(flops=tflops * 1e12, memory=memory * 1e9, source="data sheet")
-    return None
 
 
 def _peaks(options: argparse.Namespace) -> Peaks:
@@ -188,21 +165,6 @@ def _peaks(options: argparse.Namespace) -> Peaks:
     if listed is None:
         raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
     return Peaks(flops=flops or listed.flops, memory=memory or listed.memory, source=listed.source)
-
-
-def generation_bound_s(
-    size: ModelSize, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
-) -> float:
-    """Seconds in which `in_flight` completions can come at the earliest: the prompts at the peak of FLOPs, then `completion` steps,
-    each of which reads all weights once and the KV of all, or computes, whichever takes longer.
-
-    Worked example: N = 1e9 in 16 bit, 1 in flight, 1e12 bytes/s: 2 ms a token, 500 tokens/s at most; with 8 in flight 4000.
-    """
-    prefill = in_flight * prompt * size.forward_flops(prompt / 2) / peaks.flops
-    context = prompt + completion / 2
-    num_bytes = size.num_parameters * itemsize + in_flight * context * size.kv_bytes(itemsize)
-    flops = in_flight * size.forward_flops(context)
-    return prefill + completion * max(num_bytes / peaks.memory, flops / peaks.flops)
 
 
 # -------------------------------------------------------------------------------------------------------------- generation
@@ -229,10 +191,8 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)
         _server.write_model(
-            folder / "model", seed=options.seed, dtype=options.dtype, vocab_size=size.vocab, hidden_size=size.hidden,
-            intermediate_size=size.intermediate, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads, head_dim=size.head_dim, max_position_embeddings=length,
-        )  # fmt: skip
+            folder / "model", seed=options.seed, dtype=options.dtype, max_position_embeddings=length, **size.qwen3()
+        )
         with _server.serving(_server.write_config(folder, sections), options.engine) as server:
             return asyncio.run(_rounds(server.url, size, options))
 

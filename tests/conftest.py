@@ -38,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(shared))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU, saying why, where there is none; fail where GRPO_REQUIRE asks for it."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        require = pytest.fail if "gpu" in os.environ.get("GRPO_REQUIRE", "") else pytest.skip
+        require("torch sees no GPU")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if getattr(session.config.option, "loadgroup", False):
         split = [

@@ -10,12 +10,19 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks import gpu
 from benchmarks.__main__ import FOLDER, names
+from benchmarks.report import Report
+from grpo_async.cli.app import app
+from grpo_async.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "duckdb", "datasets", "trl")
@@ -53,20 +60,54 @@ def examples(name: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(names()))
-def test_the_commands_of_the_docstring_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = argparse.ArgumentParser.parse_args
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, list[str]], None]:
+    """parse(benchmark, arguments): they are read, and nothing is run."""
+    whole = argparse.ArgumentParser.parse_args
 
     def parse_only(parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        parse(parser, *arguments)
+        whole(parser, *arguments)
         raise _ParsedError
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+
+    def parse(name: str, arguments: list[str]) -> None:
+        with pytest.raises(_ParsedError):
+            importlib.import_module(f"benchmarks.{name}").main(arguments)
+
+    return parse
+
+
+@pytest.mark.parametrize("name", sorted(names()))
+def test_the_commands_of_the_docstring_parse(name: str, parse: Callable[[str, list[str]], None]) -> None:
     commands = examples(name)
     assert commands, f"benchmarks/{name}.py shows no command"
     for command in commands:
-        with pytest.raises(_ParsedError):
-            importlib.import_module(f"benchmarks.{name}").main(command)
+        parse(name, command)
+
+
+@pytest.mark.parametrize("command", sorted({command for part in gpu.PARTS.values() for command in part}))
+def test_every_command_of_the_proof_on_a_gpu_is_read(command: str, parse: Callable[[str, list[str]], None]) -> None:
+    """What can be known of it without one: arguments parse, configs load with what is set, tests are there."""
+    module, *arguments = command.format(runs="runs").split()[1:]
+    if module == "benchmarks":
+        parse(arguments[0], arguments[1:])
+    elif module == "pytest":
+        paths = [each for each in arguments if each.startswith("tests/")]
+        assert paths and all((ROOT / path).exists() for path in paths)  # noqa: PT018
+    elif arguments[0] in ("train", "preflight"):
+        overrides = [value for option, value in pairwise(arguments) if option == "--set"]
+        load_config(ROOT / arguments[1], overrides)
+    else:
+        help_of = CliRunner().invoke(app, [*arguments, "--help"])
+        assert help_of.exit_code == 0, help_of.output
+
+
+def test_a_part_of_the_proof_runs_every_command_and_fails_with_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {1: ("-c raise(SystemExit(3))", "-c pass")})
+    report = Report("gpu", argparse.Namespace())
+    assert gpu._prove(report, 1) == 1
+    assert [(target.value, target.met) for target in report.targets] == [(3.0, False), (0.0, True)]
 
 
 def test_the_help_of_every_benchmark_is_light_and_offers_json() -> None:

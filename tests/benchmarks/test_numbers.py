@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _step_sides, asynchrony, gpu, push, step
+from benchmarks import _models, _step_sides, asynchrony, gpu, push, step
 from benchmarks._step_sides import StepOutcome
 from benchmarks.report import Report, Row, in_turns, median_interval, ratios
 from grpo_async.records import RolloutSample
@@ -79,8 +79,8 @@ def test_variants_take_turns_ratios_are_within_a_round_and_the_interval_of_a_med
 
 # --------------------------------------------------------------------------------------------------------------------- gpu
 
-SMALL = gpu.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
-PEAKS = gpu.Peaks(flops=1e6, memory=1e4, source="test")
+SMALL = _models.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
+PEAKS = _models.Peaks(flops=1e6, memory=1e4, source="test")
 
 
 def test_parameters_and_flops_are_those_of_the_formula() -> None:
@@ -94,10 +94,10 @@ def test_parameters_and_flops_are_those_of_the_formula() -> None:
 def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many() -> None:
     # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
     bound_s = 2 * 0.0736 + 4 * 720 / 1e6
-    one = gpu.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
+    one = _models.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
     assert one == pytest.approx(bound_s)
-    fast_memory = gpu.Peaks(flops=1e6, memory=1e12, source="test")
-    many = gpu.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
+    fast_memory = _models.Peaks(flops=1e6, memory=1e12, source="test")
+    many = _models.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
     assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
     report = Report("gpu", Namespace())
     options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
@@ -125,7 +125,7 @@ def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
 def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [gpu.listed_peaks(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU")]
+    found = [_models.listed_peaks(name) for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "Some other GPU")]
     assert [peaks and peaks.flops for peaks in found] == [989e12, 756e12, None]
     monkeypatch.setattr(gpu, "_has_gpu", lambda: False)
     assert gpu.main([]) == 2

@@ -1,0 +1,114 @@
+"""What a model computes and moves, and what a GPU can: for gpu, push and simulation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """A dense decoder with grouped-query attention and a gated MLP (Qwen3, Llama 3)."""
+
+    vocab: int = 151936
+    hidden: int
+    layers: int = 28
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int
+    tied: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        """Of matrices that compute; the norms' are some thousands. Formula: layers x (2 H A + 2 H K + 3 H I) + V H, with H hidden,
+        A = heads x head_dim, K = kv_heads x head_dim, I intermediate. The embedding is not counted beside the head: looking a
+        token up computes nothing."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
+
+    @property
+    def num_stored(self) -> int:
+        """With an embedding of its own, where the head is not tied to it."""
+        return self.num_parameters + (0 if self.tied else self.vocab * self.hidden)
+
+    def forward_flops(self, context: float) -> float:
+        """Of one token that attends to `context` tokens: 2 N + 4 L A context (two products of A values with each of them)."""
+        return 2.0 * self.num_parameters + 4.0 * self.layers * self.heads * self.head_dim * context
+
+    def training_flops(self, length: float) -> float:
+        """Of one token of a sample of `length` tokens, forward and backward: 6 N + 6 L A (length + 1), causal: a token attends to
+        (length + 1) / 2 on average, and backward is twice forward. What is computed again (checkpointing) does not count."""
+        return 3.0 * self.forward_flops((length + 1) / 2)
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Of one token: 2 L K values."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    def qwen3(self) -> dict[str, Any]:
+        """As fields of transformers' Qwen3Config."""
+        return {
+            "vocab_size": self.vocab, "hidden_size": self.hidden, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+        }  # fmt: skip
+
+
+SIZES = {
+    "tiny": ModelSize(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
+    "0.6b": ModelSize(hidden=1024, intermediate=3072),
+    "1.7b": ModelSize(hidden=2048, intermediate=6144),
+    "4b": ModelSize(hidden=2560, layers=36, heads=32, intermediate=9728),
+    "7b": ModelSize(vocab=152064, hidden=3584, heads=28, kv_heads=4, intermediate=18944, tied=False),  # Qwen2.5
+    "8b": ModelSize(hidden=4096, layers=36, heads=32, intermediate=12288, tied=False),
+    "32b": ModelSize(hidden=5120, layers=64, heads=64, intermediate=25600, tied=False),
+    "70b": ModelSize(vocab=128256, hidden=8192, layers=80, heads=64, intermediate=28672, tied=False),  # Llama 3
+}
+"""Widths of Qwen3 models, but for those that say another name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """FLOPs/s of dense products in the compute dtype, bytes/s of the memory, and where the figures come from."""
+
+    flops: float
+    memory: float
+    source: str
+
+
+# (name as torch says it, dense bfloat16 TFLOPS, memory GB/s): the makers' data sheets; the first that matches counts
+_TABLE: tuple[tuple[str, float, float], ...] = (
+    (r"B200", 2250, 8000),
+    (r"H200", 989, 4800),
+    (r"H100.*PCIe", 756, 2000),
+    (r"H100|GH200", 989, 3350),
+    (r"A100.*80GB", 312, 2039),
+    (r"A100", 312, 1555),
+    (r"L40S", 362, 864),
+    (r"\bL4\b", 121, 300),
+    (r"RTX 4090", 165, 1008),
+)
+
+
+def listed_peaks(device_name: str) -> Peaks | None:
+    """Of the table; None: it does not know the device."""
+    for pattern, tflops, memory in _TABLE:
+        if re.search(pattern, device_name):
+            return Peaks(flops=tflops * 1e12, memory=memory * 1e9, source="data sheet")
+    return None
+
+
+def generation_bound_s(
+    size: ModelSize, peaks: Peaks, *, in_flight: int, prompt: int, completion: int, itemsize: int
+) -> float:
+    """Seconds in which `in_flight` completions can come at the earliest: the prompts at the peak of FLOPs, then `completion` steps,
+    each of which reads all weights once and the KV of all, or computes, whichever takes longer.
+
+    Worked example: N = 1e9 in 16 bit, 1 in flight, 1e12 bytes/s: 2 ms a token, 500 tokens/s at most; with 8 in flight 4000.
+    """
+    prefill = in_flight * prompt * size.forward_flops(prompt / 2) / peaks.flops
+    context = prompt + completion / 2
+    num_bytes = size.num_parameters * itemsize + in_flight * context * size.kv_bytes(itemsize)
+    flops = in_flight * size.forward_flops(context)
+    return prefill + completion * max(num_bytes / peaks.memory, flops / peaks.flops)
