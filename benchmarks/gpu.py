@@ -103,8 +103,8 @@ def main(arguments: list[str]) -> int:
 # ------------------------------------------------------------------------------------------------------------- the proof
 
 _PART_S = 600.0
-_RUN = "-m grpo_async train configs/quickstart-vllm.yaml --quiet --set launch.colocate=true --set run.dir={runs}"
-_CHECK = "-m grpo_async preflight configs/quickstart-vllm.yaml --set launch.colocate=true --set inference.dtype"
+_RUN = "-m grpo_async train configs/quickstart-vllm.yaml --quiet --set run.dir={runs}"
+_CHECK = "-m grpo_async preflight configs/quickstart-vllm.yaml --set inference.dtype"
 _PUSH = "-m benchmarks push --device cuda --dtype bfloat16 --shape 0.6b --rounds 5 --transport"
 PARTS: dict[int, tuple[str, ...]] = {
     1: (

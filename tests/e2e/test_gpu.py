@@ -14,7 +14,7 @@ from tests.e2e.test_kill_nine import _kill_everything
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
 BASE = "quickstart-vllm.yaml"
-SHARED = (*SMALL, "launch.device=cuda", "launch.colocate=true", "evaluation=null")
+SHARED = (*SMALL, "launch.device=cuda", "evaluation=null")
 START_S = 240.0
 
 

@@ -39,6 +39,20 @@ def _alone(model: Any, samples: Sequence[RolloutSample], *, temperature: float) 
     return torch.cat(found)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
+    model, samples = build_family(family), random_samples(LENGTHS)
+    found = {}
+    for device in ("cpu", "cuda"):
+        policy = Policy(copy.deepcopy(model).to(device), temperature=0.7, chunk_tokens=16)
+        logprobs = policy(pack_rows(samples, ROWS, ROW_TOKENS).to(torch.device(device))).logprobs
+        logprobs.sum().backward()
+        found[device] = [logprobs.cpu(), *(each.grad.cpu() for each in policy.model.parameters())]
+    for ours, wanted in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: str) -> None:
     """Neither a neighbour in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores

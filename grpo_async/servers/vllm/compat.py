@@ -291,7 +291,8 @@ async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     `keep_cache`, requests that go on recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
 
     This is AsyncLLM.pause_generation without its sleep of 20 ms at the end, which waits for tokens that this process already has;
-    `patches.wait_until_handed_out` waits for those."""
+    `patches.wait_until_handed_out` waits for those. And without the refusal of new requests with which 0.33 begins mode=abort: ours
+    wait at the gate."""
     if not keep_cache:
         await engine.renderer.clear_mm_cache_async()
     await engine.engine_core.pause_scheduler_async(mode="abort" if abort else "keep", clear_cache=not keep_cache)
