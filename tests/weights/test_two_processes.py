@@ -1,0 +1,88 @@
+"""Buckets between the trainer and a worker in a process of its own, over every transport: the real ones of both sides.
+
+On one GPU NCCL takes two processes of one host for a mistake, so the worker says that it is another host (NCCL_HOSTID), and our
+own refusal (`choose_transport`) is left out: a run has ipc there.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights import transport
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.receiver import WeightReceiver
+from grpo_async.weights.transport import WeightTransport
+
+TIMEOUT_S = 120.0
+SIZES = [(300, 70), (5,), (64, 64, 3), (1,), (1 << 18,)]
+
+
+class _Server:
+    """What the transport asks of a server, passed on to the worker."""
+
+    name, num_workers = "worker", 1
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+        self._pipe.send(info.model_dump())
+        assert self._pipe.poll(timeout_s)
+        assert self._pipe.recv() == "joined"
+
+
+def _work(pipe: Connection, device: str) -> None:
+    """A worker: joins, then sends back every parameter of every update."""
+    os.environ["NCCL_HOSTID"] = "worker"
+    receiver = WeightReceiver(device=torch.device(device))
+    receiver.join(WeightInitInfo.model_validate(pipe.recv()))
+    pipe.send("joined")
+    while (update := pipe.recv()) is not None:
+        received = receiver.receive(WeightUpdateInfo.model_validate(update))
+        pipe.send({name: tensor.cpu().float().numpy() for name, tensor in received})
+    receiver.leave()
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [("gloo", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in ("ipc", "nccl", "gloo"))],
+)
+def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "choose_transport", lambda wanted, trainer, workers: (wanted, ""))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=_work, args=(theirs, device), daemon=True)
+    worker.start()
+    sender = WeightTransport(
+        kind, host="127.0.0.1", bucket_bytes=1 << 16, timeout_s=TIMEOUT_S, device=torch.device(device)
+    )
+    server: Any = _Server(ours)
+    try:
+        sender.connect([server])
+        for dtype in (torch.float32, torch.bfloat16):
+            tensors = {f"p{number}": torch.randn(shape).to(device, dtype) for number, shape in enumerate(SIZES)}
+            specs = [
+                ParameterSpec(name=name, dtype_name=str(dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+                for name, tensor in tensors.items()
+            ]
+            ours.send(sender.describe(specs).model_dump())
+            for bucket in cut_into_buckets(specs, sender.bucket_bytes):
+                sender.send(sender.pack([tensors[spec.name] for spec in bucket]))()
+            assert ours.poll(TIMEOUT_S)
+            received = ours.recv()
+            assert received.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(torch.from_numpy(received[name]), tensor.cpu().float()), name
+        ours.send(None)
+        worker.join(TIMEOUT_S)
+        assert worker.exitcode == 0
+    finally:
+        sender.close()
+        worker.kill()
