@@ -283,8 +283,8 @@ def simulate(setup: Setup) -> Outcome:
             samples = [sample for group in trained for sample in group.samples]
             ages = [step - 1 - int(version) for sample in samples for version in sample.policy_versions if version >= 0]
             served = [(server.busy_s(), server.stood_s, server.row_s) for server in servers]
-            totals = [fmean(each) for each in zip(*served, strict=True)]
-            ticks.append(_Tick(loop.time(), waited_s, *totals, trained_s, even_s, ages))
+            busy_s, stood_s, row_s = map(fmean, zip(*served, strict=True))
+            ticks.append(_Tick(loop.time(), waited_s, busy_s, stood_s, row_s, trained_s, even_s, ages))
         assert is_closed(ledger.snapshot()), ledger.snapshot()
         assert all(age <= setup.max_staleness for tick in ticks for age in tick.ages)
     finally:
