@@ -101,11 +101,12 @@ class RunDir:
         self.logs.mkdir(exist_ok=True)
 
     @contextlib.contextmanager
-    def new_token(self) -> Iterator[str]:
-        """A new secret, which is in the file `token` too while the context is open: for the user's own requests to the
-        servers, `curl -H "Authorization: Bearer $(cat runs/NAME/token)"`. A file that a killed launcher left is replaced.
+    def new_token(self, token: str | None = None) -> Iterator[str]:
+        """A new secret (or `token`), which is in the file `token` too while the context is open: for the user's own requests to the
+        servers, `curl -H "Authorization: Bearer $(cat runs/NAME/token)"`, and for the other machines of the run. A file that a
+        killed launcher left is replaced.
         """
-        token = secrets.token_urlsafe(32)
+        token = token or secrets.token_urlsafe(32)
         self.token.unlink(missing_ok=True)
         # never open to others, not even for a moment, and never through a link that somebody put there
         descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

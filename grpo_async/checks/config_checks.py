@@ -386,7 +386,7 @@ class _Findings:
 
     def _check_weights_host(self) -> None:
         try:
-            host = weights_host(self.config)
+            host = weights_host(self.config, self.config.inference.urls)
         except ConfigError as error:  # the server may still be about to come
             self.notes.append(str(error))
             return

@@ -82,7 +82,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     Worked example: N = 8e9 in float32 on 8 ranks -> weights 4e9, gradients 4e9, optimizer 8e9.
     """
     training, launch, lora = config.training, config.launch, config.model.lora
-    ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes)
+    ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
     weights = model.parameters * (_NF4_BYTES if lora is not None and lora.quantization is not None else master)
     if config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial"):
@@ -105,7 +105,8 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
 def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float) -> dict[str, float]:
     """Bytes of vLLM on one GPU: weights / parallel, its own work, and keys and values of `num_tokens` (an upper bound where layers
     have windows or share a cache)."""
-    share = ITEM_BYTES[config.inference.dtype_in_use] / config.inference.vllm.tensor_parallel_size
+    vllm = config.inference.vllm
+    share = ITEM_BYTES[config.inference.dtype_in_use] / (vllm.tensor_parallel_size * vllm.pipeline_parallel_size)
     return {
         "weights": model.parameters * share,
         "activations and graphs": _VLLM_WORK_BYTES,

@@ -325,7 +325,7 @@ def check_context_length(context: PreflightContext) -> Iterator[Found]:
 def check_addresses(context: PreflightContext) -> Iterator[Found]:
     """The weight group listens where only servers reach it, and no server can be used without the run's token. That the address can
     be bound is checked before the start."""
-    host = weights_host(context.config)
+    host = weights_host(context.config, [server.url for server in context.servers])
     if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
         yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
     elif is_loopback(host):

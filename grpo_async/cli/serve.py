@@ -1,17 +1,26 @@
-"""`serve-vllm`, `serve-embedded`: an inference server alone. `train` starts its own; several machines need this."""
+"""`serve-vllm`, `serve-embedded`: inference servers alone. `train` starts its own, on every machine of launch.nodes."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
+from typing import TYPE_CHECKING, Literal, NoReturn
+
+import typer
 
 from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
 from grpo_async.utils.network import is_loopback
 
+if TYPE_CHECKING:
+    from grpo_async.config.experiment import ExperimentConfig
+
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with vLLM, for a trainer that names it in `inference.urls`.
+
+    With inference.replicas above 1 as many servers start, at this port and those after it, each with GPUs of its own, and
+    one that dies is started again. A single one takes the place of this process: whatever started it looks after it.
 
     Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request but /health needs the
     token of GRPO_ASYNC_TOKEN; where the variable is not set, a token is made and printed (on loopback; any other address
@@ -20,6 +29,7 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
     \b
     Examples:
       grpo-async serve-vllm configs/quickstart.yaml
+      grpo-async serve-vllm configs/quickstart.yaml --set inference.replicas=8
       GRPO_ASYNC_TOKEN=secret grpo-async serve-vllm configs/quickstart.yaml --port 8001 --set inference.host=0.0.0.0
     """
     from grpo_async.config.loader import load_config
@@ -27,13 +37,15 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
 
     experiment = load_config(config, overrides or ())
     _ensure_token(experiment.inference.host)
+    if experiment.inference.replicas > 1:
+        _serve_replicas(experiment, "vllm", port)
     command.serve_vllm(experiment, port)
 
 
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with the embedded engine, for machines without vLLM. The HTTP API is the same.
 
-    Address, HTTPS and token: as with serve-vllm.
+    Replicas, address, HTTPS and token: as with serve-vllm.
 
     \b
     Examples:
@@ -45,7 +57,18 @@ def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: S
 
     experiment = load_config(config, overrides or ())
     _ensure_token(experiment.inference.host)
+    if experiment.inference.replicas > 1:
+        _serve_replicas(experiment, "embedded", port)
     main.serve_embedded(experiment, port)
+
+
+def _serve_replicas(config: ExperimentConfig, engine: Literal["vllm", "embedded"], port: int) -> NoReturn:
+    from grpo_async.launcher.serve import serve_replicas
+    from grpo_async.servers.engine_choice import choose_engine
+
+    inference = config.inference.model_copy(update={"engine": engine, "urls": []})
+    config = config.model_copy(update={"inference": inference})
+    raise typer.Exit(serve_replicas(config, choose_engine(config), port))
 
 
 def _ensure_token(host: str) -> None:

@@ -54,7 +54,13 @@ def train(
             "--node-rank",
             metavar="K",
             min=0,
-            help="Which of launch.nodes machines this is; 0 leads. Default: $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID.",
+            help="Which machine of launch.nodes this is; 0 leads, those that train come first. Default: see below.",
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            "--master-addr", metavar="HOST[:PORT]", help="Where node 0 is met. Default: launch.rdzv, or see below."
         ),
     ] = None,
     quiet: QuietOption = False,
@@ -66,8 +72,11 @@ def train(
     checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
     130 or 143 stopped by SIGINT or SIGTERM.
 
-    With launch.nodes above 1, run the same command on every machine, with its --node-rank and the same $GRPO_ASYNC_TOKEN;
-    node 0 decides about --resume and --clean. If one of them ends, all of them end.
+    With several machines in launch.nodes, run this same command on every one of them; run.dir has to be on a file system that
+    they share. Which machine it is, and where node 0 is met, says what starts it: Slurm (a task of srun), a Kubernetes Indexed
+    Job, or $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun has them; by hand --node-rank, and
+    launch.rdzv or --master-addr. `grpo-async launch` writes the files for the schedulers. Node 0 decides about --resume and
+    --clean. A machine that trains and ends, ends all of them.
 
     On a terminal a dashboard shows the run; elsewhere, or with --quiet, lines do. `grpo-async status` shows from any
     other terminal where it stands.
@@ -80,7 +89,8 @@ def train(
       grpo-async train configs/quickstart.yaml --resume 40
       grpo-async train configs/quickstart.yaml --dry-run
       grpo-async train configs/quickstart.yaml --json-logs | jq 'select(.event == "step") | .metrics.reward'
-      grpo-async train configs/cluster.yaml --node-rank 1
+      grpo-async train configs/cluster.yaml --dry-run
+      grpo-async train configs/cluster.yaml --node-rank 1 --master-addr 10.0.0.1
     """
     if resume is not None and resume != "auto" and not resume.isdecimal():
         raise typer.BadParameter(f"{resume!r} is neither auto nor a step number", param_hint="--resume")
@@ -92,5 +102,7 @@ def train(
     output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
     with output.reporting():
         loaded = load_config(config, overrides or ())
-    code = launch(loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, output=output)
+    code = launch(
+        loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, master_addr=master_addr, output=output
+    )
     raise typer.Exit(code)

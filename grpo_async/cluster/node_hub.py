@@ -1,197 +1,188 @@
-"""Node 0's end of the launchers' channel: waits for the other machines, tells them to start and to end, notices when one is lost.
+"""Node 0 while the run goes on: hears the other machines, passes on what concerns their servers, notices when one is lost.
 
-waits for   every other machine to join, `launch.rdzv_timeout_s` long; then it only watches
-trouble     set as soon as the run cannot go on: a machine is gone, its trainer has failed, its configuration is another
+    node K -> node 0   "note", "warning": for the user
+                       "server_event": index, event, detail, life; for the trainer (processes.control)
+                       "signal": it is to stop; "exited": status and error of its trainer; "failed": its servers, before they served
+    node 0 -> node K   "restart_server", "server_serving": of the trainer; "start", "end"
+
+A machine that trains and is lost ends the run. One that only serves takes its servers with it, and the run goes on with the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
-from grpo_async.cluster.node_channel import LINE_LIMIT, LostError, NodeChannel, admit
-from grpo_async.cluster.node_link import Offer
-from grpo_async.cluster.nodes import shared_token
-from grpo_async.config import ExperimentConfig
-from grpo_async.errors import ConfigError
+from grpo_async.cluster.meeting import BEAT_S, SILENCE_S, Meeting, Message
+from grpo_async.cluster.members import Member, say_farewell
+from grpo_async.errors import RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.threads import in_thread
 
-_READY_S = 60.0  # for a machine to compare a configuration and to look at a folder
+_SHORT_SILENCE_S = 8.0
+"""While it is asked whether a machine is gone, because something else has failed."""
 
 
-@dataclass(slots=True)
-class _Node:
-    rank: int
-    host: str
-    channel: NodeChannel
-    is_ready: bool = False
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its trainer has ended, or it is gone."""
+class User(Protocol):
+    """Who is told (display.Display)."""
 
-    @property
-    def name(self) -> str:
-        return f"node {self.rank} ({plain(self.host)})"
+    def note(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
+
+
+class Servers(Protocol):
+    """Node 0's own (launcher.spawned_servers.SpawnedServers)."""
+
+    def lost(self, failure: str) -> None: ...
+    def lose_elsewhere(self, index: int, why: str) -> None: ...
+
+
+async def exchange(meeting: Meeting, *, within_s: float = SILENCE_S) -> list[Message]:
+    """One exchange, off the event loop.
+
+    Raises:
+        RunError: a message is not of this run.
+        RuntimeError: the store is gone.
+        TimeoutError: it does not answer.
+    """
+    async with asyncio.timeout(within_s):
+        return await asyncio.wrap_future(in_thread(meeting.exchange, name="meeting"))
 
 
 class NodeHub:
-    """Use as an async context manager: listens while it is open.
+    """The other machines of a run that has started.
 
     Args:
-        assignment: node 0's.
-        note: gets lines for the user.
+        servers, user: of node 0.
         on_signal: told when the launcher of another machine gets a signal: the run is to stop as if it had come here.
+        tell_trainer: gets index, event, detail and life of a server elsewhere.
 
     Attributes:
-        all_ready: every machine is there and has the same configuration.
-        trouble: the run cannot go on; `failure` says why.
+        trouble: set as soon as the run cannot go on because of another machine; `failure` says why.
         failed_node: name of the machine that `failure` is about.
         has_lost_a_node: `failure` is that a machine is gone, which explains every failure of a rank.
     """
 
     def __init__(
         self,
-        config: ExperimentConfig,
+        meeting: Meeting,
+        members: Sequence[Member],
         assignment: Assignment,
         *,
-        note: Callable[[str], None],
+        user: User,
+        servers: Servers,
         on_signal: Callable[[signal.Signals], None],
+        tell_trainer: Callable[[int, str, str, int], None],
     ) -> None:
-        self._rdzv = config.launch.rdzv
-        self._port = config.launch.meeting_point[1]
+        self._meeting = meeting
+        self._members = {member.rank: member for member in members}
         self._assignment = assignment
-        self._token = shared_token()
-        self._note = note
+        self._user = user
+        self._servers = servers
         self._on_signal = on_signal
-        self._nodes: dict[int, _Node] = {}
-        self._serving: dict[asyncio.Task[None], NodeChannel] = {}
-        self._is_over = False
-        self.all_ready = asyncio.Event()
+        self._tell_trainer = tell_trainer
+        self._ended: set[int] = set()  # their trainer has ended, or they are gone
+        self._gone: set[int] = set()
+        self._limit_s = SILENCE_S
+        self._changed = asyncio.Event()
         self.trouble = asyncio.Event()
         self.failure: str | None = None
         self.failed_node: str | None = None
         self.has_lost_a_node = False
 
-    async def __aenter__(self) -> Self:
-        self._secret = Offer.leave(self._assignment)
-        try:
-            address = self._assignment.node.address
-            self._server = await asyncio.start_server(self._serve, address, self._port, limit=LINE_LIMIT)
-        except OSError as error:
-            raise ConfigError(
-                f"launch.rdzv: {self._rdzv} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
-                "machine, and a port that no other run uses"
-            ) from error
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._is_over = True
-        self._server.close()
-        # which ends the tasks that read them
-        await asyncio.gather(*(channel.close() for channel in self._serving.values()))
-        await asyncio.gather(*self._serving)
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks of the machines that are not there, or not ready."""
-        ready = {rank for rank, node in self._nodes.items() if node.is_ready}
-        return [rank for rank in range(1, self._assignment.node.count) if rank not in ready]
-
-    def describe_missing(self) -> str:
-        """ "node 2" or "nodes 1 and 2"."""
-        *most, last = map(str, self.missing)
-        return f"nodes {', '.join(most)} and {last}" if most else f"node {last}"
-
     def start(self) -> None:
-        """Let every machine start its trainer."""
-        self._send("start")
+        """Let every machine start its processes."""
+        for rank in self._members:
+            self._meeting.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
+
+    async def watch(self) -> None:
+        """Hear the others until cancelled."""
+        while True:
+            try:
+                messages = await exchange(self._meeting)
+            except (RunError, RuntimeError, TimeoutError) as error:
+                self._fail(
+                    self._members[min(self._members)], f"the store of the launchers is of no use any more: {error}"
+                )
+                return
+            for message in messages:
+                self._take(message)
+            for rank in self._meeting.silent([r for r in self._members if r not in self._gone], self._limit_s):
+                self._lose(self._members[rank])
+            await asyncio.sleep(BEAT_S)
+
+    def tell_server(self, index: int, kind: str, **content: object) -> None:
+        """Pass on what the trainer says of a server on another machine."""
+        for member in self._members.values():
+            if self._assignment.server_urls[index] in member.urls:
+                self._meeting.post(member.rank, kind, index=index, **content)
 
     async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until the trainer of every machine has ended or the machine is gone, `timeout_s` at most."""
-        if self._nodes:
-            ends = [asyncio.ensure_future(node.ended.wait()) for node in self._nodes.values()]
-            _, waiting = await asyncio.wait(ends, timeout=timeout_s)
-            for task in waiting:
-                task.cancel()
-
-    def end(self, exit_code: int, error: str | None) -> None:
-        """Tell every machine that the run is over, and how it went."""
-        self._is_over = True
-        self._send("end", exit_code=exit_code, error=error)
-
-    def _send(self, kind: str, **content: Any) -> None:
-        for node in self._nodes.values():
-            node.channel.send(kind, **content)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        channel = self._serving[task] = NodeChannel(reader, writer)
+        self._limit_s = _SHORT_SILENCE_S
+        trains = {rank for rank in self._members if rank < self._assignment.node.num_train}
         try:
-            node = await self._admit(channel)
-            if node is not None:
-                await self._listen_to(node)
-        finally:
-            await channel.close()
-            del self._serving[task]
+            async with asyncio.timeout(timeout_s):
+                while not trains <= self._ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return
 
-    async def _admit(self, channel: NodeChannel) -> _Node | None:
-        offered = {"attempt": self._assignment.attempt_dir.name, "secret": self._secret}
-        try:
-            rank, host = await admit(channel, self._token, **offered, refuse=self._refuse)  # within HANDSHAKE_S
-        except LostError as error:
-            self._note(f"{channel.peer} wanted to join the run and may not: {plain(str(error))}")
-            return None
-        node = self._nodes[rank] = _Node(rank=rank, host=host, channel=channel)
-        try:
-            async with asyncio.timeout(_READY_S):
-                answer = await channel.receive()
-        except (LostError, TimeoutError) as error:
-            answer = {"kind": "refused", "reason": str(error) or f"it was not ready within {_READY_S:.0f} s"}
-        if answer["kind"] != "ready":
-            self._fail(node, f"{node.name} cannot take part: {plain(str(answer.get('reason')))}")
-            return None
-        node.is_ready = True
-        left = f"; still missing: {self.describe_missing()}" if self.missing else ""
-        self._note(f"{node.name} is here, from {channel.peer}{left}")
-        if not self.missing:
-            self.all_ready.set()
-        return node
+    async def end(self, exit_code: int, error: str | None) -> None:
+        """Tell every machine that the run is over and how it went; call it when nothing watches any more."""
+        for rank in self._members:
+            self._meeting.post(rank, "end", exit_code=exit_code, error=error)
+        left = range(1, self._assignment.node.count)
+        await asyncio.wrap_future(in_thread(partial(say_farewell, self._meeting, left), name="farewell"))
 
-    def _refuse(self, rank: object) -> str | None:
-        count = self._assignment.node.count
-        if not isinstance(rank, int) or not 0 < rank < count:
-            return f"--node-rank {rank} is none of 1 to {count - 1} (launch.nodes: {count})"
-        return f"node {rank} is here already: {self._nodes[rank].name}" if rank in self._nodes else None
+    def _take(self, message: Message) -> None:
+        member = self._members[int(message["from"])]
+        match message:
+            case {"kind": "note", "text": str(text)}:
+                self._user.note(f"{member.name}: {text}")
+            case {"kind": "warning", "text": str(text)}:
+                self._user.warning(f"{member.name}: {text}")
+            case {"kind": "server_event", "index": int(index), "event": str(event)}:
+                self._tell_trainer(index, event, str(message["detail"]), int(message["life"]))
+                if event == "given_up":
+                    self._servers.lose_elsewhere(index, f"server {index} of {member.name}: {message['detail']}")
+            case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
+                self._user.note(f"{member.name} got {name}")
+                self._on_signal(signal.Signals[name])
+            case {"kind": "exited", "status": int(status)}:
+                self._end(member)
+                if status != 0:
+                    self._fail(member, f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
+            case {"kind": "failed", "error": str(error)}:
+                self._servers.lost(f"on {member.name} {plain(error)}")
+            case _:
+                self._user.warning(f"{member.name} sent a message that nobody knows: {str(message)[:200]!r}")
 
-    async def _listen_to(self, node: _Node) -> None:
-        while True:
-            try:
-                message = await node.channel.receive()
-            except LostError as error:
-                node.ended.set()
-                if not self._is_over:
-                    self.has_lost_a_node = True
-                    self._fail(
-                        node,
-                        f"{node.name} is gone ({error}): its launcher was killed, or the machine or the network failed",
-                    )
-                return
-            match message:
-                case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
-                    self._note(f"{node.name} got {name}")
-                    self._on_signal(signal.Signals[name])
-                case {"kind": "exited", "status": int(status)}:
-                    node.ended.set()
-                    if status != 0:
-                        self._fail(node, f"the trainer of {node.name} failed: {plain(str(message.get('error')))}")
-                case _:
-                    self._note(f"{node.name} sent a message that nobody knows: {str(message)[:200]!r}")
+    def _lose(self, member: Member) -> None:
+        self._gone.add(member.rank)
+        self._end(member)
+        gone = f"{member.name} is gone: its launcher was killed, or the machine or the network failed"
+        if member.rank < self._assignment.node.num_train:
+            self.has_lost_a_node = True
+            self._fail(member, gone)
+            return
+        self._user.warning(gone)
+        for index, url in enumerate(self._assignment.server_urls):
+            if url in member.urls:
+                self._tell_trainer(index, "given_up", gone, 0)
+                self._servers.lose_elsewhere(index, gone)
 
-    def _fail(self, node: _Node, reason: str) -> None:
+    def _end(self, member: Member) -> None:
+        self._ended.add(member.rank)
+        self._changed.set()
+
+    def _fail(self, member: Member, reason: str) -> None:
         if self.failure is None:  # what comes after the first is a consequence
-            self.failure, self.failed_node = reason, node.name
+            self.failure, self.failed_node = reason, member.name
         self.trouble.set()
+        self._changed.set()

@@ -1,99 +1,177 @@
-"""Which of several machines this one is, and where their trainer ranks meet."""
+"""Which of several machines this one is, and where they meet: what the user says, else what whoever started the command says.
+
+    --node-rank K, --master-addr HOST      by hand
+    NODE_RANK or GROUP_RANK, NNODES        torchrun's variables, and of everything that sets them: with MASTER_ADDR, MASTER_PORT
+    SLURM_NODEID                           a task of `srun`: node 0 is the first machine of the step
+    JOB_COMPLETION_INDEX                   a pod of a Kubernetes Indexed Job with a headless service: node 0 is the pod JOB-0
+
+The first that gives a rank is believed. `launch.rdzv` goes before every other place to meet but --master-addr.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE, token_from_environment
-from grpo_async.processes.addresses import interface_of, reachable_address, resolve_host
+from grpo_async.processes.addresses import interface_of, resolve_host
 from grpo_async.processes.assignment import Node
-from grpo_async.processes.machine import check_can_listen, free_ports
+from grpo_async.processes.machine import check_can_listen
 from grpo_async.utils.network import is_loopback
 
-NODE_RANK_VARIABLE = "GRPO_ASYNC_NODE_RANK"
-"""Rank of this machine, where `--node-rank` is not given."""
+DEFAULT_PORT = 29400
+"""Of the place to meet, where nobody says another; torchrun's."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
+Environment = Mapping[str, str]
 
-def choose_node_rank(config: ExperimentConfig, given: int | None, environment: Mapping[str, str] = os.environ) -> int:
-    """Rank of this machine: `--node-rank`, else $GRPO_ASYNC_NODE_RANK, else $SLURM_NODEID; 0 where there is one machine only.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Names of variables: `rank` of this machine, `count` of all; `host` finds the name of node 0."""
+
+    rank: str
+    count: str | None
+    host: Callable[[Environment], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Rank of this machine, and the host and port where node 0 is met; "" where there is nobody to meet."""
+
+    rank: int = 0
+    host: str = ""
+    port: int = DEFAULT_PORT
+
+
+def _first_of_step(environment: Environment) -> str | None:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    return first_host(nodes) if nodes else None
+
+
+def _first_pod(environment: Environment) -> str | None:
+    """ "job-3.service.space.svc.cluster.local" -> "job-0.service.space.svc.cluster.local"; None of a pod without a service."""
+    own, _, domain = socket.getfqdn().partition(".")
+    return f"{own.rpartition('-')[0]}-0.{domain}" if domain else None
+
+
+_SOURCES = (
+    _Source(rank="NODE_RANK", count="NNODES", host=lambda environment: None),
+    _Source(rank="GROUP_RANK", count="NNODES", host=lambda environment: None),
+    _Source(rank="SLURM_NODEID", count="SLURM_NNODES", host=_first_of_step),
+    _Source(rank="JOB_COMPLETION_INDEX", count=None, host=_first_pod),
+)
+
+
+def find_place(
+    config: ExperimentConfig,
+    *,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    environment: Environment = os.environ,
+) -> Place:
+    """Where this machine stands in the run.
+
+    Args:
+        node_rank: --node-rank.
+        master_addr: --master-addr, HOST or HOST:PORT.
 
     Raises:
-        ConfigError: it is not known, or no rank of this run.
+        ConfigError: it is not known, no rank of this run, or others were started than `launch.nodes` says.
     """
-    count = config.launch.nodes
-    if given is None and count == 1:
-        return 0  # a job script may set the variables for something else
-    for name, text in (
-        ("--node-rank", None if given is None else str(given)),
-        (f"${NODE_RANK_VARIABLE}", environment.get(NODE_RANK_VARIABLE)),
-        ("$SLURM_NODEID", environment.get("SLURM_NODEID")),
-    ):
-        if text is None:
-            continue
-        if not text.isdecimal() or int(text) >= count:
-            raise ConfigError(
-                f"{name}: {text!r} is no machine of this run; launch.nodes: {count}, so it is 0 to {count - 1}"
-            )
-        return int(text)
-    raise ConfigError(
-        f"launch.nodes: {count} machines train, and it is not said which of them this one is; add --node-rank K (0 leads), or "
-        f"set ${NODE_RANK_VARIABLE}"
-    )
-
-
-def shared_token() -> str:
-    """The secret by which the machines of a run know each other, which is that of the servers, too.
-
-    Raises:
-        ConfigError: it is not set.
-    """
-    token = token_from_environment()
-    if token is None:
+    nodes = config.launch.nodes
+    if nodes.count == 1 and not node_rank:
+        return Place()  # a job script may set the variables for something else
+    source = next((each for each in _SOURCES if environment.get(each.rank)), None) if node_rank is None else None
+    rank = _rank(config, node_rank, source, environment)
+    said = environment.get(source.count) if source is not None and source.count is not None else None
+    if source is not None and said and said != str(nodes.count):
         raise ConfigError(
-            f"launch.nodes: the machines know each other by ${TOKEN_VARIABLE}, which is not set; set the same secret on all of "
-            "them, such as the output of `openssl rand -hex 32`"
+            f"launch.nodes: {_described(config)}, and ${source.count} is {said}; start the command on as many machines as "
+            "launch.nodes has"
         )
-    return token
+    if master_addr is not None:
+        host, port = _host_and_port(master_addr)
+    elif config.launch.rdzv is not None:
+        host, port = config.launch.meeting_point
+    else:
+        host = environment.get("MASTER_ADDR") or (source.host(environment) if source is not None else None) or ""
+        port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
+    if not host:
+        raise ConfigError(
+            f"launch.nodes: {_described(config)}, and it is not said where they meet; set launch.rdzv to HOST:PORT of the machine "
+            "with node rank 0, give --master-addr, or set $MASTER_ADDR"
+        )
+    return Place(rank=rank, host=host, port=port)
 
 
-def leading_node(config: ExperimentConfig) -> Node:
+def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Environment) -> int:
+    count = config.launch.nodes.count
+    if given is not None:
+        name, text = "--node-rank", str(given)
+    elif source is not None:
+        name, text = f"${source.rank}", environment[source.rank]
+    else:
+        raise ConfigError(
+            f"launch.nodes: {_described(config)}, and it is not said which of them this one is; add --node-rank K (0 leads, those "
+            "that train come first), or start it by Slurm, Kubernetes (grpo-async launch) or with $NODE_RANK"
+        )
+    if not text.isdecimal() or int(text) >= count:
+        raise ConfigError(
+            f"{name}: {text!r} is no machine of this run; launch.nodes: {_described(config)}, so it is 0 to {count - 1}"
+        )
+    return int(text)
+
+
+def _described(config: ExperimentConfig) -> str:
+    nodes = config.launch.nodes
+    return f"{nodes.train} machines train and {nodes.infer} serve" if nodes.infer else f"{nodes.train} machines train"
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port or DEFAULT_PORT
+    except ValueError:
+        host, port = None, 0
+    if not host or parts.netloc != text or "@" in text:
+        raise ConfigError(f"--master-addr: {text!r} is neither HOST nor HOST:PORT")
+    return host, port
+
+
+def first_host(nodes: str) -> str:
+    """The first of a list as Slurm writes it: "node[01-04,7],gpu3" -> "node01"; "rack[1-2]n[3,5]" -> "rack1n3"."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else nodes
+
+
+def leading_node(config: ExperimentConfig, place: Place) -> Node:
     """This machine as node 0, before anything is written.
 
     Raises:
-        ConfigError: `launch.rdzv` names a host that is not known, that other machines take for themselves, or where this
-            machine cannot listen; or there is no common token.
+        ConfigError: the place to meet is a host that is not known, one that other machines take for themselves, or where this
+            machine cannot listen.
     """
-    if config.launch.nodes == 1:
+    nodes = config.launch.nodes
+    if nodes.count == 1:
         return Node()
-    shared_token()
-    host, port = config.launch.meeting_point
-    address = resolve_host(host, "launch.rdzv")
-    if is_loopback(address) and not is_loopback(host):
+    setting = "the place to meet (launch.rdzv, --master-addr, $MASTER_ADDR)"
+    address = resolve_host(place.host, setting)
+    if is_loopback(address) and not is_loopback(place.host):
         raise ConfigError(
-            f"launch.rdzv: {host} is {address} on this machine (see /etc/hosts), where no other machine can come; name the "
+            f"{setting}: {place.host} is {address} on this machine (see /etc/hosts), where no other machine can come; name the "
             "address in the network that the machines share"
         )
-    check_can_listen(address, port, "launch.rdzv")
-    return Node(count=config.launch.nodes, address=address, store_port=free_ports(address, 1)[0], own_address=address)
+    check_can_listen(address, place.port, setting)
+    return Node(num_train=nodes.train, num_infer=nodes.infer, address=address, port=place.port, own_address=address)
 
 
-def following_node(config: ExperimentConfig, rank: int) -> Node:
-    """This machine as node `rank`; `store_port` is for node 0 to say.
-
-    Raises:
-        ConfigError: the host of `launch.rdzv` is not known, or no route leads there.
-    """
-    host, port = config.launch.meeting_point
-    address = resolve_host(host, "launch.rdzv")
-    own_address = reachable_address(address, port, "launch.rdzv")
-    return Node(rank=rank, count=config.launch.nodes, address=address, own_address=own_address)
-
-
-def socket_names(own_address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def socket_names(own_address: str, environment: Environment = os.environ) -> dict[str, str]:
     """Variables that make gloo and NCCL listen on the interface with `own_address` only; without those that are set already."""
     name = interface_of(own_address)
     if name is None:

@@ -1,8 +1,7 @@
-"""A batch script for Slurm from a configuration: one job with machines that train and machines that serve.
+"""A batch script for Slurm from a configuration: one job, in which `srun` runs `grpo-async train CONFIG` on every machine.
 
-job      launch.nodes + launch.slurm.server_nodes machines, whole ones
-node 0   the machine of the batch script itself: what Slurm sends to the script, the script passes on to it and to nothing else
-others   `srun` on one machine each: trainers by their --node-rank, servers by their port
+job      launch.nodes: as many whole machines as train and serve; each finds its place by Slurm's variables (cluster.nodes)
+GPUs     Slurm gives a task all of its machine; the launcher divides them there among its processes, by what the task may see
 time     a while before the limit the run saves and ends, and the job is queued again to go on from there
 again    a job that is queued again goes on only with what it began itself: every attempt notes its job, see `restart_of_job`
 """
@@ -18,33 +17,37 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.run_directory import RunDir, write_atomically
 
 _MARGIN_S = 60  # to end the servers, and for Slurm, which looks at its clock every so often
-_DEFAULT_PORT = 29400
 
 
 def batch_script(
-    config: ExperimentConfig, config_path: Path, *, overrides: Sequence[str] = (), python: str, working_dir: Path
+    config: ExperimentConfig,
+    config_path: Path,
+    *,
+    num_gpus: int,
+    overrides: Sequence[str] = (),
+    python: str,
+    working_dir: Path,
 ) -> str:
     """The script as text.
 
     Args:
         config_path: the file of `config`; the job reads it when it starts.
+        num_gpus: of each machine, where `launch.slurm.gpus_per_node` does not say it.
         overrides: values that were set on the command line, `section.key=value`.
         python: interpreter, the same path on every machine.
         working_dir: where the job runs, on a file system that all machines share, like `config.run.dir`.
     """
-    blocks = (_head(config, config_path), _variables(config, config_path, overrides, python, working_dir), _BODY)
-    return "\n".join("\n".join(block) if not isinstance(block, str) else block for block in blocks)
-
-
-def gpus_per_node(config: ExperimentConfig) -> int:
-    """`launch.slurm.gpus_per_node`, else the larger of what the trainer and the servers of a machine take.
-
-    Trainer: one per rank. Servers: replicas x tensor_parallel_size. None for what is on the CPU by its setting.
-    """
-    if config.launch.slurm.gpus_per_node is not None:
-        return config.launch.slurm.gpus_per_node
-    trainer = config.launch.num_trainer_ranks if config.launch.device != "cpu" else 0
-    return max(trainer, config.inference.replicas * _gpus_of_a_server(config))
+    settings = [part for override in overrides for part in ("--set", override)]
+    train = [python, "-m", "grpo_async", "train", str(config_path), *settings]
+    lines = [
+        *_head(config, config_path, num_gpus),
+        f"cd {shlex.quote(str(working_dir))}",
+        f"train=({shlex.join(train)})",
+        *(["", "# launch.slurm.setup", *config.launch.slurm.setup] if config.launch.slurm.setup else []),
+        "",
+        _BODY,
+    ]
+    return "\n".join(lines)
 
 
 def note_job(attempt: Path, environment: Mapping[str, str] = os.environ) -> None:
@@ -79,15 +82,7 @@ def _note(attempt: Path) -> Path:
     return attempt / "slurm_job"
 
 
-def _gpus_of_a_server(config: ExperimentConfig) -> int:
-    if config.launch.slurm.gpus_per_node == 0:
-        return 0
-    if config.inference.engine == "embedded":
-        return 1 if config.inference.embedded.device == "cuda" else 0
-    return config.inference.vllm.tensor_parallel_size
-
-
-def _head(config: ExperimentConfig, config_path: Path) -> Iterator[str]:
+def _head(config: ExperimentConfig, config_path: Path, num_gpus: int) -> Iterator[str]:
     launch, slurm = config.launch, config.launch.slurm
     notice_s = round(launch.stop_timeout_s) + _MARGIN_S
     yield "#!/bin/bash"
@@ -95,13 +90,13 @@ def _head(config: ExperimentConfig, config_path: Path) -> Iterator[str]:
     yield "#"
     yield "#   sbatch FILE                                begin a run"
     yield "#   sbatch FILE --resume                       go on from its newest checkpoint (any option of `grpo-async train`)"
-    yield "#   scancel --batch --signal=TERM JOB          save a checkpoint and end (a plain scancel saves nothing)"
+    yield "#   scancel --signal=TERM JOB                  save a checkpoint and end (a plain scancel saves nothing)"
     yield "#"
     yield f"#SBATCH --job-name={config.run.name}"
-    yield f"#SBATCH --nodes={launch.nodes + slurm.server_nodes}"
+    yield f"#SBATCH --nodes={launch.nodes.count}"
     yield "#SBATCH --ntasks-per-node=1"
     yield "#SBATCH --exclusive"
-    if gpus := gpus_per_node(config):
+    if gpus := num_gpus if slurm.gpus_per_node is None else slurm.gpus_per_node:
         yield f"#SBATCH --gpus-per-node={gpus}"
     for name in ("partition", "account", "time"):
         if value := getattr(slurm, name):
@@ -117,114 +112,28 @@ def _head(config: ExperimentConfig, config_path: Path) -> Iterator[str]:
     yield ""
 
 
-def _variables(
-    config: ExperimentConfig, config_path: Path, overrides: Sequence[str], python: str, working_dir: Path
-) -> Iterator[str]:
-    launch, slurm = config.launch, config.launch.slurm
-    port = launch.meeting_point[1] if launch.rdzv is not None else _DEFAULT_PORT
-    settings = [part for override in overrides for part in ("--set", override)]
-    serve = "serve-embedded" if config.inference.engine == "embedded" else "serve-vllm"
-    run_dir = working_dir / config.run_path
-    yield f"cd {shlex.quote(str(working_dir))}"
-    yield f"token_file={shlex.quote(str(run_dir) + '.token')}"
-    yield f"grpo=({shlex.join([python, '-m', 'grpo_async'])})"
-    yield f"config=({shlex.join([str(config_path), *settings])})"
-    yield f'serve="{serve}"'
-    yield f"num_trainers={launch.nodes}      # machines that train"
-    yield f"rdzv_port={port}"
-    yield f"servers_per_node={config.inference.replicas}"
-    yield f"server_port={slurm.server_port}      # of the first one of a machine"
-    yield f"gpus_per_server={_gpus_of_a_server(config)}"
-    if slurm.setup:
-        yield ""
-        yield "# launch.slurm.setup"
-        yield from slurm.setup
-    yield ""
-
-
-_BODY = r"""# ---- who is who: the first machines train, the others serve; the first of all is the one that this script runs on
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-trainers=("${hosts[@]:0:num_trainers}")
-server_hosts=("${hosts[@]:num_trainers}")
-
-# ---- the secret by which the machines know each other; the file is for your own requests to the servers
-mkdir -p "$(dirname "$token_file")"
-rm -f "$token_file"
-(umask 077 && set -o noclobber && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "$token_file")
-GRPO_ASYNC_TOKEN=$(< "$token_file")
-export GRPO_ASYNC_TOKEN
-
-# ---- what is started, and how it ends
-steps=()       # pids of srun
-leader=""      # pid of node 0's launcher
-signalled=""   # a signal cut the last `wait` short
+_BODY = r"""# ---- what Slurm sends to this script, it passes on to the tasks: `srun` itself would kill them
+signalled=""   # a signal cut the `wait` short
 out_of_time="" # Slurm has said that the time is nearly over
-
 # shellcheck disable=SC2329  # by traps
 stop() {
   signalled=yes
-  if [ -n "$leader" ]; then kill -TERM "$leader" 2> /dev/null || true; fi
+  scancel --signal=TERM "$SLURM_JOB_ID"
 }
-# shellcheck disable=SC2329
-cleanup() {
-  trap '' TERM INT USR1
-  for pid in "${steps[@]}"; do kill -TERM "$pid" 2> /dev/null || true; done
-  for pid in "${steps[@]}"; do wait "$pid" || true; done
-  rm -f "$token_file"
-}
-trap cleanup EXIT
 trap 'out_of_time=yes; stop' USR1
 trap stop TERM INT
 
-on_host() { # on_host HOST COMMAND...: one process with all CPUs and all memory of a machine
-  local host=$1
-  shift
-  exec srun --nodes=1 --ntasks=1 --nodelist="$host" --overlap --mem=0 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" "$@"
-}
-address_of() { getent ahostsv4 "$1" | awk 'NR == 1 { print $1 }'; }
+# ---- every machine runs the same command, with all of its CPUs and memory; `sbatch FILE ...` adds options to it
+srun --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_ON_NODE:-1}" --mem=0 --label \
+  "${train[@]}" "$@" &
+step=$!
 
-# ---- servers
-urls=()
-for host in "${server_hosts[@]}"; do
-  address=$(address_of "$host")
-  for ((index = 0; index < servers_per_node; index++)); do
-    port=$((server_port + index))
-    urls+=("http://$address:$port")
-    (
-      if ((gpus_per_server > 0)); then
-        first=$((index * gpus_per_server))
-        CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + gpus_per_server - 1)))
-        export CUDA_VISIBLE_DEVICES
-      fi
-      on_host "$host" "${grpo[@]}" "$serve" "${config[@]}" --port "$port" --set "inference.host=$address"
-    ) &
-    steps+=("$!")
-  done
-done
-joined=$(
-  IFS=,
-  echo "${urls[*]}"
-)
-train=("${grpo[@]}" train "${config[@]}" --set "inference.urls=[$joined]" --set inference.replicas=1)
-if ((num_trainers > 1)); then train+=(--set "launch.rdzv=${trainers[0]}:$rdzv_port"); fi
-
-# ---- trainers
-for ((rank = 1; rank < num_trainers; rank++)); do
-  (on_host "${trainers[rank]}" "${train[@]}" --node-rank "$rank") &
-  steps+=("$!")
-done
-
-# ---- node 0: as `sbatch FILE ...` says; of a job that is queued again it knows by itself where to go on
-"${train[@]}" --node-rank 0 "$@" &
-leader=$!
-if [ -n "$signalled" ]; then kill -TERM "$leader"; fi
-
-# ---- until node 0 has ended: it decides how the run went
+# ---- until all have ended: node 0 decides how the run went
 code=0
 while true; do
   signalled=""
   code=0
-  wait "$leader" || code=$?
+  wait "$step" || code=$?
   if [ -z "$signalled" ]; then break; fi
 done
 if [ -n "$out_of_time" ] && ((code == 143)); then

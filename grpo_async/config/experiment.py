@@ -30,6 +30,9 @@ from grpo_async.config.sections import (
 )
 from grpo_async.config.server_sections import InferenceSection, WeightsSection
 
+_BYTES_PER_S = 100_000_000
+"""At which a model is read from a network file system that several machines read at once."""
+
 
 class ExperimentConfig(StrictModel):
     """One experiment."""
@@ -85,6 +88,17 @@ class ExperimentConfig(StrictModel):
         return rewards
 
     @model_validator(mode="after")
+    def _give_large_models_time_to_start(self) -> Self:
+        """See `inference.startup_timeout_s`."""
+        folder = Path(self.model.path)
+        if "startup_timeout_s" not in self.inference.model_fields_set and folder.is_dir():
+            num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+            timeout_s = self.inference.startup_timeout_s + num_bytes // _BYTES_PER_S
+            # the model is frozen for its users; here it is still being made
+            object.__setattr__(self, "inference", self.inference.model_copy(update={"startup_timeout_s": timeout_s}))
+        return self
+
+    @model_validator(mode="after")
     def _check_rules_across_sections(self) -> Self:
         problems = list(conflicts(self))
         if problems:
@@ -95,6 +109,11 @@ class ExperimentConfig(StrictModel):
     def max_groups_ahead(self) -> int:
         """(max_staleness + 1) x groups_per_step: most groups that are started and not yet trained."""
         return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step
+
+    @property
+    def num_servers(self) -> int:
+        """Of all machines: those of `inference.urls`, else inference.replicas on each machine that serves."""
+        return len(self.inference.urls) or self.inference.replicas * len(self.launch.nodes.serving)
 
     @property
     def evaluation_in_flight(self) -> int:

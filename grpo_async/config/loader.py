@@ -111,6 +111,8 @@ def _take_old_names(document: Document, problems: Problems) -> None:
     for old, new in RENAMED_KEYS.items():
         if old not in document.locations:
             continue
+        if new is not None and new[: len(old)] == old and isinstance(document.value(old), dict):
+            continue  # the section that the setting has become
         location = document.locations.pop(old)
         value = document.value(old[:-1]).pop(old[-1])
         if new is None:
@@ -211,7 +213,9 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
     location = Location(f"--set {clipped(override, 100).encode(errors='backslashreplace').decode()}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
-    if (new := RENAMED_KEYS.get(path)) is not None:
+    if (new := RENAMED_KEYS.get(path)) is not None and new[
+        : len(path)
+    ] != path:  # else a section of that name may be meant
         logger.warning("%s: %s is called %s now", location, dotted, ".".join(new))
         path = new
     if not has_value or not all(path):

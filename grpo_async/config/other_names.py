@@ -111,7 +111,7 @@ _VERL = {
     "trainer.save_freq": "checkpoint.every_steps",
     "trainer.test_freq": "evaluation.every_steps",
     "trainer.n_gpus_per_node": "launch.num_trainer_ranks",
-    "trainer.nnodes": "launch.nodes",
+    "trainer.nnodes": "launch.nodes.train",
     "trainer.logger": "tracking",
 }
 _PRIME_RL = {

@@ -22,6 +22,22 @@ _SET_BY_US = {
     "--dtype": "see inference.dtype",
     "--max-model-len": "see inference.max_model_len",
     "--tensor-parallel-size": "see inference.vllm.tensor_parallel_size",
+    "--pipeline-parallel-size": "see inference.vllm.pipeline_parallel_size",
+    "--data-parallel-size": "see inference.vllm.data_parallel_size",
+    "--enable-expert-parallel": "see inference.vllm.expert_parallel",
+    **dict.fromkeys(
+        (
+            *(
+                "--data-parallel-size-local",
+                "--data-parallel-rank",
+                "--data-parallel-start-rank",
+                "--data-parallel-address",
+            ),
+            *("--data-parallel-rpc-port", "--data-parallel-hybrid-lb", "--data-parallel-external-lb", "--headless"),
+            *("--nnodes", "--node-rank", "--master-addr", "--master-port"),
+        ),
+        "a server is on one machine; see launch.nodes",
+    ),
     "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
     "--trust-remote-code": "see model.trust_remote_code",
     "--ssl-certfile": "see inference.tls",
@@ -31,9 +47,39 @@ _SET_BY_US = {
     "--worker-extension-cls": "weight updates need it",
     "--weight-transfer-config": "see weights.transport",
     "--api-server-count": "one process keeps the policy version",
-    "--data-parallel-size": "see inference.replicas",
     "--logprobs-mode": "the loss needs those of the distribution that was sampled from",
 }
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "-dpl": "--data-parallel-size-local",
+    "-dpn": "--data-parallel-rank",
+    "-dpr": "--data-parallel-start-rank",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
+    "-dph": "--data-parallel-hybrid-lb",
+    "-dpe": "--data-parallel-external-lb",
+    "-asc": "--api-server-count",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
+"""vLLM's short names of these arguments."""
+
+
+def set_by_us(argument: str) -> str | None:
+    """Why an entry of `inference.vllm.extra_args` is not the user's to set; None: it is. vLLM takes short names, underscores for
+    dashes, and the beginning of a name.
+
+    Worked example: "-tp=4", "--tensor_parallel_size" and "--tensor-par" are all --tensor-parallel-size.
+    """
+    name = argument.split("=", 1)[0]
+    name = _SHORT.get(name, name.replace("_", "-"))
+    found = next(
+        (ours for ours in _SET_BY_US if name.startswith("--") and len(name) > 4 and ours.startswith(name)), None
+    )
+    return None if found is None else _SET_BY_US[found]
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:
@@ -112,11 +158,6 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
             f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
             "set both for a short run"
         )
-    if inference.urls and inference.replicas > 1:
-        yield (
-            f"inference.replicas: {inference.replicas} servers would be spawned, but inference.urls names servers that run "
-            "already; remove one of the two"
-        )
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     if remote and config.weights.host is not None and is_loopback(config.weights.host):
         yield (
@@ -129,9 +170,14 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
             "while a step trains; set max_staleness: 0, or let the server stay awake"
         )
     for argument in inference.vllm.extra_args:
-        name = argument.split("=", 1)[0]
-        if name in _SET_BY_US:
-            yield (f"inference.vllm.extra_args: {name} is set by grpo-async; {_SET_BY_US[name]}")
+        if (reason := set_by_us(argument)) is not None:
+            yield f"inference.vllm.extra_args: {argument.split('=', 1)[0]} is set by grpo-async; {reason}"
+    vllm = inference.vllm
+    if vllm.expert_parallel and vllm.tensor_parallel_size * vllm.data_parallel_size == 1:
+        yield (
+            "inference.vllm.expert_parallel: divides experts among the GPUs of tensor_parallel_size and data_parallel_size, and "
+            "both are 1; raise one of them, or leave it out"
+        )
 
 
 def _of_the_agent(config: ExperimentConfig) -> Iterator[str]:
@@ -248,10 +294,18 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
 def _of_machines(config: ExperimentConfig) -> Iterator[str]:
     """Models, memory and machines."""
     launch, lora = config.launch, config.model.lora
-    if launch.nodes > 1 and launch.rdzv is None:
-        yield f"launch.rdzv: {launch.nodes} machines need a place to meet; set it to host:port of the one with node rank 0"
-    if launch.sharding == "hybrid" and launch.nodes == 1:
-        yield "launch.sharding: hybrid replicates over machines, and launch.nodes is 1; set full"
+    if launch.sharding == "hybrid" and launch.nodes.train == 1:
+        yield "launch.sharding: hybrid replicates over machines, and launch.nodes.train is 1; set full"
+    if launch.nodes.infer and config.inference.urls:
+        yield (
+            f"launch.nodes.infer: {launch.nodes.infer} machines would serve, but inference.urls names servers that run already; "
+            "remove one of the two"
+        )
+    if launch.nodes.infer and launch.colocate:
+        yield (
+            f"launch.colocate: puts servers on the GPUs of the trainer, and launch.nodes.infer: {launch.nodes.infer} gives them "
+            "machines of their own; remove one of the two"
+        )
     if lora is not None and lora.push == "adapter" and lora.quantization is not None:
         yield (
             "model.lora.push: adapter adds to the weights that a server has loaded, and with model.lora.quantization the trainer "

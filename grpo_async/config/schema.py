@@ -44,7 +44,7 @@ def schema_text() -> str:
 
 def _add_old_names(properties: dict[str, Any]) -> None:
     for old, path in RENAMED_KEYS.items():
-        if path is not None and (new := path[-1]) in properties:
+        if path is not None and path[:-1] == old[:-1] and (new := path[-1]) in properties:
             properties[old[-1]] = {**properties[new], "description": f"Old name of `{new}`.", "deprecated": True}
 
 

@@ -120,11 +120,8 @@ class SlurmSection(StrictModel):
     time: _Word | None = None
     """`--time`, such as 12:00:00. The run is told to stop in time, saves, and is put into the queue again to go on."""
     gpus_per_node: int | None = Field(default=None, ge=0, le=1024)
-    """`--gpus-per-node`; null = what the trainer or the servers of a machine need, whichever is more. 0: none."""
-    server_nodes: Processes = 1
-    """Machines for inference servers, beside `launch.nodes` for the trainer; each runs `inference.replicas` servers."""
-    server_port: int = Field(default=8000, ge=1024, le=65000)
-    """Port of the first server of a machine; the next ones follow."""
+    """`--gpus-per-node`; null = what a machine needs that trains or one that serves, whichever is more. 0: none is asked for here
+    (`options` may: --gres)."""
     options: list[_Option] = Field(default_factory=list)
     """Further `#SBATCH` options as they are, such as `--constraint=a100`; variables (${NAME}) are not replaced in them."""
     setup: list[_Line] = Field(default_factory=list)
@@ -132,15 +129,51 @@ class SlurmSection(StrictModel):
     reads; it is not filled in when the script is written."""
 
 
+class KubernetesSection(StrictModel):
+    """What `grpo-async launch kubernetes` writes into the manifest."""
+
+    image: str | None = Field(default=None, min_length=1)
+    """Image with this package; needed."""
+    volume_claim: str | None = Field(default=None, min_length=1)
+    """PersistentVolumeClaim (ReadWriteMany) that all machines mount, for `run.dir`, model and data; needed."""
+    mount_path: FilePath = Path("/workspace")
+    """Where it is mounted, and the working directory of the run."""
+
+
+class NodesSection(StrictModel):
+    """The machines of a run. On each of them the same command is started, `grpo-async train CONFIG`, with `run.dir` on a file
+    system that they share. Which machine it is says the scheduler, or --node-rank: 0 leads, those that train come first."""
+
+    train: int = Field(default=1, ge=1, le=65_536)
+    """Machines that train."""
+    infer: int = Field(default=0, ge=0, le=65_536)
+    """Machines that serve, each with `inference.replicas` servers. 0: every machine that trains serves, too."""
+
+    @property
+    def count(self) -> int:
+        """train + infer."""
+        return self.train + self.infer
+
+    @property
+    def serving(self) -> range:
+        """Ranks of the machines that serve: {train: 2, infer: 2} -> 2 and 3; {train: 2} -> 0 and 1."""
+        return range(self.train, self.count) if self.infer else range(self.train)
+
+
 class LaunchSection(StrictModel):
     num_trainer_ranks: Processes = 1
-    """Trainer processes of each machine under torchrun, one per GPU (or any number on CPU)."""
-    nodes: int = Field(default=1, ge=1, le=65_536)
-    """Machines that train; on each of them `grpo-async train CONFIG --node-rank K` is started, with the same configuration, the
-    same $GRPO_ASYNC_TOKEN, and `run.dir` on a file system that they share."""
+    """Trainer processes of each machine that trains, under torchrun; one per GPU (or any number on CPU)."""
+    nodes: NodesSection = NodesSection()
+    """Machines that train, and machines that serve."""
+    colocate: bool = False
+    """Put the servers on the GPUs of the trainer's ranks, which share their memory. false: each has GPUs of its own, and where
+    there are too few it is an error. Without GPUs it says nothing."""
     rdzv: str | None = None
-    """`host:port` of the machine with node rank 0, where the others meet it; needed with more than one node. Traffic between the
-    trainer's ranks goes over the interface with this address, unencrypted and without a password: use a private network."""
+    """`host:port` of the machine with node rank 0, where the others meet it. null = what the scheduler says (see `train --help`).
+    Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a password: use a
+    private network."""
+    server_port: int | None = Field(default=None, ge=1024, le=65_000)
+    """Port of the first server of a machine; the next ones follow. null = free ones."""
     rdzv_timeout_s: Seconds = 600.0
     """Time that all machines have to come to `rdzv`, from the first one on."""
     sharding: Literal["full", "hybrid"] = "full"
@@ -156,6 +189,8 @@ class LaunchSection(StrictModel):
     stack is shown and the run ends. What is only slow (a step, a compile, a disk, an evaluation) gives signs of life."""
     slurm: SlurmSection = SlurmSection()
     """For `grpo-async launch slurm`."""
+    kubernetes: KubernetesSection = KubernetesSection()
+    """For `grpo-async launch kubernetes`."""
 
     @field_validator("rdzv")
     @classmethod
@@ -189,5 +224,5 @@ class LaunchSection(StrictModel):
 
     @property
     def world_size(self) -> int:
-        """Trainer processes of all machines: nodes x num_trainer_ranks."""
-        return self.nodes * self.num_trainer_ranks
+        """Trainer processes of all machines: nodes.train x num_trainer_ranks."""
+        return self.nodes.train * self.num_trainer_ranks

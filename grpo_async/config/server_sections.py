@@ -15,7 +15,13 @@ class VllmOptions(StrictModel):
     """Fraction of a GPU's memory that vLLM takes (GPU only), `kv_cache_mb` set aside. null = 0.9 on GPUs of its own; on one that it
     shares with the trainer, what the trainer leaves (the plan says how much)."""
     tensor_parallel_size: Processes = 1
-    """GPUs that share one copy of the model."""
+    """GPUs that share each layer of the model."""
+    pipeline_parallel_size: Processes = 1
+    """Stages, each with a part of the layers and GPUs of its own."""
+    data_parallel_size: Processes = 1
+    """Copies of the model behind one URL. For mixtures of experts, with `expert_parallel`; others gain more from `replicas`."""
+    expert_parallel: bool = False
+    """Divide the experts of a layer among all GPUs of `tensor_parallel_size` and `data_parallel_size`."""
     kv_cache_mb: int | None = Field(default=None, ge=16)
     """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves beside
     the weights."""
@@ -26,6 +32,11 @@ class VllmOptions(StrictModel):
     `rollout.max_staleness: 0`, where the server has nothing to do then."""
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of vLLM's own server, as they are."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of one server: tensor_parallel_size x pipeline_parallel_size x data_parallel_size."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 class EmbeddedOptions(StrictModel):
@@ -63,9 +74,11 @@ class InferenceSection(StrictModel):
     """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
     join later. Their token: $GRPO_ASYNC_TOKEN."""
     replicas: Processes = 1
-    """Servers that `train` spawns, each with `vllm.tensor_parallel_size` GPUs."""
+    """Servers that `train` starts on each machine that serves, or `serve-vllm` on one; each takes as many GPUs as the sizes under
+    `vllm` multiply to. With `urls` only `serve-vllm` reads it."""
     host: Host = "127.0.0.1"
-    """Address that a spawned server binds."""
+    """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
+    where this is 0.0.0.0."""
     tls: TlsOptions | None = None
     """HTTPS between trainer and servers."""
     dtype: ComputeDtype | None = None
@@ -76,7 +89,8 @@ class InferenceSection(StrictModel):
     """CPU threads of a server's compute."""
     startup_timeout_s: Seconds = 300.0
     """Longest time without a sign of work of a server that does not answer /health yet, also after a restart. One that this run
-    starts is left alone while it loads or compiles, six times as long at most; of others nothing is seen before they answer."""
+    starts is left alone while it loads or compiles, six times as long at most; of others nothing is seen before they answer.
+    Where it is not set, a second is added for each 100 MB of the model's files: 300 s for 1 GB or less, 1700 s for 140 GB."""
     request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)

@@ -21,13 +21,17 @@ from grpo_async.utils.text import CLOSE_ENOUGH, did_you_mean
 _MAX_PATH = 120  # difflib's time grows with the square
 
 RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
+    ("launch", "nodes"): ("launch", "nodes", "train"),  # a number
+    ("launch", "slurm", "server_nodes"): ("launch", "nodes", "infer"),
+    ("launch", "slurm", "server_port"): ("launch", "server_port"),
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
     ("training", "row_tokens"): None,
     ("training", "share_prompts"): None,
 }
-"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated. None:
-it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning unless it is null."""
+"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated where
+it stands beside the new one. None: it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning
+unless it is null."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ class PipelineSetup:
     Args:
         engine: the one that was chosen where the configuration says auto; None: not known.
         on_gpu: whether processes have a GPU each, else all share the cores of the machine; None: as launch.device says.
-        num_gpus: of the machine with the servers and the first trainer ranks; None: not known.
+        num_gpus: of the machine with the first trainer ranks; None: not known.
     """
 
     config: ExperimentConfig
@@ -101,7 +101,24 @@ class PipelineSetup:
 
     @property
     def servers(self) -> int:
-        return len(self.config.inference.urls) or self.config.inference.replicas
+        return self.config.num_servers
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the run has one machine."""
+        nodes = self.config.launch.nodes
+        return nodes.count == 1
+
+    @property
+    def gpus_per_server(self) -> int:
+        vllm = self.config.inference.vllm
+        return vllm.num_gpus
+
+    @property
+    def gpus_of_servers(self) -> int:
+        """Of those on the machine with the first trainer ranks."""
+        has_servers = self.spawns_servers and not self.config.launch.nodes.infer
+        return self.config.inference.replicas * self.gpus_per_server if has_servers else 0
 
     @property
     def embedded_slots(self) -> int | None:
@@ -307,20 +324,24 @@ def generation(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
         return _bound(bound, f"{why}; {setup.servers} -> {needed} servers in inference.urls would keep up")
     if not setup.has_gpus:
         return _bound(bound, f"{why}; faster or more cores would help, or shorter completions")
-    suggested, ranks = _servers_needed(metrics, setup), setup.config.launch.num_trainer_ranks
-    can_move = setup.config.inference.vllm.tensor_parallel_size == 1 and ranks > 1
+    nodes, replicas = setup.config.launch.nodes, setup.config.inference.replicas
+    if nodes.infer:
+        needed = math.ceil(_servers_needed(metrics, setup) / replicas)
+        return _change(bound, why, "launch.nodes.infer", nodes.infer, max(nodes.infer + 1, needed))
+    suggested, ranks = math.ceil(_servers_needed(metrics, setup) / nodes.train), setup.config.launch.num_trainer_ranks
+    can_move = setup.gpus_per_server == 1 and ranks > 1
     if setup.num_gpus is not None:
-        suggested = min(suggested, (setup.num_gpus - ranks) // setup.config.inference.vllm.tensor_parallel_size)
-    if suggested > setup.servers:
+        suggested = min(suggested, (setup.num_gpus - ranks) // setup.gpus_per_server)
+    if suggested > replicas:
         tail = "or move one GPU from the trainer to a server" if can_move else ""
-        return _change(bound, why, "inference.replicas", setup.servers, suggested, tail=tail)
+        return _change(bound, why, "inference.replicas", replicas, suggested, tail=tail)
     why += f"; {_gpus(setup)} no room for another server"
-    is_shared = setup.num_gpus is not None and ranks + setup.servers > setup.num_gpus
+    is_shared = setup.num_gpus is not None and ranks + replicas > setup.num_gpus
     # with one rank less the trainer must not bound the run instead
     if can_move and not is_shared and train_s * ranks / (ranks - 1) < generation_s:
-        tail = f"and inference.replicas {setup.servers} -> {setup.servers + 1}"
+        tail = f"and inference.replicas {replicas} -> {replicas + 1}"
         return _change(bound, why, "launch.num_trainer_ranks", ranks, ranks - 1, tail=tail)
-    text = f"{why}, so servers on another machine (inference.urls) would help, or shorter completions"
+    text = f"{why}, so servers on another machine (launch.nodes.infer) would help, or shorter completions"
     return _bound(bound, text)
 
 
@@ -345,26 +366,23 @@ def training(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     ranks, servers = setup.config.launch.num_trainer_ranks, setup.servers
     if not setup.has_gpus:
         return _bound("training", f"{why}; a faster trainer would help, generation is no limit")
-    used = ranks + (servers * setup.config.inference.vllm.tensor_parallel_size if setup.spawns_servers else 0)
-    free = math.inf if setup.num_gpus is None else setup.num_gpus - used
-    is_alone = (
-        setup.config.launch.nodes == 1
-        and setup.spawns_servers
-        and setup.config.inference.vllm.tensor_parallel_size == 1
-    )
+    free = math.inf if setup.num_gpus is None else setup.num_gpus - ranks - setup.gpus_of_servers
+    is_alone = setup.is_alone and setup.spawns_servers and setup.gpus_per_server == 1
     if is_alone and servers > 1 and free >= 0:
         work_t, work_g = metrics.train_s * ranks, metrics.generation_s * servers
         suggested = min(servers - 1, max(1, (ranks + servers) - round((ranks + servers) * work_t / (work_t + work_g))))
         freed = servers - suggested
         tail = f"and launch.num_trainer_ranks {ranks} -> {ranks + freed}"
         return _change("training", why, "inference.replicas", servers, suggested, tail=tail)
-    world = setup.config.launch.nodes * ranks * metrics.train_s / max(metrics.generation_s, 0.25 * metrics.train_s)
-    wanted = max(ranks + 1, min(math.ceil(world / setup.config.launch.nodes - 1e-9), 2 * ranks))
+    world = (
+        setup.config.launch.nodes.train * ranks * metrics.train_s / max(metrics.generation_s, 0.25 * metrics.train_s)
+    )
+    wanted = max(ranks + 1, min(math.ceil(world / setup.config.launch.nodes.train - 1e-9), 2 * ranks))
     suggested = int(min(wanted, ranks + free))
     if suggested > ranks:
-        where = "of each machine" if setup.config.launch.nodes > 1 else ""
+        where = "of each machine" if setup.config.launch.nodes.train > 1 else ""
         return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=where)
-    text = f"{why}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes) would help"
+    text = f"{why}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes.train) would help"
     return _bound("training", text)
 
 

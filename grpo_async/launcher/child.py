@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 
-from grpo_async.cluster.nodes import NODE_RANK_VARIABLE
 from grpo_async.errors import RunError
 from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
@@ -25,8 +24,18 @@ from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
 from grpo_async.utils.safe_text import tail
 
 _OF_ANOTHER_RUN = {
-    *(TOKEN_VARIABLE, ASSIGNMENT_VARIABLE, NODE_RANK_VARIABLE),
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(TOKEN_VARIABLE, ASSIGNMENT_VARIABLE),
+    *(
+        "NODE_RANK",
+        "NNODES",
+        "RANK",
+        "LOCAL_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from grpo_async.launcher.advising import Advisor
 from grpo_async.launcher.child import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
-from grpo_async.launcher.supervisor import RunOutcome, supervise
+from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import plain
 
@@ -31,7 +31,9 @@ _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
 _MAX_PROBLEM = 400  # characters of what the child said
 
 
-def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output) -> RunOutcome:
+def run_with_display(
+    config: ExperimentConfig, plan: ProcessPlan, output: Output, cluster: Cluster | None = None
+) -> RunOutcome:
     """Carry out the plan of a run in front of the user; status.json and advice.jsonl are kept meanwhile."""
     given = plan.assignment
     run_dir = given.run_dir
@@ -44,7 +46,7 @@ def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output
     )
     if given.preflight_only:  # nothing of it is kept
         return supervise(config, plan, display)
-    on_gpu = bool(plan.trainer.gpus)
+    on_gpu = plan.trainer is not None and bool(plan.trainer.gpus)
     status = StatusFile(
         run_dir,
         display.progress,
@@ -69,7 +71,7 @@ def run_with_display(config: ExperimentConfig, plan: ProcessPlan, output: Output
         resume_step=given.resume_step,
     )
     display.views += [status, advisor]
-    outcome = supervise(config, plan, display)
+    outcome = supervise(config, plan, display, cluster)
     states = {0: "finished", 1: "failed"}
     status.end(states.get(outcome.exit_code, "stopped"), exit_code=outcome.exit_code, error=outcome.error)
     return outcome

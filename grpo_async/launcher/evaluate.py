@@ -138,6 +138,7 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
 
 def _evaluating(plan: ProcessPlan) -> ProcessPlan:
     """In place of the trainer one process that asks the servers."""
+    assert plan.trainer is not None
     trainer = replace(
         plan.trainer,
         name="evaluation",

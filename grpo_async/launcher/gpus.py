@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TransportKind
+from grpo_async.processes.assignment import Node
 from grpo_async.servers.engine_choice import EngineChoice
+
+ALONE = Node()
+"""The machine of a run that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +45,27 @@ def with_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[s
     )
 
 
-def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> GpuShares:
-    """GPUs of the trainer's ranks first, then of each server: disjoint where there are enough, else shared from the first on.
+def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node = ALONE) -> GpuShares:
+    """Of one machine: GPUs of the trainer's ranks first, then of each server. With `launch.colocate` the servers begin at the
+    first GPU, too, and share it with the trainer.
 
     Worked examples, 2 ranks: 4 GPUs 0-3, one vLLM with tensor_parallel_size 2 -> trainer (0, 1), server (2, 3).
-    4 GPUs, 2 replicas -> trainer (0, 1), servers (2,) and (3,). 2 GPUs, 2 replicas -> trainer (0, 1), servers (0,) and (1,).
+    4 GPUs, 2 replicas -> trainer (0, 1), servers (2,) and (3,). 2 GPUs, 2 replicas, colocate -> trainer (0, 1), servers (0,), (1,).
+
+    Raises:
+        ConfigError: there are too few.
     """
-    ranks = config.launch.num_trainer_ranks if config.launch.device != "cpu" else 0
-    num_servers = 0 if engine.engine == "external" else config.inference.replicas
-    each = _gpus_of_a_server(config, engine)
+    launch, replicas = config.launch, config.inference.replicas
+    ranks = launch.num_trainer_ranks if launch.device != "cpu" and node.trains else 0
+    num_servers = 0 if engine.engine == "external" or not node.serves else replicas
+    each = gpus_of_a_server(config, engine)
     if not gpus:
         return GpuShares(trainer=None, servers=(None,) * num_servers)
     wanted = num_servers * each
-    first = ranks if ranks + wanted <= len(gpus) else 0
+    needed = max(ranks, min(each, wanted)) if launch.colocate else ranks + wanted
+    if needed > len(gpus):
+        raise ConfigError(_too_few(config, len(gpus), ranks=ranks, num_servers=num_servers, each=each))
+    first = 0 if launch.colocate else ranks
     servers = tuple(
         tuple(dict.fromkeys(gpus[(first + server * each + k) % len(gpus)] for k in range(each)))
         for server in range(num_servers)
@@ -60,17 +73,56 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
     shares = GpuShares(trainer=tuple(gpus[:ranks]), servers=servers)
     notes = []
     if shares.shared:
-        notes.append(
-            f"{len(gpus)} GPU for {ranks} trainer rank(s) and {wanted} of the servers: they share GPU {','.join(shares.shared)}"
-        )
-    for name, number in (("launch.num_trainer_ranks", ranks), ("inference.vllm.tensor_parallel_size", each)):
-        if number > len(gpus):
-            notes.append(f"{name}: {number} is more than the {len(gpus)} GPU of this machine: it will not start here")
+        notes.append(f"trainer and servers share GPU {','.join(shares.shared)}, as launch.colocate says")
+    if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *(taken for each in servers for taken in each)}]:
+        notes.append(f"GPU {','.join(idle)} of this machine: nothing of this run works there")
     return GpuShares(trainer=shares.trainer, servers=servers, notes=tuple(notes))
 
 
-def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuShares) -> tuple[TransportKind, str]:
-    """How the weights travel, and why.
+def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:
+    """Worked example, 8 GPUs, 6 ranks, one server of 4: 2 are left, and no server fits; 4 ranks would leave it room."""
+    servers = f"{num_servers} server{'' if num_servers == 1 else 's'} of {each}"
+    parts = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
+    parts += (
+        [f"{num_servers * each} for {servers} (inference.replicas, sizes under inference.vllm)"] if num_servers else []
+    )
+    remedies = []
+    room = number - num_servers * each
+    if ranks and num_servers and room > 0:
+        remedies.append(f"set launch.num_trainer_ranks: {room}")
+    if each and num_servers > 1 and number - ranks >= each:
+        remedies.append(f"set inference.replicas: {(number - ranks) // each}")
+    if ranks and num_servers:
+        remedies.append("give servers machines of their own (launch.nodes.infer)")
+        if not config.launch.colocate and max(ranks, each) <= number:
+            remedies.append("let both share GPUs on purpose (launch.colocate: true)")
+    else:
+        remedies.append("lower them")
+    gpus = "1 GPU" if number == 1 else f"{number} GPUs"
+    return f"launch: this machine has {gpus} for the run, and it needs {' and '.join(parts)}; {', or '.join(remedies)}"
+
+
+def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:
+    """Of each machine of a cluster that is not looked at: `launch.slurm.gpus_per_node`, else as many as it needs."""
+    number = config.launch.slurm.gpus_per_node or gpus_needed(config, engine)
+    return tuple(map(str, range(number)))
+
+
+def gpus_needed(config: ExperimentConfig, engine: EngineChoice) -> int:
+    """GPUs of a machine that is the same for all roles: what one needs that trains or one that serves, whichever is more.
+
+    Worked example: 8 ranks, 4 servers of 2 GPUs: 8 with machines for servers, 16 without.
+    """
+    launch = config.launch
+    trainer = launch.num_trainer_ranks if launch.device != "cpu" else 0
+    servers = 0 if config.inference.urls else config.inference.replicas * gpus_of_a_server(config, engine)
+    return max(trainer, servers) if launch.nodes.infer or launch.colocate else trainer + servers
+
+
+def plan_transport(
+    config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, node: Node = ALONE
+) -> tuple[TransportKind, str]:
+    """How the weights travel, and why. `shares` are of node 0, where the trainer sends them from.
 
     Raises:
         ConfigError: `weights.transport` names a way that is impossible with these devices.
@@ -87,12 +139,16 @@ def plan_transport(config: ExperimentConfig, engine: EngineChoice, shares: GpuSh
         # whoever asks for it knows what the servers have
         return choose_transport(wanted, trainer, ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"])
     workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
+    if engine.on_gpu:  # every machine that serves has as many
+        elsewhere = config.num_servers - len(shares.servers) if not node.is_alone else 0
+        workers += [f"GPU {k} on another machine" for k in range(elsewhere * gpus_of_a_server(config, engine))]
     if not workers:
         workers = ["the servers' GPUs" if engine.on_gpu else "cpu"]
     return choose_transport(wanted, trainer, workers)
 
 
-def _gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
+def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:
+    """0 on the CPU; the embedded engine takes one."""
     if not engine.on_gpu:
         return 0
-    return config.inference.vllm.tensor_parallel_size if engine.engine == "vllm" else 1
+    return config.inference.vllm.num_gpus if engine.engine == "vllm" else 1

@@ -3,9 +3,9 @@
     plan = plan_processes(config, engine=..., assignment=..., machine=...)
     print(plan.describe())
 
-One machine: the trainer's ranks meet through private files, and nothing listens beyond loopback. Several: torchrun on each of
-them, and one store that node 0's torchrun opens on the address of `launch.rdzv` and on no other (launcher.torchrun). Secrets
-travel by environment only, and `describe` shows neither the token nor anything else of the environment.
+One machine: the trainer's ranks meet through private files, and nothing listens beyond loopback. Several: each has its part of
+the plan, ranks or servers; they meet in one store that node 0's launcher opens on one address (cluster.meeting). Secrets travel by
+environment only, and `describe` shows neither the token nor anything else of the environment.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from grpo_async.cluster.nodes import socket_names
+from grpo_async.cluster.nodes import Place, socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
-from grpo_async.launcher.gpus import plan_transport, share_gpus, with_dtypes
-from grpo_async.launcher.memory import MemoryPlan
+from grpo_async.launcher.gpus import (
+    GpuShares,
+    assumed_gpus,
+    gpus_of_a_server,
+    plan_transport,
+    share_gpus,
+    with_dtypes,
+)
+from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
@@ -34,8 +42,8 @@ from grpo_async.utils.network import host_in_url
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
 
-SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="node 0 looks after the servers")
-"""On a machine that follows node 0."""
+SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of the run serve")
+"""On a machine that only trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +63,13 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """Everything that is started. `servers` is empty when `inference.urls` names some that run already."""
+    """Everything that one machine starts. `servers` is empty when others run them, `trainer` is None where it only serves."""
 
     run_name: str
     engine: EngineChoice
     assignment: Assignment
     servers: tuple[ProcessSpec, ...]
-    trainer: ProcessSpec
+    trainer: ProcessSpec | None
     num_gpus: int | None = None
     """That this machine has for the run; None: not known."""
     facts: tuple[tuple[str, str], ...] = ()
@@ -70,7 +78,7 @@ class ProcessPlan:
 
     @property
     def processes(self) -> tuple[ProcessSpec, ...]:
-        return (*self.servers, self.trainer)
+        return (*self.servers, *([] if self.trainer is None else [self.trainer]))
 
     def describe(self) -> str:
         """The plan for humans; also the content of plan.txt."""
@@ -78,14 +86,15 @@ class ProcessPlan:
         start = (
             "from the beginning" if given.resume_step is None else f"from the checkpoint of step {given.resume_step}"
         )
-        if given.preflight_only:
+        if given.preflight_only and self.trainer is not None:
             start = "checks only" if self.trainer.name == "trainer" else f"{self.trainer.name} only"
-        external = "" if self.servers or self.engine is SERVERS_ELSEWHERE else " (not started by this run)"
+        is_external = self.engine.engine == "external" and self.engine is not SERVERS_ELSEWHERE
+        external = " (not started by this run)" if is_external else ""
         lines = [
             f"run        {self.run_name}, {start}",
             f"directory  {given.run_dir.root}",
             f"engine     {self.engine.engine}: {self.engine.reason}",
-            *(f"server     {url}{external}" for url in given.server_urls),
+            *(f"server     {url}{external}" for url in given.server_urls if urlsplit(url).port),
             *(f"{name:<10} {text}" for name, text in self.facts),
         ]
         for spec in self.processes:
@@ -106,40 +115,78 @@ class ProcessPlan:
 
 def plan_only(config: ExperimentConfig) -> ProcessPlan:
     """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
-    machine, engine = machine_module.inspect(), choose_engine(config)
-    return plan_processes(
-        with_dtypes(config, engine, machine.gpus),
-        engine=engine,
-        assignment=dry_assignment(config, node_rank=0),
-        ports=free_ports(config),
-        machine=machine,
-        token=None,
-    )
+    return plan_dry(config, Place(), machine=machine_module.inspect())
 
 
-def dry_assignment(config: ExperimentConfig, *, node_rank: int, resume_step: int | None = None) -> Assignment:
+def plan_dry(
+    config: ExperimentConfig,
+    place: Place,
+    *,
+    machine: Machine,
+    resume_step: int | None = None,
+    plans_memory: bool = False,
+    notes: Sequence[str] = (),
+) -> ProcessPlan:
     """Of a run that is not started: names of the right shape. Nothing is made or looked up; port 0 stands for one that is chosen at
-    the start, and the other machines need not be there."""
-    run_dir = RunDir(config.run_path.absolute())
+    the start. Of several machines the others need not be there, and what this one lacks, they are taken to have.
+
+    Args:
+        plans_memory: for which the model's files are read.
+    """
+    run_dir, nodes = RunDir(config.run_path.absolute()), config.launch.nodes
     node = Node()
-    if config.launch.nodes > 1:
-        host, _ = config.launch.meeting_point
-        own = host if node_rank == 0 else ""
-        node = Node(rank=node_rank, count=config.launch.nodes, address=host, own_address=own)
-    return Assignment(
+    engine = choose_engine(config, is_here=nodes.count == 1)
+    is_looked_at = nodes.count == 1 or bool(machine.gpus)
+    if nodes.count > 1:
+        address = place.host or "NODE_0"
+        own = address if place.rank == 0 else f"NODE_{place.rank}"
+        node = Node(
+            rank=place.rank,
+            num_train=nodes.train,
+            num_infer=nodes.infer,
+            address=address,
+            port=place.port,
+            own_address=own,
+        )
+        machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
+        hosts = [address if rank == 0 else f"NODE_{rank}" for rank in nodes.serving]
+    else:
+        hosts = [config.inference.host]
+    config = with_dtypes(config, engine, machine.gpus)
+    ports = (0,) * config.inference.replicas if config.launch.server_port is None else None
+    urls = tuple(url for host in hosts for url in own_urls(config, host, ports=ports))
+    memory = None
+    if plans_memory and is_looked_at:
+        memory = plan_memory(config, engine, share_gpus(config, engine, machine.gpus, node), machine.gpu_bytes)
+    assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.logs / "attempt_N",
         private=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
+        server_urls=urls,
         resume_step=resume_step,
         node=node,
     )
+    return plan_processes(
+        config, engine=engine, assignment=assignment, machine=machine, token=None, memory=memory, notes=notes
+    )
 
 
-def free_ports(config: ExperimentConfig) -> tuple[int, ...]:
-    """One for each server that the run starts; nothing holds them."""
-    if config.inference.urls:
+def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
+    """Of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
+
+    Args:
+        host: address of the machine that the trainer reaches.
+        ports: None: from `launch.server_port` on, or free ones, which nothing holds.
+    """
+    inference, first = config.inference, config.launch.server_port
+    if inference.urls:
         return ()
-    return machine_module.free_ports(config.inference.host, config.inference.replicas)
+    if ports is None and first is not None:
+        ports = range(first, first + inference.replicas)
+    if ports is None:
+        ports = machine_module.free_ports(host, inference.replicas)
+    host = host_in_url(_WILDCARDS.get(host, host))
+    return tuple(f"{inference.scheme}://{host}:{port}" for port in ports)
 
 
 def plan_processes(
@@ -147,27 +194,27 @@ def plan_processes(
     *,
     engine: EngineChoice,
     assignment: Assignment,
-    ports: Sequence[int] = (),
     machine: Machine,
     token: str | None,
     memory: MemoryPlan | None = None,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
-    """Plan the processes of this machine: servers and torchrun; torchrun alone on a machine that follows node 0.
+    """Plan the processes of this machine: its servers, and torchrun with its ranks.
 
     Args:
-        engine: SERVERS_ELSEWHERE on a machine that follows.
-        assignment: of node 0, without `server_urls` and `transport`, which are planned here; of a machine that follows, whole.
-        ports: of the servers, which keep them over restarts.
+        engine: SERVERS_ELSEWHERE on a machine that does not serve and does not lead.
+        assignment: of node 0, without `transport`, which is planned here; of another machine, whole. `server_urls` are those of all
+            servers that the run starts, in the order of the machines; they keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
         memory: of the processes, see launcher.memory.
         notes: shown with the plan, after its own.
 
     Raises:
-        ConfigError: `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
+        ConfigError: there are too few GPUs, or `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
     """
     node, memory = assignment.node, memory or MemoryPlan()
-    facts = list(_nodes_facts(config, node))
+    shares = share_gpus(config, engine, machine.gpus, node)
+    facts = list(_nodes_facts(config, node, engine, has_gpus=bool(machine.gpus)))
     if (
         node.rank == 0
         and config.inference.vllm.sleep_while_training
@@ -177,22 +224,19 @@ def plan_processes(
             f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
             f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
         )
-    shares = share_gpus(config, engine, machine.gpus)
     if node.rank == 0:
-        transport, reason = plan_transport(config, engine, shares)
-        urls = tuple(config.inference.urls) or tuple(
-            _url(config.inference.scheme, config.inference.host, port) for port in ports
-        )
+        transport, reason = plan_transport(config, engine, shares, node)
+        urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
         facts += _facts(config, f"{transport}: {reason}")
-    environment = _common_environment(machine, token, node)
+    environment = common_environment(machine, token, node)
     if sys.platform == "linux" and engine.engine != "external" and node.is_alone:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
-    servers = tuple(
-        _server(config, engine, assignment, machine, environment, port, memory=memory, index=index, gpus=gpus)
-        for index, (port, gpus) in enumerate(zip(ports, shares.servers, strict=False))
-    )
-    trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
+    servers = _servers(config, engine, assignment, machine, environment, memory, shares)
+    trainer = None
+    if node.trains:
+        trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
+    specs = [*servers, *([] if trainer is None else [trainer])]
     return ProcessPlan(
         run_name=config.run.name,
         engine=engine,
@@ -201,11 +245,91 @@ def plan_processes(
         trainer=trainer,
         num_gpus=len(machine.gpus),
         facts=tuple(facts),
-        notes=(*shares.notes, *memory.notes, *_own_notes(config, machine, [*servers, trainer], shares.shared), *notes),
+        notes=(*shares.notes, *memory.notes, *_own_notes(config, machine, specs, shares.shared), *notes),
     )
 
 
-def _common_environment(machine: Machine, token: str | None, node: Node) -> dict[str, str]:
+def first_server(config: ExperimentConfig, node: Node) -> int:
+    """Index of the first server of a machine that serves: with {train: 2, infer: 2} and 8 replicas 8 on node 3."""
+    return config.launch.nodes.serving.index(node.rank) * config.inference.replicas
+
+
+def _servers(
+    config: ExperimentConfig,
+    engine: EngineChoice,
+    assignment: Assignment,
+    machine: Machine,
+    common: Mapping[str, str],
+    memory: MemoryPlan,
+    shares: GpuShares,
+) -> tuple[ProcessSpec, ...]:
+    if not shares.servers:
+        return ()
+    node = assignment.node
+    overrides = []
+    # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
+    if memory.cache_mb is not None:
+        overrides.append(f"inference.vllm.kv_cache_mb={memory.cache_mb}")
+    if not node.is_alone and config.inference.host not in _WILDCARDS:
+        overrides.append(f"inference.host={node.own_address}")
+    return server_specs(
+        config,
+        engine,
+        machine,
+        config_path=attempt_config(assignment.attempt_dir),
+        private=assignment.private,
+        urls=assignment.server_urls,
+        first=first_server(config, node),
+        gpus=shares.servers,
+        common=common,
+        overrides=overrides,
+        memory=memory.server,
+    )
+
+
+def server_specs(
+    config: ExperimentConfig,
+    engine: EngineChoice,
+    machine: Machine,
+    *,
+    config_path: Path,
+    private: Path,
+    urls: Sequence[str],
+    first: int,
+    gpus: Sequence[tuple[str, ...] | None],
+    common: Mapping[str, str],
+    overrides: Sequence[str] = (),
+    memory: str = "",
+) -> tuple[ProcessSpec, ...]:
+    """The servers `first`, first + 1, ... of `urls`, one for each entry of `gpus`, which read `config_path` and `overrides`."""
+    command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
+    is_alone = len(urls) == 1
+    if len(gpus) > 1:
+        overrides = ["inference.replicas=1", *overrides]
+    return tuple(
+        ProcessSpec(
+            name="inference server" if is_alone else f"inference server {index}",
+            command=(
+                *(machine.python, "-m", "grpo_async", command, str(config_path)),
+                *("--port", str(urlsplit(urls[index]).port or 0)),
+                *(word for override in overrides for word in ("--set", override)),
+            ),
+            environment={
+                **_environment(common, config.inference.threads, own),
+                # unix sockets between vLLM's processes: by default in a folder that everybody can list
+                **({"VLLM_RPC_BASE_PATH": str(private)} if engine.engine == "vllm" else {}),
+            },
+            log_name="server.log" if is_alone else f"server_{index}.log",
+            num_processes=1,
+            threads=config.inference.threads,
+            gpus=own or (),
+            memory=memory,
+        )
+        for index, own in enumerate(gpus, start=first)
+    )
+
+
+def common_environment(machine: Machine, token: str | None, node: Node) -> dict[str, str]:
     """What every process of a run gets."""
     return {
         "PYTHONUNBUFFERED": "1",
@@ -223,42 +347,6 @@ def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] 
     return {**common, **dict.fromkeys(libraries, str(threads)), **visible}
 
 
-def _server(
-    config: ExperimentConfig,
-    engine: EngineChoice,
-    assignment: Assignment,
-    machine: Machine,
-    common: Mapping[str, str],
-    port: int,
-    *,
-    memory: MemoryPlan,
-    index: int,
-    gpus: tuple[str, ...] | None,
-) -> ProcessSpec:
-    command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
-    # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
-    cache = () if memory.cache_mb is None else ("--set", f"inference.vllm.kv_cache_mb={memory.cache_mb}")
-    is_alone = config.inference.replicas == 1
-    return ProcessSpec(
-        name="inference server" if is_alone else f"inference server {index}",
-        command=(
-            *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
-            *("--port", str(port)),
-            *cache,
-        ),
-        environment={
-            **_environment(common, config.inference.threads, gpus),
-            # unix sockets between vLLM's processes: by default in a folder that everybody can list
-            **({"VLLM_RPC_BASE_PATH": str(assignment.private)} if engine.engine == "vllm" else {}),
-        },
-        log_name="server.log" if is_alone else f"server_{index}.log",
-        num_processes=1,
-        threads=config.inference.threads,
-        gpus=gpus or (),
-        memory=memory.server,
-    )
-
-
 def _trainer(
     config: ExperimentConfig,
     assignment: Assignment,
@@ -271,7 +359,7 @@ def _trainer(
     """torchrun with the ranks of this machine."""
     launch, node = config.launch, assignment.node
     alone: dict[str, str] = {}
-    if node.is_alone:
+    if node.num_train == 1:
         rendezvous = (
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(assignment.private / "rendezvous")),
             *("--rdzv-conf", "store_type=file"),
@@ -284,13 +372,20 @@ def _trainer(
         settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
         rendezvous = (
             *("--rdzv-backend", RENDEZVOUS_BACKEND),
-            *("--rdzv-endpoint", f"{host_in_url(node.address)}:{node.store_port}", "--rdzv-conf", settings),
+            *("--rdzv-endpoint", f"{host_in_url(node.address)}:{node.port}", "--rdzv-conf", settings),
         )
     return ProcessSpec(
         name="trainer",
         command=(
             *(machine.python, "-m", "grpo_async.launcher.torchrun"),
-            *("--nnodes", str(node.count), "--nproc-per-node", str(launch.num_trainer_ranks), "--max-restarts", "0"),
+            *(
+                "--nnodes",
+                str(node.num_train),
+                "--nproc-per-node",
+                str(launch.num_trainer_ranks),
+                "--max-restarts",
+                "0",
+            ),
             *rendezvous,
             # without an address the host's name is looked up
             *("--rdzv-id", config.run.name, "--local-addr", node.own_address or "127.0.0.1"),
@@ -313,27 +408,41 @@ def _trainer(
     )
 
 
-def _nodes_facts(config: ExperimentConfig, node: Node) -> Iterator[tuple[str, str]]:
-    """Which machine does what; nothing where there is one."""
+def _nodes_facts(
+    config: ExperimentConfig, node: Node, engine: EngineChoice, *, has_gpus: bool
+) -> Iterator[tuple[str, str]]:
+    """Which machine does what; nothing where there is one. GPUs are counted on each machine."""
     if node.is_alone:
         return
-    ranks = config.launch.num_trainer_ranks
-    meets = f", {node.address}" if node.address else ""
-    yield (
-        "nodes",
-        f"{node.count}, which meet at {config.launch.rdzv} (launch.rdzv{meets}); sharding: {config.launch.sharding}",
-    )
+    ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas
+    on_gpu = has_gpus and config.launch.device != "cpu"
+    each = gpus_of_a_server(config, engine) if has_gpus else 0
+    yield "nodes", f"{node.count}, which meet at {node.address}:{node.port}; sharding: {config.launch.sharding}"
     for rank in range(node.count):
-        first, last = rank * ranks, (rank + 1) * ranks - 1
-        own = f"trainer rank {first}" if ranks == 1 else f"trainer ranks {first} to {last}"
-        leads = "leads: run directory, spawned servers, progress; " if rank == 0 else ""
-        here = " (this machine)" if rank == node.rank else f": grpo-async train CONFIG --node-rank {rank}"
-        yield f"node {rank}", f"{leads}{own}{here}"
+        one = node.model_copy(update={"rank": rank})
+        parts = ["leads"] if rank == 0 else []
+        if one.trains:
+            where = f" on GPU {_span(0, ranks)}" if on_gpu else ""
+            parts.append(f"trainer rank{'s' if ranks > 1 else ''} {_span(rank * ranks, ranks)}{where}")
+        if one.serves and not config.inference.urls:
+            start = ranks if on_gpu and one.trains and not config.launch.colocate else 0
+            first = first_server(config, one)
+            servers = [
+                f"{first + k}{f' on GPU {_span(start + k * each, each)}' if each else ''}" for k in range(replicas)
+            ]
+            parts.append(f"server{'s' if replicas > 1 else ''} {', '.join(servers)}")
+        here = " (this machine)" if rank == node.rank else ""
+        yield f"node {rank}", f"{'; '.join(parts)}{here}"
     if names := socket_names(node.own_address):
         yield (
             "interface",
             f"{', '.join(sorted(set(names.values())))} ({node.own_address}), for {' and '.join(sorted(names))}",
         )
+
+
+def _span(first: int, count: int) -> str:
+    """(8, 1) -> "8"; (8, 4) -> "8-11"."""
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
 
 
 def _facts(config: ExperimentConfig, weights: str) -> Iterator[tuple[str, str]]:
@@ -356,8 +465,3 @@ def _own_notes(
         )
     if config.inference.vllm.sleep_while_training and not shared_gpus:
         yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping gains nothing"
-
-
-def _url(scheme: str, host: str, port: int) -> str:
-    host = _WILDCARDS.get(host, host)
-    return f"{scheme}://{host_in_url(host)}:{port}"

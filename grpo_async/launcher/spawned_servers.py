@@ -81,7 +81,7 @@ class SpawnedServer:
         self.name = spec.name
         self.child: Child | None = None
         self.given_up: str | None = None
-        self._index = index
+        self.index = index
         self._spec = spec
         self._servers = servers
         self._display = servers.display
@@ -104,12 +104,17 @@ class SpawnedServer:
         """The trainer has brought its weights to this server. `life`: the one that the trainer means, if it says."""
         if life not in (None, self._life):
             return
+        down_since = self._down_since
+        self.count_as_served()
+        if down_since is not None:
+            took_s = time.monotonic() - down_since
+            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+
+    def count_as_served(self) -> None:
+        """Its end is no longer that of a server that cannot start."""
         self._served_life = self._life
         self._restarts.serves()
-        if self._down_since is not None:
-            took_s = time.monotonic() - self._down_since
-            self._down_since = None
-            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
+        self._down_since = None
 
     def ask_restart(self, reason: str, life: int | None = None) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
@@ -161,7 +166,7 @@ class SpawnedServer:
             before = now
 
     def _tell(self, event: ServerEvent, detail: str) -> None:
-        self._servers.tell_trainer(self._index, event, detail, self._life)
+        self._servers.tell_trainer(self.index, event, detail, self._life)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
@@ -215,13 +220,14 @@ class SpawnedServer:
 
 
 class SpawnedServers:
-    """All servers that a run has started, in the order of their index; there may be none.
+    """All servers that a run has started on this machine, in the order of their index; there may be none.
 
     Args:
         display: shows the user what becomes of the servers.
         tell_trainer: gets index, event, detail, and the server's life.
         children: of the launcher; the servers are among them.
         max_restarts: like `delay_s`, see RestartCount.
+        first: index of the first of them among those of all machines, which are `total`; None: there are no others.
 
     Attributes:
         lost_all: set when the run cannot go on without its servers; `failure` says why.
@@ -236,6 +242,8 @@ class SpawnedServers:
         children: Children,
         max_restarts: int,
         delay_s: float,
+        first: int = 0,
+        total: int | None = None,
     ) -> None:
         self.display = display
         self.tell_trainer = tell_trainer
@@ -244,8 +252,13 @@ class SpawnedServers:
         self.lost_all = asyncio.Event()
         self.failure: str | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._first = first
+        self._total = len(specs) if total is None else total
+        self._reasons: dict[int, str] = {}  # of those that are given up, on all machines
+        self._others_have_served = False
         self._servers = [
-            SpawnedServer(index, spec, self, RestartCount(max_restarts, delay_s)) for index, spec in enumerate(specs)
+            SpawnedServer(index, spec, self, RestartCount(max_restarts, delay_s))
+            for index, spec in enumerate(specs, start=first)
         ]
 
     async def start(self) -> None:
@@ -263,8 +276,13 @@ class SpawnedServers:
                 self._tasks.append(task)
 
     def get(self, index: int) -> SpawnedServer | None:
-        """Server `index`; None of one that this run has not started."""
-        return self._servers[index] if 0 <= index < len(self._servers) else None
+        """Server `index`; None of one that is not started here."""
+        own = index - self._first
+        return self._servers[own] if 0 <= own < len(self._servers) else None
+
+    def serve_elsewhere(self) -> None:
+        """A server of another machine serves."""
+        self._others_have_served = True
 
     async def stop(self, timeout_s: float) -> None:
         """Watch and restart no more; the servers run on. Returns when no restart is under way, or after `timeout_s`."""
@@ -288,7 +306,7 @@ class SpawnedServers:
     @property
     def have_served(self) -> bool:
         """Whether some server has ever served: then there may be steps to save."""
-        return any(server.has_served for server in self._servers)
+        return self._others_have_served or any(server.has_served for server in self._servers)
 
     def raise_errors(self) -> None:
         """An error of our own in a watch, which ended it."""
@@ -309,13 +327,20 @@ class SpawnedServers:
 
     def gave_up(self, server: SpawnedServer, last_words: str) -> None:
         """A server is given up; the run goes on as long as there is another."""
-        reasons = [each.given_up for each in self._servers if each.given_up is not None and each is not server]
-        reasons.append(str(server.given_up))
-        total = len(self._servers)
-        if len(reasons) < total:
-            self.display.warning(f"{reasons[-1]}; the run goes on with {total - len(reasons)} of {total}")
+        self._give_up(server.index, str(server.given_up), f"the {last_words}")
+
+    def lose_elsewhere(self, index: int, why: str) -> None:
+        """A server of another machine is given up, or gone with its machine."""
+        if index not in self._reasons:
+            self._give_up(index, why)
+
+    def _give_up(self, index: int, why: str, *more: str) -> None:
+        self._reasons[index] = why
+        left = self._total - len(self._reasons)
+        if left:
+            self.display.warning(f"{why}; the run goes on with {left} of {self._total}")
         else:
-            self.lost("\n".join([*reasons, f"the {last_words}"]))
+            self.lost("\n".join([*self._reasons.values(), *more]))
 
     def _end_with_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:

@@ -5,7 +5,7 @@
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
                 preflight only: 0 when no check failed, else 1
-    machines    of several, this one leads (node 0): it begins when all are there, and a machine that is lost ends the run
+    machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
 
 The first failure wins: what dies after it is a consequence and not reported. Afterwards everything that was started,
 and everything that those started, is ended: SIGTERM with a grace, then SIGKILL.
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from grpo_async.checks.report import Check, Status
+from grpo_async.cluster.meeting import Meeting
+from grpo_async.cluster.members import Member
 from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
-from grpo_async.errors import DeadlineError
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan
@@ -33,7 +34,7 @@ from grpo_async.launcher.spawned_servers import SpawnedServers
 from grpo_async.processes.control import ControlServer
 from grpo_async.processes.failures import explain
 
-_NODES_TIMEOUT_S = 10.0  # for the other machines to say how their ranks ended
+_NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
 _RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
 
@@ -49,27 +50,42 @@ class RunOutcome:
     checks: Sequence[Check] | None = None
 
 
-def supervise(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> RunOutcome:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """The other machines of a run, which are ready."""
+
+    meeting: Meeting
+    members: Sequence[Member]
+
+
+def supervise(
+    config: ExperimentConfig, plan: ProcessPlan, display: Display, cluster: Cluster | None = None
+) -> RunOutcome:
     """Start the processes of `plan`, and end them; `display` shows what they report. Call it from the main thread (signals; the
-    children's death signal)."""
+    children's death signal).
+
+    Args:
+        cluster: of several machines, of which this one is node 0.
+    """
     with display:
-        return asyncio.run(Supervisor(config, plan, display).run())
+        return asyncio.run(Supervisor(config, plan, display, cluster).run())
 
 
 class Supervisor:
     """One run of one plan."""
 
-    def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display) -> None:
+    def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display, cluster: Cluster | None) -> None:
+        assert plan.trainer is not None
         self._config = config
         self._plan = plan
-        self._assignment = assignment = plan.assignment
+        self._trainer_spec = plan.trainer
+        self._assignment = plan.assignment
         self._display = display
-        self._signals = signals = Signals()
+        self._cluster = cluster
+        self._signals = Signals()
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
         self._hub: NodeHub | None = None
-        if not assignment.node.is_alone:
-            self._hub = NodeHub(config, assignment, note=display.note, on_signal=signals.take_remote)
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
@@ -83,31 +99,47 @@ class Supervisor:
                     children=self._children,
                     max_restarts=self._config.inference.max_restarts,
                     delay_s=self._config.inference.restart_delay_s,
+                    total=None if self._cluster is None else self._config.num_servers,
                 )
                 self._liveness = Liveness(assignment, self._config.launch.heartbeat_timeout_s, warn)
                 self._run_dir_watch = RunDirWatch(assignment.run_dir.root)
                 self._config_text = assignment.run_dir.config.read_text(encoding="utf-8")
                 self._control = ControlServer(assignment.control_socket, self._on_message, warn)
                 try:
-                    async with self._control, self._liveness, self._run_dir_watch, self._hub or nullcontext():
-                        outcome = RunOutcome(exit_code=1, error="its launcher failed")
-                        try:
-                            outcome = await self._supervise()
-                        finally:
-                            if self._hub is not None:
-                                self._hub.end(outcome.exit_code, outcome.error)
-                        return outcome
+                    async with self._control, self._liveness, self._run_dir_watch:
+                        return await self._with_cluster()
                 finally:
                     await self._servers.abandon(KILL_TIMEOUT_S)
+
+    async def _with_cluster(self) -> RunOutcome:
+        """Let the other machines, if there are any, begin and end with this one."""
+        if self._cluster is None:
+            return await self._supervise()
+        hub = self._hub = NodeHub(
+            self._cluster.meeting,
+            self._cluster.members,
+            self._assignment,
+            user=self._display,
+            servers=self._servers,
+            on_signal=self._signals.take_remote,
+            tell_trainer=self._control.send_server_event,
+        )
+        hub.start()
+        watching = asyncio.create_task(hub.watch(), name="watch the other machines")
+        outcome = RunOutcome(exit_code=1, error="its launcher failed")
+        try:
+            outcome = await self._supervise()
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+            await hub.end(outcome.exit_code, outcome.error)
+        return outcome
 
     async def _supervise(self) -> RunOutcome:
         servers, liveness, watch, hub = self._servers, self._liveness, self._run_dir_watch, self._hub
         await servers.start()
-        if hub is not None:
-            early = await self._gather_nodes(hub)
-            if early is not None:
-                return early
-        trainer = await self._children.spawn(self._plan.trainer)
+        trainer = await self._children.spawn(self._trainer_spec)
         ends = [servers.lost_all, liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
         await first_of(self._signals, [trainer], ends)
         if watch.failure is not None:
@@ -146,28 +178,6 @@ class Supervisor:
             failure += "; it was made anew, for what could still be saved"
         await self._end_trainer(trainer, "the run directory is gone", saves=saves)
         return self._failed(failure)
-
-    async def _gather_nodes(self, hub: NodeHub) -> RunOutcome | None:
-        """Wait until every machine is there; an outcome when it does not come to that."""
-        servers, timeout_s = self._servers, self._config.launch.rdzv_timeout_s
-        if hub.missing:
-            self._display.phase(f"waiting for {hub.describe_missing()}")
-        await first_of(self._signals, [], [hub.all_ready, hub.trouble, servers.lost_all], timeout_s=timeout_s)
-        if self._signals.first is not None:
-            return self._stopped_early()
-        servers.raise_errors()
-        if (failure := hub.failure or servers.failure) is not None:
-            return self._failed(failure)
-        if not hub.all_ready.is_set():
-            error = DeadlineError(
-                f"{hub.describe_missing()} to join",
-                waited_s=timeout_s,
-                setting="launch.rdzv_timeout_s",
-                hint="On each machine: grpo-async train CONFIG --node-rank K, with the same $GRPO_ASYNC_TOKEN.",
-            )
-            return self._failed(str(error))
-        hub.start()
-        return None
 
     def _nodes_failure(self, hub: NodeHub) -> str:
         assert hub.failure is not None
@@ -278,9 +288,14 @@ class Supervisor:
             case {"kind": "server_serving", "index": int(index)}:
                 if (server := self._servers.get(index)) is not None:
                     server.serves(message.get("life"))
+                elif self._hub is not None:
+                    self._servers.serve_elsewhere()
+                    self._hub.tell_server(index, "server_serving", life=message.get("life"))
             case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
                 if (server := self._servers.get(index)) is not None:
                     server.ask_restart(reason, message.get("life"))
+                elif self._hub is not None:
+                    self._hub.tell_server(index, "restart_server", reason=reason, life=message.get("life"))
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:

@@ -1,7 +1,7 @@
 """torchrun, tied to the launcher's life, that leaves word of how its ranks ended (rank_exits.json).
 
-Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed. On several machines the agents
-and their ranks meet in a store that node 0's agent opens on one address (torchrun's own listens on every one of a machine).
+Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed. On several machines the agents and
+their ranks meet in the store that node 0's launcher has opened on one address (torchrun's own listens on all of a machine).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankExit, write_rank_exits
 from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat
 from grpo_async.utils.lifetime import die_with_launcher
-from grpo_async.utils.network import listening_store
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
@@ -58,18 +57,15 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
         def next_rendezvous(self) -> RendezvousInfo:
             # asked once: with --max-restarts 0 there is no second rendezvous; the handler keeps the store open
-            self._store = self._open_store()
+            self._store = TCPStore(
+                self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout
+            )
             return RendezvousInfo(
                 PrefixStore(self.run_id, self._store),
                 self.rank,
                 self.world_size,
                 RendezvousStoreInfo(self.master_addr, self.master_port),
             )
-
-        def _open_store(self) -> TCPStore:
-            if self.rank == 0:
-                return listening_store(self.master_addr, self.master_port, self.world_size, self.timeout)
-            return TCPStore(self.master_addr, self.master_port, self.world_size, timeout=self.timeout)
 
     address, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
     timeout_s = parameters.get_as_int("timeout", 600)

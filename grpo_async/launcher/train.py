@@ -8,9 +8,9 @@ because only here is it known when the live panel is gone, and becomes exit code
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,20 +18,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.cluster.nodes import choose_node_rank, leading_node
+from grpo_async.cluster.members import Member, gather, hosting
+from grpo_async.cluster.nodes import Place, find_place, leading_node
 from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.sections import NodesSection
 from grpo_async.display.output import Output
+from grpo_async.errors import ConfigError
 from grpo_async.inference.api import token_from_environment
 from grpo_async.launcher.conduct import end_with_report, report_end, run_with_display
-from grpo_async.launcher.follower import Follower
-from grpo_async.launcher.gpus import share_gpus, with_dtypes
+from grpo_async.launcher.follower import follow
+from grpo_async.launcher.gpus import assumed_gpus, share_gpus, with_dtypes
 from grpo_async.launcher.memory import plan_memory
-from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, dry_assignment, free_ports, plan_processes
+from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, own_urls, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
-from grpo_async.launcher.supervisor import RunOutcome
+from grpo_async.launcher.supervisor import Cluster, RunOutcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, write_atomically
@@ -51,6 +54,7 @@ def launch(
     clean: bool = False,
     dry_run: bool = False,
     node_rank: int | None = None,
+    master_addr: str | None = None,
     amend: Amend = _as_planned,
     output: Output | None = None,
 ) -> int:
@@ -60,7 +64,7 @@ def launch(
         resume: None begins a new run; "auto" goes on from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
-        node_rank: of this machine; None: see nodes.choose_node_rank. Of several, node 0 decides all that concerns the run
+        node_rank: of this machine, like `master_addr` see cluster.nodes. Of several, node 0 decides all that concerns the run
             directory (`resume`, `clean`); the others follow it.
         amend: changes the plan before it is carried out (other commands for the same roles).
         output: how it tells of itself; None: everything, as a dashboard on a terminal and as lines elsewhere.
@@ -74,22 +78,45 @@ def launch(
     """
     output = output or Output()
     with output.reporting():
-        rank = choose_node_rank(config, node_rank) if node_rank is not None or not dry_run else 0
-        engine = choose_engine(config)
-        config = with_dtypes(config, engine, machine_module.inspect().gpus)
-        launcher = Launcher(
-            config, engine, output, amend, check_inputs(config, engine=engine, node_rank=rank, deep=dry_run)
-        )
-        if rank > 0 and not dry_run:
-            return launcher.follow(rank)
+        place = _find_place(config, node_rank, master_addr, dry_run=dry_run)
+        nodes = config.launch.nodes
+        engine = SERVERS_ELSEWHERE
+        if place.rank in nodes.serving:  # a dry run of several machines tells of them, not of this one
+            engine = choose_engine(config, is_here=not dry_run or nodes.count == 1)
+        config = _with_dtypes(config, engine, dry_run=dry_run)
+        notes = check_inputs(config, engine=engine, node_rank=place.rank, trains=place.rank < nodes.train, deep=dry_run)
+        launcher = Launcher(config, engine, output, amend, notes)
+        if place.rank > 0 and not dry_run:
+            outcome = follow(config, launcher.run_dir, output, place=place, engine=engine, amend=amend)
+            return report_end(outcome, launcher.run_dir, output)
         resume, clean = restart_of_job(launcher.run_dir, resume=resume, clean=clean)
         start = check_start(config, resume=resume, clean=clean)
         if dry_run:
-            return launcher.describe(rank, start)
-        node = leading_node(config)
+            return launcher.describe(place, start)
+        node = leading_node(config, place)
         with lock(launcher.run_dir):
             start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
             return launcher.lead(node, start, clean=clean)
+
+
+def _find_place(config: ExperimentConfig, node_rank: int | None, master_addr: str | None, *, dry_run: bool) -> Place:
+    """A dry run needs no scheduler: it is node 0 where nothing says another."""
+    try:
+        return find_place(config, node_rank=node_rank, master_addr=master_addr)
+    except ConfigError:
+        if not dry_run or node_rank is not None or master_addr is not None:
+            raise
+        return Place()
+
+
+def _with_dtypes(config: ExperimentConfig, engine: EngineChoice, *, dry_run: bool) -> ExperimentConfig:
+    """The same on every machine of a cluster, whichever of them has servers: they compare their configurations."""
+    gpus = machine_module.inspect().gpus
+    if config.launch.nodes.count > 1:
+        engine = choose_engine(config, is_here=False)
+        gpus = gpus or (assumed_gpus(config, engine) if dry_run else ())
+        engine = replace(engine, on_gpu=engine.on_gpu and bool(gpus))
+    return with_dtypes(config, engine, gpus)
 
 
 def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: Output | None = None) -> RunOutcome:
@@ -105,10 +132,18 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
     output = output or Output()
     notes: tuple[str, ...] = ()
     with output.reporting():
-        if (nodes := config.launch.nodes) > 1:
-            alone = config.launch.model_copy(update={"nodes": 1, "rdzv": None, "sharding": "full"})
-            config = config.model_copy(update={"launch": alone})
-            notes = (f"launch.nodes: {nodes}; the checks are made with the trainer ranks of this machine only",)
+        if (nodes := config.launch.nodes).count > 1:
+            shares = {"colocate": True} if nodes.infer else {}
+            alone = {"nodes": NodesSection(), "rdzv": None, "sharding": "full", **shares}
+            config = config.model_copy(
+                update={
+                    "launch": config.launch.model_copy(update=alone),
+                    "inference": config.inference.model_copy(update={"replicas": 1}),
+                }
+            )
+            notes = (
+                f"launch.nodes: {nodes.count} machines; the checks are made on this one only, with its ranks and one server",
+            )
         engine = choose_engine(config)
         config = with_dtypes(config, engine, machine_module.inspect().gpus)
         notes = (*check_inputs(config, engine=engine), *notes)
@@ -142,19 +177,21 @@ class Launcher:
     def run_dir(self) -> RunDir:
         return RunDir(self.config.run_path.absolute())
 
-    def describe(self, rank: int, start: Start) -> int:
-        """Print the plan of machine `rank` and the configuration."""
+    def describe(self, place: Place, start: Start) -> int:
+        """Print the plan of this machine, with what the others do, and the configuration."""
         from grpo_async.config.loader import dump_config
 
-        assignment = dry_assignment(self.config, node_rank=rank, resume_step=start.resume_step)
-        plan = self._plan(assignment, free_ports(self.config) if rank == 0 else (), token=None, start=start)
+        plan = plan_dry(
+            self.config,
+            place,
+            machine=machine_module.inspect(),
+            resume_step=start.resume_step,
+            plans_memory=True,
+            notes=(*start.notes, *self.notes),
+        )
+        plan = self.amend(plan)
         self.output.answer(f"{plan.describe()}\n{dump_config(self.config)}dry run: nothing was started or written")
         return 0
-
-    def follow(self, rank: int) -> int:
-        """Take part in a run that another machine leads."""
-        follower = Follower(self.config, self.run_dir, self.output, rank=rank, amend=self.amend)
-        return report_end(asyncio.run(follower.run()), self.run_dir, self.output)
 
     def lead(self, node: Node, start: Start, *, clean: bool) -> int:
         """Train in the run directory, which is ours."""
@@ -174,11 +211,10 @@ class Launcher:
             attempt = run_dir.new_attempt()
             note_job(attempt)
         with unwinding(), ExitStack() as stack:
-            if self.engine.engine == "external" or not node.is_alone:
-                token = token_from_environment()  # that of running servers, or of several machines
-            else:
+            token = token_from_environment()  # that of running servers, which need not ask for one
+            if not config.inference.urls or not node.is_alone:
                 with writing(run_dir):
-                    token = stack.enter_context(run_dir.new_token())
+                    token = stack.enter_context(run_dir.new_token(None if node.is_alone else token))
             assignment = Assignment(
                 run_dir=run_dir,
                 attempt_dir=attempt,
@@ -188,26 +224,34 @@ class Launcher:
                 preflight_only=preflight_only,
                 node=node,
             )
-            plan = self._plan(assignment, free_ports(config), token=token, start=start)
+            cluster, engine = None, self.engine
+            urls = own_urls(config, node.own_address or config.inference.host) if node.serves else ()
+            if not node.is_alone:
+                assert token is not None
+                meeting = stack.enter_context(hosting(config, node, token))
+                own = Member(rank=0, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+                members = gather(meeting, config, assignment, own, self.output.say)
+                cluster = Cluster(meeting=meeting, members=members)
+                urls = (*urls, *(url for member in members for url in member.urls))
+                if (serving := next((m for m in members if m.urls), None)) is not None and engine is SERVERS_ELSEWHERE:
+                    engine = EngineChoice(engine=serving.engine, reason=f"as on {serving.name}", on_gpu=serving.on_gpu)
+            plan = self._plan(assignment.model_copy(update={"server_urls": urls}), engine, token=token, start=start)
             with writing(run_dir):
                 write_atomically(run_dir.plan, plan.describe())
             self.output.start(run_name=config.run.name, directory=run_dir.root, pid=os.getpid(), plan=plan.describe())
-            return run_with_display(config, plan, self.output)
+            return run_with_display(config, plan, self.output, cluster)
 
-    def _plan(self, assignment: Assignment, ports: Sequence[int], *, token: str | None, start: Start) -> ProcessPlan:
+    def _plan(self, assignment: Assignment, engine: EngineChoice, *, token: str | None, start: Start) -> ProcessPlan:
         machine = machine_module.inspect()
-        leads = assignment.node.rank == 0
-        engine = self.engine if leads else SERVERS_ELSEWHERE
-        shares = share_gpus(self.config, engine, machine.gpus)
+        shares = share_gpus(self.config, engine, machine.gpus, assignment.node)
         return self.amend(
             plan_processes(
                 self.config,
                 engine=engine,
                 assignment=assignment,
-                ports=ports,
                 machine=machine,
                 token=token,
                 memory=plan_memory(self.config, engine, shares, machine.gpu_bytes),
-                notes=(*start.notes, *self.notes) if leads else (),
+                notes=(*start.notes, *self.notes),
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import psutil
@@ -50,8 +51,8 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def weights_host(config: ExperimentConfig) -> str:
-    """Where the weight group meets: `weights.host`, else the address of this machine that the first server of another machine
+def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
+    """Where the weight group meets: `weights.host`, else the address of this machine that the first of `urls` on another machine
     reaches, else loopback. Only right on the machine of trainer rank 0.
 
     Raises:
@@ -59,10 +60,10 @@ def weights_host(config: ExperimentConfig) -> str:
     """
     if config.weights.host is not None:
         return config.weights.host
-    for url in config.inference.urls:
+    for url in urls:
         parts = urlsplit(url)
         host = parts.hostname or ""
         if not is_loopback(host):
-            setting = "inference.urls"
+            setting = f"the server {url}"
             return reachable_address(resolve_host(host, setting), parts.port or 80, setting)
     return _LOOPBACK

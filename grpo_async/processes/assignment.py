@@ -19,19 +19,35 @@ class _Record(BaseModel):
 
 
 class Node(_Record):
-    """One machine among those that train. With one machine nothing but the defaults."""
+    """One machine of a run. With one machine nothing but the defaults."""
 
     rank: int = 0
-    count: int = 1
+    num_train: int = 1
+    """Those that train are the first ones."""
+    num_infer: int = 0
     address: str = ""
-    """Node 0's: the store of the trainer's ranks listens there, at `store_port`."""
-    store_port: int = 0
+    """Node 0's: the store in which launchers and ranks meet listens there, at `port`."""
+    port: int = 0
     own_address: str = ""
     """This machine's, in the same network."""
 
     @property
+    def count(self) -> int:
+        """Machines of the run."""
+        return self.num_train + self.num_infer
+
+    @property
     def is_alone(self) -> bool:
         return self.count == 1
+
+    @property
+    def trains(self) -> bool:
+        return self.rank < self.num_train
+
+    @property
+    def serves(self) -> bool:
+        """Where no machine only serves, all do."""
+        return not (self.num_infer and self.trains)
 
 
 class Assignment(_Record):
@@ -74,8 +90,8 @@ class Assignment(_Record):
 
     @property
     def store(self) -> Path | None:
-        """The file through which the ranks meet; None: in the store of torchrun (several machines)."""
-        return self.private / "store" if self.node.is_alone else None
+        """The file through which the ranks meet; None: in the store of node 0 (ranks on several machines)."""
+        return self.private / "store" if self.node.num_train == 1 else None
 
     @classmethod
     def from_environment(cls) -> Assignment:

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,9 @@ from pathlib import Path
 from grpo_async.errors import ConfigError
 from grpo_async.utils.network import binding_error, family_of
 
-_NVIDIA = Path("/proc/driver/nvidia/gpus")
-_NVIDIA_SMI_TIMEOUT_S = 30.0  # a driver that has to wake up takes seconds
+_QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds, and so does torch
+_DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
+_COUNT = "import torch; print(torch.cuda.device_count())"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class Machine:
 
 def inspect() -> Machine:
     """This machine, as the plan sees it."""
-    gpus = _gpus()
+    gpus, gpu_bytes = find_gpus()
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         gpus=gpus,
-        gpu_bytes=_smallest_gpu_bytes(gpus),
+        gpu_bytes=gpu_bytes,
         python=sys.executable,
         working_dir=Path.cwd(),
         python_path=os.environ.get("PYTHONPATH", ""),
@@ -78,20 +79,52 @@ def check_can_listen(address: str, port: int, setting: str) -> None:
         ) from error
 
 
-def _gpus() -> tuple[str, ...]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return tuple(part.strip() for part in given.split(",") if part.strip() and part.strip() != "-1")
-    return tuple(str(index) for index in range(len(list(_NVIDIA.iterdir())))) if _NVIDIA.is_dir() else ()
+def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
+    """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
+
+    The driver says what there is (nvidia-smi; where a container lacks it and has devices, torch), and CUDA_VISIBLE_DEVICES which of
+    it is meant; as in CUDA an index that does not exist hides what follows it.
+
+    Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
+    """
+    given = environment.get("CUDA_VISIBLE_DEVICES")
+    wanted = None if given is None else [part.strip() for part in given.split(",")]
+    if wanted is not None and wanted[0] in ("", "-1"):
+        return (), None
+    found = _ask_driver()
+    if found is None:  # nobody knows but whoever set the variable
+        return tuple(part for part in wanted or () if part and part != "-1"), None
+    if wanted is None:
+        return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
+    visible: list[str] = []
+    for part in wanted:
+        if not part or (part.lstrip("-").isdecimal() and not 0 <= int(part) < len(found)):
+            break
+        visible.append(part)
+    sizes = [found[int(part)] if part.isdecimal() else 0 for part in visible]  # 0: a UUID, perhaps of a slice
+    return tuple(visible), min(sizes) if sizes and all(sizes) else None
 
 
-def _smallest_gpu_bytes(gpus: Sequence[str]) -> int | None:
-    """Memory of the smallest of `gpus` in bytes, as nvidia-smi says; None where it cannot say."""
-    if not gpus:
-        return None
-    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", f"--id={','.join(gpus)}")
+def _ask_driver() -> list[int] | None:
+    """Memory of each GPU in bytes, in the order of their indices (0: not known); None: nobody can be asked."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
-        return min(int(line) for line in done.stdout.split()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None  # not there, or a slice of a GPU, of which it does not say the size
+        lines = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").splitlines()
+        return [int(line) << 20 if line.strip().isdecimal() else 0 for line in lines if line.strip()]
+    except (OSError, subprocess.CalledProcessError):
+        if not any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern)):
+            return None
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return [0] * int(_output(sys.executable, "-c", _COUNT, environment=environment))
+
+
+def _output(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUESTION_TIMEOUT_S, check=True, env=environment
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{command[0]} has not answered for {_QUESTION_TIMEOUT_S:.0f} s: the driver of the GPUs hangs; mend it, or go on "
+            "without them by an empty CUDA_VISIBLE_DEVICES"
+        ) from error
+    return done.stdout

@@ -11,7 +11,7 @@ from grpo_async.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineChoice:
-    """`engine` is external where `inference.urls` names servers that already run. `reason` completes "because ..."."""
+    """`engine` is external where this machine starts no servers. `reason` completes "because ..."."""
 
     engine: Literal["vllm", "embedded", "external"]
     reason: str
@@ -19,8 +19,11 @@ class EngineChoice:
     """Whether spawned servers work on GPUs."""
 
 
-def choose_engine(config: ExperimentConfig) -> EngineChoice:
+def choose_engine(config: ExperimentConfig, *, is_here: bool = True) -> EngineChoice:
     """Decide the engine.
+
+    Args:
+        is_here: false for machines that cannot be looked at: they are taken to have what the configuration means.
 
     Raises:
         ConfigError: `inference.engine: vllm`, and vLLM is not usable here.
@@ -32,6 +35,9 @@ def choose_engine(config: ExperimentConfig) -> EngineChoice:
     embedded_on_gpu = inference.embedded.device == "cuda"
     if inference.engine == "embedded":
         return EngineChoice(engine="embedded", reason="inference.engine says so", on_gpu=embedded_on_gpu)
+    if not is_here:
+        reason = f"inference.engine: {inference.engine}; it was not looked for, because other machines serve"
+        return EngineChoice(engine="vllm", reason=reason, on_gpu=config.launch.device != "cpu")
 
     from grpo_async.servers.vllm.command import installed_platform, vllm_installed
 

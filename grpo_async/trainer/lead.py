@@ -208,7 +208,7 @@ class _Leader:
         log = self._stack.enter_context(MetricsLog(self._assignment.run_dir.metrics, first_step=self._start + 1))
         transport = WeightTransport(
             self._assignment.transport,
-            host=weights_host(config),
+            host=weights_host(config, self._assignment.server_urls),
             bucket_bytes=choose_bucket_bytes(
                 config.weights.bucket_mb,
                 sum(spec.num_bytes for spec in context.parameters.specs),

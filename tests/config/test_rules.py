@@ -67,7 +67,12 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
-        ({"inference": {"urls": ["http://[::1]:1"], "replicas": 2}}, "inference.replicas: 2 servers would be spawned"),
+        (
+            {"inference": {"urls": ["http://[::1]:1"]}, "launch": {"nodes": {"infer": 1}}},
+            "launch.nodes.infer: 1 machines would serve, but inference.urls names servers that run already",
+        ),
+        ({"launch": {"nodes": {"infer": 1}, "colocate": True}}, "gives them machines of their own"),
+        ({"inference": {"vllm": {"expert_parallel": True}}}, "expert_parallel: divides experts among the GPUs of"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
         (
@@ -80,6 +85,10 @@ def _config(**sections: Any) -> ExperimentConfig:
             "sleep_while_training: with rollout.max_staleness: 1",
         ),
         ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port is set by grpo-async"),
+        ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp is set by grpo-async; see inference.vllm.tensor"),
+        ({"inference": {"vllm": {"extra_args": ["-dp=4"]}}}, "-dp is set by grpo-async; see inference.vllm.data_parallel"),
+        ({"inference": {"vllm": {"extra_args": ["--pipeline_parallel_size", "2"]}}}, "see inference.vllm.pipeline_paral"),
+        ({"inference": {"vllm": {"extra_args": ["--nnodes=2"]}}}, "a server is on one machine; see launch.nodes"),
         ({"inference": {"vllm": {"extra_args": ["--api-key=x"]}}}, "--api-key is set by grpo-async; the token of the run"),
         # evaluation, and the checkpoints that are kept by it
         ({"evaluation": {"samples": 4}}, "evaluation.samples: 4 greedy completions of a prompt are all the same"),

@@ -28,7 +28,7 @@ def pipeline_setup(
     """Of a run with 16 groups of 8, one step ahead: at most 2 x 16 x 8 = 256 rollouts; 64 of them in flight."""
     values: dict[str, dict[str, Any]] = {
         "rollout": {"group_size": 8, "groups_per_step": 16, "max_staleness": 1, "max_in_flight": 64},
-        "launch": {"rdzv": "h:1"} if "nodes" in settings else {},
+        "launch": {},
         "training": {},
     }
     for name, value in settings.items():

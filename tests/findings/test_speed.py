@@ -118,8 +118,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"num_trainer_ranks": 2, "spawns_servers": False, "num_gpus": 3}, FED, "training", (RANKS, 2, 3), ""),
     # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 6 x 9.5 / 6 = 9.5 ranks, 4 for each machine. A server that is given up frees a
     # GPU of one machine, not of each
-    ({"nodes": 3, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each machine"),
-    ({"nodes": 3, "num_trainer_ranks": 2, "replicas": 3}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), ""),
+    ({"nodes": {"train": 3}, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
+    ({"nodes": {"train": 3}, "num_trainer_ranks": 2, "replicas": 3}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), ""),
+    # 2 machines with 4 servers each: twice as many at most, so 4 machines
+    ({"nodes": {"infer": 2}, "replicas": 4}, BOUND, "generation", ("launch.nodes.infer", 2, 4), ""),
     ({"pack": False}, {"padding_fraction": 0.4}, "padding", ("training.pack", "false", "true"), "set training.pack false -> true"),
     ({"pack": False}, {"padding_fraction": 0.2}, "nothing", None, ""),
     ({}, {"padding_fraction": 0.4}, "nothing", None, ""),

@@ -24,8 +24,11 @@ def main(options: dict[str, Any]) -> int:
 
     def amend(plan: ProcessPlan) -> ProcessPlan:
         rank = (str(HERE / "stand_in_trainer.py"), options["trainer"], str(folder))
-        torchrun = plan.trainer.command[: plan.trainer.command.index("grpo_async.trainer.main") - 1]
-        trainer = (*torchrun, *rank) if options["torchrun"] else (sys.executable, *rank)
+        trainer = plan.trainer
+        if trainer is not None:
+            torchrun = trainer.command[: trainer.command.index("grpo_async.trainer.main") - 1]
+            command = (*torchrun, *rank) if options["torchrun"] else (sys.executable, *rank)
+            trainer = replace(trainer, command=command)
         servers = tuple(
             replace(
                 spec,
@@ -36,7 +39,7 @@ def main(options: dict[str, Any]) -> int:
             )
             for index, spec in enumerate(plan.servers)
         )
-        return replace(plan, servers=servers, trainer=replace(plan.trainer, command=trainer))
+        return replace(plan, servers=servers, trainer=trainer)
 
     config = make_config(
         folder,
@@ -47,7 +50,7 @@ def main(options: dict[str, Any]) -> int:
         code = preflight(config, amend=amend).exit_code
     else:
         code = launch(config, node_rank=options.get("node_rank"), amend=amend)
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and config.launch.nodes.count == 1:  # several machines meet in a store of torch
         raise AssertionError("the launcher imported torch")
     return code
 

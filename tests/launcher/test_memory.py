@@ -37,10 +37,16 @@ def model(tmp_path: Path) -> str:
     return str(folder)
 
 
+def _shared(config: ExperimentConfig) -> ExperimentConfig:
+    """Trainer and servers are to share their GPU."""
+    return config.model_copy(update={"launch": config.launch.model_copy(update={"colocate": True})})
+
+
 def _plan(
     config: ExperimentConfig, gpus: tuple[str, ...] = ("0",), gpu_bytes: int | None = 80 * GIB,
     engine: EngineChoice = VLLM_ON_GPU,
 ) -> MemoryPlan:  # fmt: skip
+    config = _shared(config) if len(gpus) == 1 else config
     return plan_memory(config, engine, share_gpus(config, engine, gpus), gpu_bytes)
 
 
@@ -63,7 +69,7 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert plan.notes == ()
     assert f"keys and values {plan.cache_mb / 1024:.1f} GiB" in plan.server
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
-    made = make_plan(config, Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=plan)
+    made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=plan)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
     assert f"  memory   by estimate {plan.trainer}" in made.describe()
     assert f"  memory   by estimate {plan.server}" in made.describe()

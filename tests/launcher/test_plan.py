@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import stat
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_async.cluster.nodes import Place
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, with_dtypes
-from grpo_async.launcher.plan import ProcessPlan, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_dry, plan_processes
+from grpo_async.processes import machine
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
-from grpo_async.processes.machine import Machine, free_ports, inspect
+from grpo_async.processes.machine import Machine, find_gpus, free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.servers.vllm import command
@@ -31,13 +35,17 @@ def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) 
     run_dir = RunDir(Path("/runs/x"))
     given = {key: options.pop(key) for key in ("resume_step", "preflight_only") if key in options}
     engine = options.pop("engine", None) or choose_engine(config)
+    ports = range(4711, 4711 + config.inference.replicas)
     return plan_processes(
         config,
         engine=engine,
         assignment=Assignment(
-            run_dir=run_dir, attempt_dir=run_dir.logs / "attempt_3", private=Path("/private"), **given
+            run_dir=run_dir,
+            attempt_dir=run_dir.logs / "attempt_3",
+            private=Path("/private"),
+            server_urls=own_urls(config, config.inference.host, ports=ports),
+            **given,
         ),
-        ports=() if engine.engine == "external" else tuple(range(4711, 4711 + config.inference.replicas)),
         machine=machine,
         token=options.pop("token", "secret"),
         **options,
@@ -45,6 +53,7 @@ def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) 
 
 
 def _read_by_a_rank(plan: ProcessPlan, monkeypatch: pytest.MonkeyPatch, **ranks: str) -> Assignment:
+    assert plan.trainer is not None
     for key, value in {**plan.trainer.environment, **ranks}.items():
         monkeypatch.setenv(key, value)
     return Assignment.from_environment()
@@ -60,6 +69,7 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
     assert list(server.command) == words.split(" ")
     assert server.environment["OMP_NUM_THREADS"] == "1"
     assert server.environment["PYTHONPATH"] == "/work dir:/lib"
+    assert plan.trainer is not None
     assert plan.trainer.command[plan.trainer.command.index("--nproc-per-node") + 1] == "2"
     assert plan.trainer.environment["OMP_NUM_THREADS"] == "3"
     assert plan.trainer.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
@@ -131,7 +141,9 @@ def test_dtypes_that_are_left_open_are_those_of_the_devices(
 def test_replicas_have_ports_names_and_logs_of_their_own_and_a_wildcard_is_reached_by_loopback(tmp_path: Path) -> None:
     plan = _plan(make_config(tmp_path, inference={"replicas": 3, "host": "0.0.0.0"}))
     assert plan.assignment.server_urls == tuple(f"http://127.0.0.1:{port}" for port in (4711, 4712, 4713))
-    assert [spec.command[-1] for spec in plan.servers] == ["4711", "4712", "4713"]
+    assert [dict(pairwise(spec.command))["--port"] for spec in plan.servers] == ["4711", "4712", "4713"]
+    # each is one server, although the configuration that it reads has three
+    assert all(spec.command[-1] == "inference.replicas=1" for spec in plan.servers)
     assert [spec.name for spec in plan.servers] == [f"inference server {index}" for index in range(3)]
     assert [spec.log_name for spec in plan.servers] == ["server_0.log", "server_1.log", "server_2.log"]
     assert "server     http://127.0.0.1:4712\n" in plan.describe()
@@ -162,6 +174,7 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
     plan = _plan(config, token=None)
     assert plan.servers == ()
     assert plan.assignment.server_urls == ("http://gpu-7:8000", "https://gpu-8:8000")
+    assert plan.trainer is not None
     assert "GRPO_ASYNC_TOKEN" not in plan.trainer.environment
     text = plan.describe()
     assert "engine     external: inference.urls names 2 running servers" in text
@@ -177,44 +190,104 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "replicas", "parallel", "trainer", "servers"),
+    ("gpus", "ranks", "replicas", "sizes", "colocate", "trainer", "servers"),
     [
-        ("0123", 2, 1, 2, "01", ["23"]),
-        ("0123", 2, 2, 1, "01", ["2", "3"]),
-        ("01234567", 2, 3, 2, "01", ["23", "45", "67"]),
-        ("56", 2, 1, 2, "56", ["56"]),  # too few: shared from the first one on
-        ("0", 1, 1, 1, "0", ["0"]),
-        ("01", 1, 2, 1, "0", ["0", "1"]),
-        ("01", 2, 3, 1, "01", ["0", "1", "0"]),
-        ("0", 3, 1, 1, "0", ["0"]),
+        ("0123", 2, 1, (2, 1, 1), False, "01", ["23"]),
+        ("0123", 2, 2, (1, 1, 1), False, "01", ["2", "3"]),
+        ("01234567", 2, 3, (2, 1, 1), False, "01", ["23", "45", "67"]),
+        ("01234567", 4, 1, (2, 1, 2), False, "0123", ["4567"]),
+        ("01234567", 6, 1, (1, 2, 1), False, "012345", ["67"]),
+        ("56", 2, 1, (2, 1, 1), True, "56", ["56"]),  # from the first one on
+        ("0", 1, 1, (1, 1, 1), True, "0", ["0"]),
+        ("01", 1, 2, (1, 1, 1), True, "0", ["0", "1"]),
+        ("01", 2, 3, (1, 1, 1), True, "01", ["0", "1", "0"]),
+        ("0123", 2, 1, (2, 1, 1), True, "01", ["01"]),  # also where there would be others
     ],
 )
-def test_gpus_go_to_the_ranks_first_and_are_shared_where_there_are_too_few(
-    tmp_path: Path, gpus: str, ranks: int, replicas: int, parallel: int, trainer: str, servers: list[str]
+def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
+    tmp_path: Path,
+    gpus: str,
+    ranks: int,
+    replicas: int,
+    sizes: tuple[int, int, int],
+    colocate: bool,
+    trainer: str,
+    servers: list[str],
 ) -> None:
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     config = make_config(
         tmp_path,
-        launch={"num_trainer_ranks": ranks, "device": "cuda"},
-        inference={"replicas": replicas, "vllm": {"tensor_parallel_size": parallel}},
+        launch={"num_trainer_ranks": ranks, "device": "cuda", "colocate": colocate},
+        inference={"replicas": replicas, "vllm": dict(zip(names, sizes, strict=True))},
     )
     shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus))
     assert shares.trainer == tuple(trainer)
     assert shares.servers == tuple(tuple(server) for server in servers)
     shared = [gpu for gpu in trainer if gpu in "".join(servers)]
     assert list(shares.shared) == shared
-    assert any("they share GPU" in note for note in shares.notes) == bool(shared)
-    too_many = f"launch.num_trainer_ranks: {ranks} is more than the {len(gpus)} GPU"
-    assert any(too_many in note for note in shares.notes) == (ranks > len(gpus))
+    assert any("share GPU" in note for note in shares.notes) == bool(shared)
+    idle = "".join(gpu for gpu in gpus if gpu not in trainer + "".join(servers))
+    assert any(f"GPU {','.join(idle)} of this machine: nothing" in note for note in shares.notes) == bool(idle)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "replicas", "parallel", "colocate", "remedies"),
+    [
+        # the servers would be on trainer GPUs 0 to 3, with 6 and 7 idle
+        (8, 6, 1, 4, False, ["launch.num_trainer_ranks: 4", "launch.nodes.infer", "launch.colocate: true"]),
+        (8, 4, 3, 2, False, ["launch.num_trainer_ranks: 2", "inference.replicas: 2"]),
+        (1, 1, 1, 1, False, ["launch.colocate: true"]),
+        (1, 3, 1, 1, True, ["3 for the trainer's ranks"]),
+        (2, 1, 1, 4, True, ["4 for 1 server of 4"]),
+    ],
+)
+def test_too_few_gpus_are_an_error_that_says_what_to_do(
+    tmp_path: Path, gpus: int, ranks: int, replicas: int, parallel: int, colocate: bool, remedies: list[str]
+) -> None:
+    config = make_config(
+        tmp_path,
+        launch={"num_trainer_ranks": ranks, "colocate": colocate},
+        inference={"replicas": replicas, "vllm": {"tensor_parallel_size": parallel}},
+    )
+    with pytest.raises(ConfigError, match=rf"launch: this machine has {gpus} GPU") as caught:
+        share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))))
+    for remedy in remedies:
+        assert remedy in str(caught.value)
+
+
+def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
+    config = load_config(Path("configs/cluster.yaml"))
+    plan = plan_dry(config, Place(), machine=Machine(num_cpus=2))
+    text = plan.describe()
+    assert "node 0     leads; trainer ranks 0-7 on GPU 0-7 (this machine)" in text
+    assert "node 1     trainer ranks 8-15 on GPU 0-7" in text
+    assert "node 2     servers 0 on GPU 0, 1 on GPU 1, 2 on GPU 2, 3 on GPU 3" in text
+    assert "node 3     servers 8 on GPU 0, 9 on GPU 1" in text
+    assert "weights    nccl: trainer and servers have GPUs of their own" in text
+    assert "trainer: 8 processes, 1 CPU thread each, GPU 0,1,2,3,4,5,6,7" in text
+    assert plan.servers == ()
+    other = plan_dry(config, Place(rank=3), machine=Machine(num_cpus=2, gpus=tuple("01234567")))
+    assert [spec.gpus for spec in other.servers] == [(gpu,) for gpu in "01234567"]
+    assert other.trainer is None
+    # six GPUs on each machine are too few for eight ranks
+    small = load_config(Path("configs/cluster.yaml"), ["launch.slurm.gpus_per_node=6"])
+    with pytest.raises(ConfigError, match=r"this machine has 6 GPUs .* it needs 8 for the trainer's ranks"):
+        plan_dry(small, Place(), machine=Machine())
 
 
 def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    assert share_gpus(config, VLLM_ON_CPU, ("0", "1")) == GpuShares(trainer=("0",), servers=((),))
+    shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"))
+    assert (shares.trainer, shares.servers) == (("0",), ((),))
     assert share_gpus(config, VLLM_ON_GPU, ()) == GpuShares(trainer=None, servers=(None,))
     plan = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
     assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert plan.trainer is not None
     assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0"
-    assert "CUDA_VISIBLE_DEVICES" not in _plan(config).trainer.environment
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in _plan(config).processes)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +310,7 @@ def test_the_transport_fits_the_gpus(
 ) -> None:
     config = make_config(
         tmp_path,
-        launch={"num_trainer_ranks": ranks},
+        launch={"num_trainer_ranks": ranks, "colocate": len(gpus) < ranks + replicas},
         inference={"replicas": replicas},
         weights={"transport": wanted},
     )
@@ -256,22 +329,51 @@ def test_ports_that_are_chosen_together_differ() -> None:
         free_ports("192.0.2.1", 1)
 
 
-def test_the_memory_of_the_smallest_visible_gpu_is_asked_of_nvidia_smi(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("visible", "gpus", "gib"),
+    [
+        (None, "0,1,2,3", 24),
+        ("2,1", "2,1", 40),
+        ("3,9,0", "3", 24),  # as in CUDA: what follows an index that does not exist is hidden, too
+        ("GPU-8f2a,1", "GPU-8f2a,1", None),
+        ("", "", None),
+        ("-1", "", None),
+    ],
+)
+def test_the_driver_says_which_gpus_there_are_and_the_environment_which_of_them_are_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: str, gib: int | None
 ) -> None:
     """A stand-in for nvidia-smi: this machine may have no GPU."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text('#!/bin/sh\necho "$@" > $0.arguments\necho 81559\necho 24564\n')
+    tool.write_text("#!/bin/sh\nfor gib in 80 40 40 24; do echo $((gib * 1024)); done\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    machine = inspect()
-    assert (machine.gpus, machine.gpu_bytes) == (("3", "5"), 24564 << 20)
-    assert "--id=3,5" in (tmp_path / "nvidia-smi.arguments").read_text()
-    tool.write_text("#!/bin/sh\necho '[N/A]'\n")
-    assert inspect().gpu_bytes is None
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (inspect().gpus, inspect().gpu_bytes) == ((), None)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert find_gpus(environment) == (tuple(filter(None, gpus.split(","))), None if gib is None else gib << 30)
+
+
+def test_without_a_driver_there_are_no_gpus_but_those_that_the_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(machine, "_DEVICES", ("no-such-device",))
+    assert find_gpus({}) == ((), None)
+    assert find_gpus({"CUDA_VISIBLE_DEVICES": "1,2"}) == (("1", "2"), None)
+    # a container with devices and without nvidia-smi: torch is asked, here one that sees no GPU
+    monkeypatch.setattr(machine, "_DEVICES", ("null",))
+    assert find_gpus({}) == ((), None)
+
+
+def test_a_large_model_has_longer_to_start_unless_the_user_says_how_long(tmp_path: Path) -> None:
+    folder = tmp_path / "large"
+    folder.mkdir()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(140_000_000_000)  # sparse: a model of 70 B in 16 bits
+    large = make_config(tmp_path, model={"path": str(folder)})
+    assert large.inference.startup_timeout_s == 300 + 1400
+    assert make_config(tmp_path).inference.startup_timeout_s == 300
+    own = make_config(tmp_path, model={"path": str(folder)}, inference={"startup_timeout_s": 60.0})
+    assert own.inference.startup_timeout_s == 60
 
 
 @pytest.mark.parametrize(("installed", "engine"), [(True, "vllm"), (False, "embedded")])

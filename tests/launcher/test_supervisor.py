@@ -168,7 +168,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
 
 
 def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
-    launch = {"nodes": 2, "rdzv": "node-0:29400"}
+    launch = {"nodes": {"train": 2, "infer": 1}, "rdzv": "node-0:29400"}
     with LauncherProcess(tmp_path, trainer="preflight-fail", preflight=True, launch=launch) as launcher:
         assert launcher.end() == 1, launcher.output
         assert launcher.left() == {}
@@ -181,7 +181,7 @@ def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(tmp_
     assert ["pass", "logprobs", "mean", "1e-6"] in lines
     assert ["fail", "memory", "little", "is", "left"] in lines
     assert "error: preflight: 1 of 2 checks failed: memory" in launcher.output
-    assert "the checks are made with the trainer ranks of this machine only" in launcher.output
+    assert "launch.nodes: 3 machines; the checks are made on this one only" in launcher.output
     assert "checkpoint" not in launcher.output
 
 

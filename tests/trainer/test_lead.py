@@ -180,7 +180,7 @@ def _lead(
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
-    url: str = "http://server",
+    url: str = "http://127.0.0.1:1",
     preflight_only: bool = False,
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""

@@ -160,12 +160,16 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         *("--max-model-len", str(inference.max_model_len)),
         *("--seed", str(config.run.seed)),
         *("--tensor-parallel-size", str(inference.vllm.tensor_parallel_size)),
+        *("--pipeline-parallel-size", str(inference.vllm.pipeline_parallel_size)),
+        *("--data-parallel-size", str(inference.vllm.data_parallel_size)),
         *("--logprobs-mode", "processed_logprobs"),  # of the distribution that was sampled from, as the loss needs them
         "--enable-prefix-caching",
         *("--worker-extension-cls", "grpo_async.servers.vllm.compat.WorkerExtension"),
         *("--middleware", "grpo_async.servers.vllm.middleware.RolloutMiddleware"),
         "--disable-uvicorn-access-log",
     ]
+    if inference.vllm.expert_parallel:
+        arguments.append("--enable-expert-parallel")
     if config.model.chat_template is not None:
         arguments += ["--chat-template", str(config.model.chat_template)]
     if config.model.trust_remote_code:
@@ -185,7 +189,7 @@ def _cpu_arguments(config: ExperimentConfig) -> list[str]:
         *("--max-num-batched-tokens", str(max(_MIN_CPU_BATCH_TOKENS, inference.max_model_len))),
         *("--max-num-seqs", str(config.rollout.max_in_flight)),
     ]
-    if inference.vllm.tensor_parallel_size == 1:
+    if inference.vllm.num_gpus == 1:
         # worker and engine core in one process: one import of torch less, and fewer hops per token
         arguments += ["--distributed-executor-backend", "uni"]
     return arguments
@@ -227,7 +231,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
             "OMP_NUM_THREADS": str(config.inference.threads),
         }
         environment.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over --kv-cache-memory-bytes
-        if config.inference.vllm.tensor_parallel_size == 1:
+        if config.inference.vllm.num_gpus == 1:
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM on CPU replaces uni by mp
     return environment
 

@@ -1,4 +1,5 @@
-"""The batch script for Slurm: what it says, that a shell takes it, and that it runs, with stand-ins for Slurm's commands."""
+"""The batch script for Slurm and the manifest for Kubernetes: what they say, that a shell and a schema take them, and that the
+script runs, with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -14,27 +15,56 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.cluster.slurm import batch_script, gpus_per_node, note_job, restart_of_job
+from grpo_async.cluster.kubernetes import manifest
+from grpo_async.cluster.nodes import Place, find_place
+from grpo_async.cluster.slurm import batch_script, note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import load_config
+from grpo_async.errors import ConfigError
+from grpo_async.launcher.gpus import gpus_needed
+from grpo_async.quickstart.prepare import prepare
 from grpo_async.run_directory import RunDir
-from tests.e2e.support import SMALL, finish, free_port, make_run, run_command, wait_for
+from grpo_async.servers.engine_choice import choose_engine
+from tests.e2e.support import REPOSITORY, SMALL, finish, free_port, make_run, run_command, wait_for
 from tests.launcher.support import make_config
 
 LIMIT_S = 600.0  # five processes import torch, on a machine that may be busy
-HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.1")  # node 0, node 1, server: all are this machine
+HOSTS = "127.0.0.1,127.0.0.1,127.0.0.1"  # nodes 0, 1 and 2: all are this machine
 
 SCONTROL = """#!/bin/bash
-if [ "$1" = show ]; then printf '%s\\n' $SLURM_JOB_NODELIST; else echo "$@" >> "$FAKE_SLURM/scontrol.log"; fi
+echo "$@" >> "$FAKE_SLURM/scontrol.log"
 """
+# As Slurm's: a task on each machine, with its number. A task sees all GPUs of its machine, whatever the script has exported. What
+# `srun` is sent kills the tasks; `scancel` with a signal reaches them and nothing else.
 SRUN = """#!/bin/bash
 echo "$@" >> "$FAKE_SLURM/srun.log"
 while [[ "$1" == --* ]]; do shift; done
-exec "$@"
+IFS=, read -ra hosts <<< "$SLURM_JOB_NODELIST"
+tasks=()
+for index in "${!hosts[@]}"; do
+  SLURM_NODEID=$index SLURM_NNODES=${#hosts[@]} SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST \\
+    CUDA_VISIBLE_DEVICES=$FAKE_GPUS "$@" &
+  tasks+=("$!")
+done
+printf '%s\\n' "${tasks[@]}" > "$FAKE_SLURM/tasks"
+trap 'kill -KILL "${tasks[@]}"' TERM INT
+code=0
+for task in "${tasks[@]}"; do
+  wait "$task"
+  ended=$?
+  if ((ended > code)); then code=$ended; fi
+done
+exit "$code"
+"""
+SCANCEL = """#!/bin/bash
+echo "$@" >> "$FAKE_SLURM/scancel.log"
+kill -TERM $(< "$FAKE_SLURM/tasks")
 """
 SBATCH = """#!/bin/bash
 echo "$@" >> "$FAKE_SLURM/sbatch.log"
@@ -44,29 +74,28 @@ echo "Submitted batch job 42"
 
 def _script(config: ExperimentConfig, **options: Any) -> str:
     folder = Path("/shared/my project")
-    arguments: dict[str, Any] = {"python": "/venv/bin/python", "working_dir": folder} | options
+    arguments: dict[str, Any] = {"python": "/venv/bin/python", "working_dir": folder, "num_gpus": 8} | options
     return batch_script(config, arguments.pop("config_path", folder / "x.yaml"), **arguments)
 
 
 def _cluster(folder: Path, **launch: Any) -> ExperimentConfig:
-    return make_config(folder, launch={"nodes": 2, "rdzv": "node-0:29555", **launch})
+    return make_config(folder, launch={"nodes": {"train": 2, "infer": 3}, **launch})
 
 
 def _directives(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
-def _sourced(script: str, *names: str) -> list[str]:
-    """Values that bash gives the variables of the script's head (arrays: one line for each entry)."""
-    head = script.partition("# ---- who is who")[0].replace("cd ", ": ", 1)
-    show = "\n".join(f'printf "%s\\n" "${{{name}[@]}}"' for name in names)
+def _sourced(script: str, name: str) -> list[str]:
+    """Values that bash gives an array of the script's head."""
+    head = script.partition("# ---- what Slurm")[0].replace("cd ", ": ", 1)
+    show = f'printf "%s\\n" "${{{name}[@]}}"'
     done = subprocess.run(["bash", "-c", f"{head}\n{show}"], capture_output=True, text=True, timeout=30, check=True)
     return done.stdout.splitlines()
 
 
 def test_the_job_has_the_machines_of_trainer_and_servers_and_the_options_of_the_section(tmp_path: Path) -> None:
     slurm = {
-        "server_nodes": 3,
         "partition": "gpu",
         "account": "lab",
         "time": "12:00:00",
@@ -93,24 +122,27 @@ def test_the_job_has_the_machines_of_trainer_and_servers_and_the_options_of_the_
 
 
 @pytest.mark.parametrize(
-    ("sections", "number"),
+    ("launch", "inference", "number"),
     [
-        ({"launch": {"num_trainer_ranks": 4}, "inference": {"engine": "vllm"}}, 4),
+        ({"nodes": {"infer": 1}, "num_trainer_ranks": 4}, {"engine": "vllm"}, 4),
         (
-            {
-                "launch": {"num_trainer_ranks": 2},
-                "inference": {"engine": "vllm", "replicas": 4, "vllm": {"tensor_parallel_size": 2}},
-            },
+            {"nodes": {"infer": 1}, "num_trainer_ranks": 2},
+            {"engine": "vllm", "replicas": 2, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
             8,
         ),
-        ({"launch": {"device": "cpu"}, "inference": {"engine": "embedded"}}, 0),
-        ({"launch": {"slurm": {"gpus_per_node": 0}}, "inference": {"engine": "vllm"}}, 0),
+        ({"num_trainer_ranks": 4}, {"engine": "vllm", "replicas": 4}, 8),  # every machine does both
+        ({"device": "cpu"}, {"engine": "embedded"}, 0),
+        ({"device": "cpu"}, {"engine": "vllm"}, 0),
     ],
 )
-def test_gpus_are_those_of_the_larger_of_trainer_and_servers(tmp_path: Path, sections: Any, number: int) -> None:
-    config = make_config(tmp_path, **sections)
-    assert gpus_per_node(config) == number
-    assert any("gpus-per-node" in line for line in _directives(_script(config))) == (number > 0)
+def test_a_machine_is_asked_for_as_many_gpus_as_its_roles_need(
+    tmp_path: Path, launch: Any, inference: Any, number: int
+) -> None:
+    config = make_config(tmp_path, launch=launch, inference=inference)
+    assert gpus_needed(config, choose_engine(config, is_here=False)) == number
+    assert any("gpus-per-node" in line for line in _directives(_script(config, num_gpus=number))) == (number > 0)
+    own = make_config(tmp_path, launch={**launch, "slurm": {"gpus_per_node": 0, "options": ["--gres=gpu:a100:8"]}})
+    assert not any("gpus-per-node" in line for line in _directives(_script(own, num_gpus=number)))
 
 
 def test_every_word_of_the_user_is_quoted(tmp_path: Path) -> None:
@@ -122,9 +154,10 @@ def test_every_word_of_the_user_is_quoted(tmp_path: Path) -> None:
         overrides=[f"data.train.path={evil}", "optimizer.lr=1e-5"],
         working_dir=Path("/work") / evil,
     )
-    config = _sourced(script, "config")
-    assert config == [f"/shared/{evil}", "--set", f"data.train.path={evil}", "--set", "optimizer.lr=1e-5"]
-    assert _sourced(script, "grpo") == ["/venv/bin/python", "-m", "grpo_async"]
+    assert _sourced(script, "train") == [
+        *("/venv/bin/python", "-m", "grpo_async", "train", f"/shared/{evil}"),
+        *("--set", f"data.train.path={evil}", "--set", "optimizer.lr=1e-5"),
+    ]
     cd = next(line for line in script.splitlines() if line.startswith("cd "))
     assert shlex.split(cd) == ["cd", f"/work/{evil}"]
     comment = next(line for line in script.splitlines() if "Made by" in line)
@@ -146,10 +179,9 @@ def test_values_that_would_leave_their_line_are_refused(tmp_path: Path, section:
         _cluster(tmp_path, slurm=section)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_a_shell_and_shellcheck_have_nothing_to_say(tmp_path: Path, nodes: int) -> None:
+def test_a_shell_and_shellcheck_have_nothing_to_say(tmp_path: Path) -> None:
     path = tmp_path / "x.sbatch"
-    path.write_text(_script(_cluster(tmp_path, nodes=nodes)))
+    path.write_text(_script(_cluster(tmp_path)))
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
     checker = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
     assert checker is not None, "install the dependency group `test`"
@@ -159,10 +191,10 @@ def test_a_shell_and_shellcheck_have_nothing_to_say(tmp_path: Path, nodes: int) 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """Environment of a job, with stand-ins for scontrol, srun and sbatch that log to $FAKE_SLURM and run everything here."""
+    """Environment of a job, with stand-ins for Slurm's commands that log to $FAKE_SLURM and run everything here."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("sbatch", SBATCH)):
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("sbatch", SBATCH), ("scancel", SCANCEL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     return {
@@ -170,9 +202,9 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "PATH": f"{commands}:{os.environ['PATH']}",
         "FAKE_SLURM": str(tmp_path),
         "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": " ".join(HOSTS),
+        "SLURM_JOB_NODELIST": HOSTS,
         "SLURM_CPUS_ON_NODE": "2",
-        "SLURM_NODEID": "0",
+        "FAKE_GPUS": "",
     }
 
 
@@ -275,8 +307,51 @@ def test_a_job_that_is_queued_again_leaves_another_run_alone(tmp_path: Path, own
     assert _restart(run_dir, "40") == ("auto", False)
 
 
+@pytest.fixture(scope="module")
+def quickstart_files() -> None:
+    prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickstart_files")
+def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bound(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    """What the script exports outside `srun` does not count: the step overwrites it."""
+    settings = (
+        "launch.nodes.infer=1",
+        "launch.num_trainer_ranks=4",
+        "inference.engine=vllm",
+        "inference.replicas=2",
+        "inference.vllm.tensor_parallel_size=2",
+    )
+    run = make_run(tmp_path, "quickstart.yaml", settings)
+    script = tmp_path / "run.sbatch"
+    made = run_command("launch", "slurm", str(run.config), "--out", str(script))
+    assert made.returncode == 0, made.stdout + made.stderr
+    environment = {
+        **cluster,
+        "SLURM_JOB_NODELIST": "gpu[7,9]",
+        "FAKE_GPUS": "4,5,6,7",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(SRUN.replace('IFS=, read -ra hosts <<< "$SLURM_JOB_NODELIST"', "hosts=(gpu7 gpu9)"))
+    done = subprocess.run(
+        ["bash", str(script), "--dry-run"], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nodes      2, which meet at gpu7:29400" in done.stdout
+    assert "trainer: 4 processes, 1 CPU thread each, GPU 4,5,6,7" in done.stdout
+    assert "inference server 0: 1 process, 1 CPU thread each, GPU 4,5" in done.stdout
+    assert "inference server 1: 1 process, 1 CPU thread each, GPU 6,7" in done.stdout
+    (srun_line,) = (tmp_path / "srun.log").read_text().splitlines()
+    assert "--ntasks-per-node=1 --cpus-per-task=2 --mem=0" in srun_line
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickstart_files")
 def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_goes_on_after_a_requeue(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
@@ -284,10 +359,9 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
         *SMALL,
         "evaluation.num_prompts=4",
         "training.max_steps=5000",
-        "launch.nodes=2",
-        f"launch.rdzv=localhost:{free_port()}",
-        f"launch.slurm.server_port={free_port()}",
-        "launch.slurm.gpus_per_node=0",
+        "launch.nodes.train=2",
+        "launch.nodes.infer=1",
+        f"launch.rdzv=127.0.0.1:{free_port()}",
     )
     run = make_run(tmp_path, "quickstart.yaml", settings)
     script = tmp_path / "run.sbatch"
@@ -310,20 +384,112 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
         return done.stdout
 
     job = start()
-    token = tmp_path / "run.token"
-    wait_for(lambda: token.exists() and token.stat().st_size == 64, what="the token", timeout_s=LIMIT_S)
+    token = run.folder / "token"
+    wait_for(token.exists, what="the token", timeout_s=LIMIT_S)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     secret = token.read_text()
     run.wait_for_step(2, job, timeout_s=LIMIT_S)
     printed = ends(job, signal.SIGUSR1)
-    started = (tmp_path / "srun.log").read_text().splitlines()
-    assert len(started) == 2
-    assert any("serve-embedded" in line for line in started)
-    assert any("--node-rank 1" in line for line in started)
     assert run.summary()["num_devices"] == 2
     assert not token.exists()
-    assert secret not in printed + "".join(started)
+    assert secret not in printed
     steps = len(run.metrics())
     again = start(SLURM_RESTART_COUNT="1")
     run.wait_for_step(steps + 2, again, timeout_s=LIMIT_S)
     assert f"from the checkpoint of step {steps}" in ends(again, signal.SIGTERM)  # by hand: saved, not queued again
+
+
+# ---- Kubernetes ----
+
+_TEXT = {"type": "string", "minLength": 1}
+_NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"}  # as a Service has it
+_LABELS = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "pattern": "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"},
+}
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
+
+
+_METADATA = _object("name", name=_NAME, labels=_LABELS)
+_CONTAINER = _object(
+    "name image",
+    name=_NAME,
+    image=_TEXT,
+    command={"type": "array", "items": _TEXT},
+    workingDir=_TEXT,
+    env={"type": "array", "items": _object("name", name=_TEXT, value={"type": "string"})},
+    resources=_object("", limits={"type": "object", "additionalProperties": {"type": "string"}}),
+    volumeMounts={"type": "array", "items": _object("name mountPath", name=_NAME, mountPath=_TEXT)},
+)
+_VOLUME = _object(
+    "name",
+    name=_NAME,
+    persistentVolumeClaim=_object("claimName", claimName=_NAME),
+    emptyDir=_object("", medium={"enum": ["", "Memory"]}),
+)
+_POD = _object(
+    "containers restartPolicy",
+    subdomain=_NAME,
+    restartPolicy={"enum": ["Never", "OnFailure"]},  # what a Job takes
+    terminationGracePeriodSeconds={"type": "integer", "minimum": 0},
+    containers={"type": "array", "minItems": 1, "items": _CONTAINER},
+    volumes={"type": "array", "items": _VOLUME},
+)
+_SERVICE = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "v1"},
+    kind={"const": "Service"},
+    metadata=_METADATA,
+    spec=_object(
+        "selector", clusterIP={"const": "None"}, publishNotReadyAddresses={"type": "boolean"}, selector=_LABELS
+    ),
+)
+_JOB = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "batch/v1"},
+    kind={"const": "Job"},
+    metadata=_METADATA,
+    spec=_object(
+        "template",
+        completionMode={"enum": ["Indexed", "NonIndexed"]},
+        completions={"type": "integer", "minimum": 1},
+        parallelism={"type": "integer", "minimum": 1},
+        backoffLimit={"type": "integer", "minimum": 0},
+        template=_object("spec", metadata=_object("", labels=_LABELS), spec=_POD),
+    ),
+)
+"""The fields of the Kubernetes API (batch/v1 Job, v1 Service, as of 1.33) that the manifest may use, and no other."""
+
+
+def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_the_first_one() -> None:
+    done = CliRunner().invoke(
+        app, ["launch", "kubernetes", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2", "--resume"]
+    )
+    assert done.exit_code == 0, done.output
+    service, job = yaml.safe_load_all(done.output)
+    jsonschema.validate(service, _SERVICE)
+    jsonschema.validate(job, _JOB)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
+    assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"] == "math-7b-v2"
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        *("grpo-async", "train", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2", "--resume")
+    ]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert pod["terminationGracePeriodSeconds"] == 360  # launch.stop_timeout_s + 60
+    # the third pod finds its place by what the Job and the manifest give it
+    environment = {each["name"]: each["value"] for each in container["env"]} | {"JOB_COMPLETION_INDEX": "2"}
+    place = find_place(load_config(Path("configs/cluster.yaml")), environment=environment)
+    assert place == Place(rank=2, host="math-7b-v2-0.math-7b-v2", port=29400)
+
+
+def test_a_manifest_needs_an_image_and_a_volume(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"launch\.kubernetes\.image: is needed(.|\n)*launch\.kubernetes\.volume_claim"
+    ):
+        manifest(_cluster(tmp_path), Path("x.yaml"), num_gpus=8)

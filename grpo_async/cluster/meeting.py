@@ -1,0 +1,151 @@
+"""Where the launchers of several machines meet: the TCP store that node 0's opens, in which the ranks of the trainer meet, too.
+
+    node 0   puts "run": the attempt, the versions that it computes with
+    node K   claims its rank, sees whether it means the same run, and posts "ready" (see members.Member) or "refused"
+    node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
+    all      count a beat at every exchange: one that beats no more is gone, dead or cut off
+
+Between start and end they post what happens (node_hub, launcher.follower). The store has no password: who reaches it can end a run.
+So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all machines share
+and never travels here: a stranger learns no token, and cannot have it sent to a server of his own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from grpo_async.errors import RunError
+from grpo_async.utils.network import listening_store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+Message = Mapping[str, Any]
+"""{"kind": "ready", "from": 2, ...}"""
+
+BEAT_S = 0.5
+"""Between two exchanges of a machine, which are short."""
+SILENCE_S = 60.0
+"""After which a machine that does not beat is gone."""
+_STORE_TIMEOUT_S = 30.0
+PREFIX = "launchers"
+_MAX_TEXT = 20_000  # characters of one value
+
+
+class ForgedError(RunError):
+    """Something in the store was not signed with the token of this run."""
+
+
+class Meeting:
+    """One machine's end. Every method asks the store and is short.
+
+    Args:
+        rank: of this machine among `count`.
+        token: of the run.
+
+    The methods raise RuntimeError (torch's DistError) when the store is gone: node 0's launcher has ended.
+    """
+
+    def __init__(self, store: Store, token: str, *, rank: int, count: int) -> None:
+        from torch.distributed import PrefixStore
+
+        self._store = PrefixStore(PREFIX, store)
+        self._token = token
+        self.rank = rank
+        self._others = [other for other in range(count) if other != rank]
+        self._outbox: list[tuple[int, dict[str, Any]]] = []
+        self._next = 1  # number of the next message to this machine
+        self._sent: dict[int, str] = {}  # key of the last message to each machine
+        self._beats = dict.fromkeys(self._others, 0)
+        self._quiet = dict.fromkeys(self._others, 0)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, address: str, port: int, token: str, *, count: int) -> Meeting:
+        """Node 0's end, which holds the store as long as it lives.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        store = listening_store(address, port, count, timeout, wait_for_workers=False)
+        return cls(store, token, rank=0, count=count)
+
+    def put(self, name: str, content: Mapping[str, Any]) -> None:
+        """Leave something for everybody."""
+        self._store.set(name, sign(self._token, name, content))
+
+    def claim(self) -> bool:
+        """Take this machine's rank; False: another machine has it already."""
+        return int(self._store.add(f"claim/{self.rank}", 1)) == 1
+
+    def post(self, to: int, kind: str, **content: Any) -> None:
+        """Have a message sent at the next exchange. Long texts are cut off."""
+        short = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in content.items()}
+        self._outbox.append((to, {"kind": kind, "from": self.rank, **short}))
+
+    def exchange(self) -> list[Message]:
+        """Send what was posted, beat, listen for the beats of the others, and take what came.
+
+        Raises:
+            ForgedError: a message is not of this run.
+        """
+        with self._lock:  # whoever gives up waiting for one leaves its thread behind
+            return self._exchange()
+
+    def _exchange(self) -> list[Message]:
+        while self._outbox:
+            to, content = self._outbox.pop(0)
+            key = self._sent[to] = f"to/{to}/{int(self._store.add(f'sent/{to}', 1))}"
+            self._store.set(key, sign(self._token, key, content))
+        self._store.add(f"beat/{self.rank}", 1)
+        for other in self._others:
+            # only node 0 hears everybody: the others hear node 0
+            if self.rank != 0 and other != 0:
+                continue
+            beats = int(self._store.add(f"beat/{other}", 0))
+            self._quiet[other] = 0 if beats != self._beats[other] else self._quiet[other] + 1
+            self._beats[other] = beats
+        found: list[Message] = []
+        while self._store.check([key := f"to/{self.rank}/{self._next}"]):
+            found.append(read_signed(self._token, key, self._store.get(key)))
+            self._store.delete_key(key)
+            self._next += 1
+        return found
+
+    def silent(self, ranks: Sequence[int], longer_than_s: float = SILENCE_S) -> list[int]:
+        """Those of `ranks` that have not beaten for so long. Counted in exchanges, not by the clock: when a scheduler suspends the
+        whole job, nobody is gone."""
+        return [rank for rank in ranks if self._quiet.get(rank, 0) * BEAT_S > longer_than_s]
+
+    def has_read(self, rank: int) -> bool:
+        """Whether a machine has taken the last message to it."""
+        return not self._outbox and (rank not in self._sent or not self._store.check([self._sent[rank]]))
+
+
+def sign(token: str, key: str, content: Mapping[str, Any]) -> str:
+    """JSON after its HMAC-SHA256 under the token, which covers the key, too: a copy elsewhere is worth nothing."""
+    text = json.dumps(content)
+    return f"{_mac(token, key, text)} {text}"
+
+
+def read_signed(token: str, key: str, value: bytes) -> dict[str, Any]:
+    """What `sign` made.
+
+    Raises:
+        ForgedError: it is not from somebody who knows the token.
+    """
+    mac, _, text = value.decode(errors="replace").partition(" ")
+    if not hmac.compare_digest(mac.encode(), _mac(token, key, text).encode()):
+        raise ForgedError(f"{key} in the store of the launchers is not signed with the token of this run")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def _mac(token: str, key: str, text: str) -> str:
+    return hmac.new(token.encode(), json.dumps([key, text]).encode(), "sha256").hexdigest()

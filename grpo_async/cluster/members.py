@@ -1,0 +1,291 @@
+"""How the machines of a run come together before anything is started on them: node 0 gathers (`gather`), the others `join`."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from grpo_async import __version__
+from grpo_async.cluster.meeting import BEAT_S, PREFIX, ForgedError, Meeting, read_signed
+from grpo_async.cluster.nodes import Place
+from grpo_async.config import ExperimentConfig
+from grpo_async.config.differences import differences
+from grpo_async.errors import ConfigError, DeadlineError, RunError
+from grpo_async.processes.assignment import Assignment, Node
+from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.utils.safe_text import plain
+
+_RUN = "run"
+_CONNECT_S = 10.0
+_STORE_TIMEOUT_S = 30.0
+_END_S = 10.0  # for the others to hear that the run is over
+
+
+class Member(BaseModel):
+    """A machine that is ready, and the servers that it is about to start."""
+
+    rank: int
+    host: str
+    urls: tuple[str, ...] = ()
+    engine: Literal["vllm", "embedded", "external"] = "external"
+    on_gpu: bool = False
+    """Whether its servers work on GPUs."""
+
+    @property
+    def name(self) -> str:
+        """For messages: "node 2 (gpu-7)"."""
+        return f"node {self.rank} ({plain(self.host)})"
+
+
+def versions() -> dict[str, str]:
+    """Of what all machines compute with: they make pieces of one computation."""
+    return {"grpo_async": __version__, **{name: version(name) for name in ("torch", "transformers")}}
+
+
+def _pause() -> None:
+    threading.Event().wait(BEAT_S)  # the store has nothing to wait for that also notices a signal
+
+
+# ---- node 0 ----
+
+
+@contextlib.contextmanager
+def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Meeting]:
+    """Open the meeting of a run; when something raises inside, the machines that have come are told.
+
+    Raises:
+        ConfigError: this machine cannot listen there.
+    """
+    try:
+        meeting = Meeting.open(node.address, node.port, token, count=node.count)
+    except OSError as error:
+        raise ConfigError(
+            f"launch.rdzv: {node.address}:{node.port} cannot be bound on this machine, which is node 0 ({error}); name an address "
+            "of this machine, and a port that no other run uses"
+        ) from error
+    try:
+        yield meeting
+    except BaseException as error:
+        for rank in range(1, node.count):
+            meeting.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
+        say_farewell(meeting, range(1, node.count), timeout_s=_END_S)
+        raise
+
+
+def say_farewell(meeting: Meeting, ranks: range, *, timeout_s: float = _END_S) -> None:
+    """Until the others have read the last message to them, or are gone: the store ends with this process."""
+    ends_at = time.monotonic() + timeout_s
+    with contextlib.suppress(ForgedError):
+        meeting.exchange()
+        while time.monotonic() < ends_at:
+            gone = meeting.silent(ranks, longer_than_s=5.0)
+            if all(meeting.has_read(rank) or rank in gone for rank in ranks):
+                return
+            _pause()
+            meeting.exchange()
+
+
+def gather(
+    meeting: Meeting, config: ExperimentConfig, assignment: Assignment, own: Member, say: Callable[[str], None]
+) -> list[Member]:
+    """Wait until every machine is ready; in the order of their ranks, without node 0.
+
+    Args:
+        assignment: node 0's, as far as it is known.
+        own: node 0.
+
+    Raises:
+        DeadlineError: not all came within `launch.rdzv_timeout_s`.
+        RunError: one cannot take part, is gone again, or serves in another way.
+    """
+    timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
+    meeting.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
+    members: dict[int, Member] = {}
+    ends_at = time.monotonic() + timeout_s
+    say(f"waiting for {_nodes(range(1, count))} at {assignment.node.address}:{assignment.node.port}")
+    while missing := [rank for rank in range(1, count) if rank not in members]:
+        for message in meeting.exchange():
+            sender = Member.model_validate(message["member"])
+            if message["kind"] == "refused":
+                raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
+            members[sender.rank] = sender
+            left = [rank for rank in missing if rank not in members]
+            say(f"{sender.name} is here{f'; still missing: {_nodes(left)}' if left else ''}")
+        if gone := meeting.silent(list(members)):
+            raise RunError(f"{members[gone[0]].name} is gone again: its launcher, the machine or the network failed")
+        if time.monotonic() > ends_at:
+            raise DeadlineError(
+                f"{_nodes(missing)} to join",
+                waited_s=timeout_s,
+                setting="launch.rdzv_timeout_s",
+                hint="On each machine: grpo-async train CONFIG, started by the scheduler or with --node-rank K.",
+            )
+        _pause()
+    found = [members[rank] for rank in sorted(members)]
+    serving = [member for member in (own, *found) if member.urls]
+    if len({(member.engine, member.on_gpu) for member in serving}) > 1:
+        several = "; ".join(f"{m.name}: {m.engine}{' on GPUs' if m.on_gpu else ''}" for m in serving)
+        raise RunError(f"the machines serve with different engines or devices ({several}); set inference.engine")
+    return found
+
+
+def _nodes(ranks: Any) -> str:
+    """ "node 2" or "nodes 1 and 2"."""
+    *most, last = map(str, ranks)
+    return f"nodes {', '.join(most)} and {last}" if most else f"node {last}"
+
+
+# ---- the others ----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """This machine in the run of node 0. `assignment` is node 0's."""
+
+    meeting: Meeting
+    node: Node
+    token: str
+    assignment: Assignment
+
+
+def join(
+    config: ExperimentConfig,
+    place: Place,
+    run_dir: RunDir,
+    *,
+    member: Callable[[Node], Member],
+    say: Callable[[str], None],
+) -> Joined:
+    """Come to node 0, which may not be there yet, check that both mean the same run, and wait until all are there.
+
+    Args:
+        member: says what this machine has, when its address is known.
+
+    Raises:
+        DeadlineError: node 0, or another machine, did not come within `launch.rdzv_timeout_s`.
+        ConfigError: this machine cannot take part: another run, configuration or version, or a rank that is taken.
+        RunError: node 0 has ended the run, or is gone.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    ends_at = time.monotonic() + config.launch.rdzv_timeout_s
+    address, own_address = _reach(config, place, ends_at, say)
+    nodes = config.launch.nodes
+    node = Node(
+        rank=place.rank,
+        num_train=nodes.train,
+        num_infer=nodes.infer,
+        address=address,
+        port=place.port,
+        own_address=own_address,
+    )
+    try:
+        store = TCPStore(
+            address, place.port, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False, is_master=False
+        )
+        token, run = _read_run(PrefixStore(PREFIX, store), run_dir, place, ends_at)
+        meeting = Meeting(store, token, rank=place.rank, count=nodes.count)
+        if not meeting.claim():
+            raise ConfigError(f"node {place.rank} is here already; each machine needs a --node-rank of its own")
+        own = Member(rank=place.rank, host=socket.gethostname())
+        try:
+            _compare(config, run_dir.logs / run["attempt"], run["versions"])
+            own = member(node)
+        except BaseException as error:
+            meeting.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
+            meeting.exchange()
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"this machine cannot take part as node {place.rank}: {error}") from error
+            raise
+        meeting.post(0, "ready", member=own.model_dump())
+        say(f"node {place.rank} has joined node 0 ({address}), and waits for the others")
+        assignment = _wait_for_start(meeting, ends_at, config)
+    except RuntimeError as error:  # of the store; our own errors are no RuntimeErrors
+        raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
+    return Joined(meeting=meeting, node=node, token=token, assignment=assignment)
+
+
+def _reach(config: ExperimentConfig, place: Place, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
+    """Address of node 0, and of this machine in the same network, as soon as somebody listens there. A name that is not known yet
+    is one of a pod that has not started."""
+    last: OSError | None = None
+    while True:
+        try:
+            with socket.create_connection((place.host, place.port), timeout=_CONNECT_S) as connection:
+                return str(connection.getpeername()[0]), str(connection.getsockname()[0])
+        except OSError as error:
+            if last is None:
+                say(f"waiting for node 0 at {place.host}:{place.port}")
+            last = error
+        if time.monotonic() > ends_at:
+            raise DeadlineError(
+                f"node 0 to listen at {place.host}:{place.port}",
+                waited_s=config.launch.rdzv_timeout_s,
+                setting="launch.rdzv_timeout_s",
+                hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",
+            ) from last
+        _pause()
+
+
+def _read_run(store: Any, run_dir: RunDir, place: Place, ends_at: float) -> tuple[str, dict[str, Any]]:
+    """The token of the run, and what node 0 has put there. The file may take a while to be seen through a network file system."""
+    while True:
+        if store.check([_RUN]) and run_dir.token.is_file():
+            token = run_dir.token.read_text(encoding="utf-8")
+            with contextlib.suppress(ForgedError):
+                return token, read_signed(token, _RUN, store.get(_RUN))
+        if time.monotonic() > ends_at:
+            raise ConfigError(
+                f"run.dir: {run_dir.root} has no token of the run that node 0 at {place.host}:{place.port} has begun; it must be "
+                "on a file system that all machines share, under the same path, and no other run may use that address"
+            )
+        _pause()
+
+
+def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
+    """Raises ConfigError: this machine has another configuration or other versions than node 0."""
+    import yaml
+
+    from grpo_async.config.loader import dump_config
+
+    its_config, own_config = attempt_config(attempt).read_text(encoding="utf-8"), dump_config(config)
+    if own_config != its_config:
+        listed = [f"  {each}" for each in differences([yaml.safe_load(its_config), yaml.safe_load(own_config)])]
+        raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))
+    others = [
+        f"{name} {its_versions.get(name)} -> {found}"
+        for name, found in versions().items()
+        if found != its_versions.get(name)
+    ]
+    if others:
+        raise ConfigError(f"other versions are installed than on node 0 (node 0 -> here): {', '.join(others)}")
+
+
+def _wait_for_start(meeting: Meeting, ends_at: float, config: ExperimentConfig) -> Assignment:
+    while True:
+        for message in meeting.exchange():
+            match message:
+                case {"kind": "start", "assignment": dict(assignment)}:
+                    return Assignment.model_validate(assignment)
+                case {"kind": "end"}:
+                    raise RunError(f"node 0 has ended the run: {plain(str(message.get('error')))}")
+        if meeting.silent([0]):
+            raise RunError("node 0 is gone: the machine or the network failed")
+        if time.monotonic() > ends_at:
+            raise DeadlineError(
+                "all machines to join node 0",
+                waited_s=config.launch.rdzv_timeout_s,
+                setting="launch.rdzv_timeout_s",
+                hint="Node 0 says which ones are missing.",
+            )
+        _pause()

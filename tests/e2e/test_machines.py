@@ -1,0 +1,223 @@
+"""Two machines that train and two that serve, each a network namespace of its own, started by one and the same command; the run
+directory is shared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, wait_for
+from tests.support.namespaces import Machine, machines, why_not
+
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+
+PORT = "29400"
+RANKS = range(4)  # 0 and 1 train, 2 and 3 serve
+LIMIT_S = 600.0  # a dozen processes import torch
+
+
+@dataclass
+class Cluster:
+    """The machines by their node rank."""
+
+    nodes: list[Machine]
+    run: Run
+    listened: set[tuple[str, str]] = field(default_factory=set)
+    """(machine, address) of everything that listened while `watch_listeners` ran."""
+
+    def start(self, *arguments: str) -> list[subprocess.Popen[str]]:
+        """The same command on every machine; the last ones first, which wait for node 0."""
+        return [self._start(rank, *arguments) for rank in reversed(RANKS)][::-1]
+
+    def _start(self, rank: int, *arguments: str) -> subprocess.Popen[str]:
+        place = {"NODE_RANK": str(rank), "NNODES": "4", "MASTER_ADDR": self.nodes[0].address, "MASTER_PORT": PORT}
+        return self.nodes[rank].popen(
+            [sys.executable, "-m", "grpo_async", "train", str(self.run.config), *arguments],
+            cwd=REPOSITORY,
+            env={**os.environ, **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def processes_on(self, rank: int, part_of_command: str = "") -> list[psutil.Process]:
+        """Living processes of the run on one machine, without the one that holds its namespace."""
+        space = os.readlink(f"/proc/{self.nodes[rank].holder}/ns/net")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_here = os.readlink(f"/proc/{process.pid}/ns/net") == space
+                is_other = process.pid == self.nodes[rank].holder or process.status() == psutil.STATUS_ZOMBIE
+                if is_here and not is_other and part_of_command in " ".join(process.cmdline()):
+                    found.append(process)
+            except (OSError, psutil.Error):
+                continue
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        wait_for(
+            lambda: not any(map(self.processes_on, RANKS)), what="every process on all nodes to end", timeout_s=30.0
+        )
+
+    def watch_listeners(self, ended: threading.Event) -> None:
+        """Note (machine, address) of everything that listens, until `ended`."""
+        while not ended.wait(0.1):
+            for machine in self.nodes:
+                self.listened |= {(machine.address, address) for address in machine.listening()}
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[list[Machine]]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with machines("10.77.0.1", "10.77.0.2", "10.77.0.3", "10.77.0.4") as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(network: list[Machine], tmp_path: Path) -> Iterator[Cluster]:
+    settings = (
+        *SMALL,
+        "optimizer.lr=0.001",
+        "evaluation.num_prompts=8",
+        "checkpoint.every_steps=2",
+        "launch.nodes.train=2",
+        "launch.nodes.infer=2",
+        "training.max_steps=5000",
+    )
+    cluster = Cluster(nodes=network, run=make_run(tmp_path, "quickstart.yaml", settings))
+    try:
+        yield cluster
+    finally:
+        for rank in RANKS:
+            for process in cluster.processes_on(rank):
+                process.kill()
+
+
+def _ends(processes: Sequence[subprocess.Popen[str]], *codes: int) -> list[str]:
+    """What all printed; their exit codes are checked."""
+    done = [finish(process, timeout_s=LIMIT_S) for process in processes]
+    assert tuple(one.returncode for one in done) == codes, "\n=====\n".join(one.stdout[-3000:] for one in done)
+    return [one.stdout for one in done]
+
+
+def _resume_to_the_end(cluster: Cluster) -> None:
+    last = cluster.run.checkpoints()[-1] + 2
+    _ends(cluster.start("--resume", "--set", f"training.max_steps={last}"), 0, 0, 0, 0)
+    assert [line["step"] for line in cluster.run.metrics()] == list(range(1, last + 1))
+    summary = cluster.run.summary()
+    assert (summary["status"], summary["ledger_closed"], summary["num_devices"]) == ("finished", True, 2)
+
+
+def test_one_command_on_four_machines_trains_a_killed_server_is_restarted_and_a_lost_trainer_ends_all(
+    cluster: Cluster,
+) -> None:
+    run, ended = cluster.run, threading.Event()
+    watching = threading.Thread(target=cluster.watch_listeners, args=(ended,))
+    watching.start()
+    try:
+        processes = cluster.start("--set", "weights.verify_every_pushes=1")
+        run.wait_for(
+            lambda: any(line["servers/serving"] == 2 for line in run.metrics()),
+            processes[0],
+            what="a step with both servers",
+            timeout_s=LIMIT_S,
+        )
+    finally:
+        ended.set()
+        watching.join(10.0)
+    (server,) = cluster.processes_on(3, "serve-embedded")
+    server.kill()
+    run.wait_for(
+        lambda: run.metrics()[-1]["servers/restarts"] == 1 and run.metrics()[-1]["servers/serving"] == 2,
+        processes[0],
+        what="the server of node 3 to serve again",
+        timeout_s=LIMIT_S,
+    )
+    run.wait_for_step(len(run.metrics()) + 2, processes[0], timeout_s=LIMIT_S)
+    logs = run.folder / "logs" / "latest"
+    for log in ("server_0.log", "server_1.log", "server_1.restart_1.log", "trainer.log", "trainer_node1.log"):
+        assert (logs / log).is_file(), log
+    for process in cluster.processes_on(1):  # all at once, as when the power goes
+        with contextlib.suppress(psutil.NoSuchProcess):  # it died with its parent
+            process.kill()
+    outputs = _ends(processes, 1, -signal.SIGKILL, 1, 1)
+    assert "error: node 1 (" in outputs[0]
+    assert "--resume" in outputs[0]
+    assert "the inference server 1 was killed by SIGKILL" in outputs[0]
+    assert "restart 1 of 3" in outputs[0]
+    cluster.assert_nothing_is_left()
+    lines = run.metrics()
+    # after every push the servers have the weights that both machines hold together, with a learning rate at which one that was
+    # missed would show: samples that are a step old differ by far more
+    compared = [line["sync/verify_max"] for line in lines if "sync/verify_max" in line]
+    assert len(compared) >= 4
+    assert max(compared) < 1e-4
+    assert max(line["sampling/sampling_logp_difference/max"] for line in lines) > 1e-2
+    # every machine listens on loopback or on its own address, and nowhere else
+    for machine, address in cluster.listened:
+        assert address in (machine, "127.0.0.1"), f"something on {machine} listened on {address}"
+    assert {(machine.address, machine.address) for machine in cluster.nodes} <= cluster.listened
+    plan = (run.folder / "plan.txt").read_text()
+    assert "node 1     trainer rank 1\n" in plan
+    assert "node 3     server 1\n" in plan
+    _resume_to_the_end(cluster)
+
+
+def test_a_rank_that_is_killed_on_one_machine_ends_all_and_is_named(cluster: Cluster) -> None:
+    processes = cluster.start()
+    cluster.run.wait_for_step(2, processes[0], timeout_s=LIMIT_S)
+    (rank,) = [p for p in cluster.processes_on(1, "grpo_async.trainer.main") if "--nnodes" not in p.cmdline()]
+    rank.kill()
+    outputs = _ends(processes, 1, 1, 1, 1)
+    for output in outputs:
+        assert f"trainer rank 1 (pid {rank.pid}) was killed by SIGKILL" in output
+    assert "reported by node 1 (" in outputs[0]
+    cluster.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("ranks", [[1], [3], [0, 1, 2, 3]])
+def test_sigterm_on_any_machine_or_all_is_one_stop_with_a_checkpoint(cluster: Cluster, ranks: list[int]) -> None:
+    """A scheduler sends it to all: it is no second signal, which would end the run without a checkpoint."""
+    processes = cluster.start()
+    cluster.run.wait_for_step(2, processes[0], timeout_s=LIMIT_S)
+    for rank in ranks:
+        processes[rank].send_signal(signal.SIGTERM)
+    _ends(processes, 143, 143, 143, 143)
+    assert cluster.run.checkpoints()[-1] == len(cluster.run.metrics())
+    assert cluster.run.summary()["status"] == "stopped"
+    cluster.assert_nothing_is_left()
+
+
+def test_a_machine_that_only_serves_may_be_lost(cluster: Cluster) -> None:
+    processes = cluster.start()
+    cluster.run.wait_for(
+        lambda: any(line["servers/serving"] == 2 for line in cluster.run.metrics()),
+        processes[0],
+        what="a step with both servers",
+        timeout_s=LIMIT_S,
+    )
+    for process in cluster.processes_on(2):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    cluster.run.wait_for(
+        lambda: json.loads((cluster.run.folder / "status.json").read_text())["servers"][0]["state"] == "gone",
+        processes[0],
+        what="node 2 to be missed",
+        timeout_s=LIMIT_S,
+    )
+    cluster.run.wait_for_step(len(cluster.run.metrics()) + 2, processes[0], timeout_s=LIMIT_S)
+    processes[0].send_signal(signal.SIGTERM)
+    _ends(processes, 143, 143, -signal.SIGKILL, 143)
+    assert cluster.run.summary()["ledger_closed"]
