@@ -133,13 +133,13 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
         ("print('done, I think')", {}, r"is no JSON: 'done, I think'; its result belongs there"),
         ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
         ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
-        ("while True: print('x' * 1000)", {"max_output_kb": 4}, r"more than rollout\.agent\.max_output_kb = 4"),
+        ("print('x' * 5000, flush=True); import time; time.sleep(99)", {"max_output_kb": 4}, r"rollout\.agent\.max_output_kb = 4"),
         ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"MemoryError"),
     ],
 )  # fmt: skip
 def test_a_command_that_fails_says_why(code: str, section: dict[str, Any], told: str) -> None:
     with pytest.raises(AgentError, match=told):
-        asyncio.run(_run([*PYTHON, code], **section))
+        asyncio.run(asyncio.wait_for(_run([*PYTHON, code], **section), 15.0))  # less than the other cases' timeout_s
 
 
 def test_a_program_that_cannot_be_started_fails_the_rollout(tmp_path: Path) -> None:
@@ -260,11 +260,12 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
     [
         ("import os; os._exit(3)", "ended with exit code 3"),
         ("import time; time.sleep(1000)", r"rollout\.agent\.timeout_s = 3 s and was killed"),
+        ("print('x' * 5000)", r"rollout\.agent\.max_output_kb = 4 to stdout and was killed"),
     ],
 )
 def test_a_command_that_fails_in_the_sandbox_says_why(code: str, told: str) -> None:
     with pytest.raises(AgentError, match=told):
-        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0))
+        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0, max_output_kb=4))
 
 
 def test_without_namespaces_the_sandbox_is_refused_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:

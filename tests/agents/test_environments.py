@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -160,6 +161,18 @@ def test_a_simulated_user_of_verifiers_talks_over_several_turns_and_rewards_have
         ("user", "Two?"),
         ("assistant", "No, please."),
     ]
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_the_reward_of_several_seats_is_their_mean_and_columns_have_their_names() -> None:
+    from grpo_async.agents.environments.verifiers_taskset import _result
+
+    def trace(seat: str, reward: float) -> Any:
+        scores = {"correct": SimpleNamespace(score=reward)}
+        return SimpleNamespace(agent=SimpleNamespace(name=seat), rewards=scores, metrics={"turns": 2.0}, reward=reward)
+
+    expected = {"asks_correct": 1.0, "asks_turns": 2.0, "says_correct": 0.5, "says_turns": 2.0, "reward": 0.75}
+    assert _result([trace("asks", 1.0), trace("says", 0.5)]) == expected
 
 
 @pytest.mark.usefixtures("verifiers")
