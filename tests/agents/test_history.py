@@ -203,17 +203,31 @@ def test_the_rollouts_own_turns_lead_to_the_newest_answer() -> None:
     assert [_texts(branch.turns) for branch in completion.branches] == [[[("assistant", "lost")]]]
 
 
+def test_of_equal_answers_each_is_gone_on_from_once_the_newest_first() -> None:
+    async def agent(session: AgentSession) -> None:
+        for _ in range(2):
+            said = (await ask(session, user("q"))).message
+        await ask(session, user("q"), said, user("r"))
+        await ask(session, user("q"), said, user("s"))
+
+    completion, _ = _run(agent, "a", "a", "b", "c")
+    assert [len(path.turns) for path in completion.paths] == [2, 2]
+
+
 def test_results_come_in_any_order_and_belong_to_their_calls() -> None:
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("q"), tools=[ADD])
         one, two = first.message["tool_calls"]
         await ask(session, user("q"), first.message, tool(two, "SECOND"), tool(one, "FIRST"), tools=[ADD])
+        # the same texts, of the other calls
+        await ask(session, user("q"), first.message, tool(one, "SECOND"), tool(two, "FIRST"), tools=[ADD])
         await ask(session, user("q"), first.message, tool(one, "only one"), tools=[ADD])  # cannot go on: a root
 
-    completion, policy = _run(agent, call_text(a=1) + "\n" + call_text(a=2), "done", "odd")
-    seen = policy.chat.completion_text(policy.served[1].request.token_ids)
+    completion, policy = _run(agent, call_text(a=1) + "\n" + call_text(a=2), "done", "other", "odd")
+    seen, other = (policy.chat.completion_text(policy.served[n].request.token_ids) for n in (1, 2))
     assert seen.index("FIRST") < seen.index("SECOND")
-    assert [len(path.turns) for path in completion.paths] == [1, 2]
+    assert other.index("SECOND") < other.index("FIRST")
+    assert [len(path.turns) for path in completion.paths] == [1, 2, 1]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "llama3", "no_end_token"])
