@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from grpo_async.chat.turn import ChatError
+from grpo_async.chat.turn import THINKING, ChatError
 from grpo_async.errors import ConfigError
 
 Message = Mapping[str, Any]  # as templates know it: {"role", "content", ...}
@@ -20,7 +20,6 @@ NO_TEMPLATE = (
     "the model's tokenizer has no chat template, so conversations, system prompts and tools cannot be rendered; set "
     "model.chat_template to a Jinja file, or give the prompts as plain text"
 )
-_THINKING = ("<think>", "</think>")
 
 
 class ChatTemplate:
@@ -100,5 +99,5 @@ class ChatTemplate:
     @cached_property
     def thinking_is_open(self) -> bool:
         """Whether the generation prompt leaves the policy inside its thinking: `...assistant\\n<think>\\n`."""
-        opened, closed = (self.generation_prompt.rfind(mark) for mark in _THINKING)
+        opened, closed = (self.generation_prompt.rfind(mark) for mark in THINKING[0])
         return opened > closed
