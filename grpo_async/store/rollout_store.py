@@ -13,6 +13,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import re
 import threading
 import time
@@ -93,8 +94,9 @@ class RolloutStore(Writer):
         self._sealer = Sealer(folder, self._settings, self._metadata)
 
     def stores(self, group_id: int, status: GroupStatus) -> bool:
-        """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id."""
-        return status in _ALWAYS_STORED or _fraction_of(group_id) < self._settings.sample_rate
+        """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id, so every attempt
+        leaves out the same."""
+        return status in _ALWAYS_STORED or random.Random(group_id).random() < self._settings.sample_rate
 
     def append(
         self,
@@ -381,14 +383,6 @@ def _default_settings() -> RolloutRecordSection:
 def all_groups(settings: RolloutRecordSection) -> RolloutRecordSection:
     """The settings for the rollouts of an evaluation, of which none is left out: there are few, and each counts."""
     return settings.model_copy(update={"sample_rate": 1.0})
-
-
-def _fraction_of(group_id: int) -> float:
-    """A number in [0, 1) that follows from the id (splitmix64): the same groups are left out in every attempt."""
-    bits = (group_id * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return ((bits ^ (bits >> 31)) >> 11) / (1 << 53)
 
 
 def _next_seq(blocks: Sequence[Block]) -> int:
