@@ -26,10 +26,10 @@ from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_tex
 from grpo_async.utils.text import format_bytes
 
 _PACKAGE = "grpo-async"
-_LIMIT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
-_FULL_LIMIT_S = 120.0  # vLLM's import takes half a minute on a busy machine
-_IMPORT_LIMIT_S = 100.0
-_NVIDIA_SMI_LIMIT_S = 8.0
+_TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
+_FULL_TIMEOUT_S = 120.0  # vLLM's import takes half a minute on a busy machine
+_IMPORT_TIMEOUT_S = 100.0
+_NVIDIA_SMI_TIMEOUT_S = 8.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
 """A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
@@ -46,10 +46,10 @@ def run_doctor(*, full: bool = False) -> list[Check]:
     Args:
         full: also import vLLM, which takes long.
     """
-    limit_s = _FULL_LIMIT_S if full else _LIMIT_S
+    timeout_s = _FULL_TIMEOUT_S if full else _TIMEOUT_S
     checks = _CHECKS | ({"vllm import": check_vllm_import} if full else {})
     with ThreadPoolExecutor(max_workers=4) as pool:  # run_check leaves each check after its limit
-        results = pool.map(lambda entry: run_check(*entry, limit_s=limit_s), checks.items())
+        results = pool.map(lambda entry: run_check(*entry, timeout_s=timeout_s), checks.items())
         return [check for found in results for check in found]
 
 
@@ -116,18 +116,18 @@ def check_gpus() -> Iterator[Found]:
     fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
     remedy = "if the driver hangs restart the machine; if it and the kernel module do not fit, reinstall it"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    lines = [line for line in _output(command, _NVIDIA_SMI_LIMIT_S, remedy).splitlines() if line.strip()]
+    lines = [line for line in _output(command, _NVIDIA_SMI_TIMEOUT_S, remedy).splitlines() if line.strip()]
     if not lines:
         yield "warn", "nvidia-smi lists none"
     yield from map(_gpu, lines)
 
 
-def _output(command: list[str], limit_s: float, remedy: str) -> str:
+def _output(command: list[str], timeout_s: float, remedy: str) -> str:
     """What a program prints. Raises: RunError: it did not end well."""
     name = " ".join(command[:3])
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunError(f"`{name}`: {error}; {remedy}") from error
@@ -308,7 +308,7 @@ def check_vllm_import() -> Iterator[Found]:
         yield "pass", "not installed"
         return
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
-    yield "pass", f"works ({_output(command, _IMPORT_LIMIT_S, INSTALL).strip().splitlines()[-1]})"
+    yield "pass", f"works ({_output(command, _IMPORT_TIMEOUT_S, INSTALL).strip().splitlines()[-1]})"
 
 
 def _version(name: str) -> str | None:

@@ -42,7 +42,7 @@ from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
-_LOCAL_LIMIT_S = 30.0  # checks that ask no server; they take milliseconds
+_LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
 _NUM_TOKENS = 8  # of the completion that is tried
 _MIN_CONTEXT = 16
@@ -119,9 +119,9 @@ def run_preflight(context: PreflightContext) -> list[Check]:
     except GrpoAsyncError as error:
         checks.append(Check("logprobs", "fail", f"the trainer could not score the probes: {error}"))
     for name, check, asks_servers in _CHECKS:
-        limit_s = config.weights.timeout_s if asks_servers else _LOCAL_LIMIT_S
+        timeout_s = config.weights.timeout_s if asks_servers else _LOCAL_TIMEOUT_S
         setting = "weights.timeout_s" if asks_servers else None
-        checks += run_check(name, partial(check, context), limit_s=limit_s, setting=setting)
+        checks += run_check(name, partial(check, context), timeout_s=timeout_s, setting=setting)
     write_atomically(context.run_dir.preflight, as_json(checks))
     return checks
 
@@ -212,7 +212,7 @@ def check_generation(context: PreflightContext) -> Iterator[Found]:
 
 
 async def _generate(context: PreflightContext, server: Server, prompt: list[int], count: int) -> Generation:
-    limit_s = context.config.weights.timeout_s
+    timeout_s = context.config.weights.timeout_s
     request = GenerateRequest(
         request_id="preflight",
         token_ids=prompt,
@@ -224,8 +224,8 @@ async def _generate(context: PreflightContext, server: Server, prompt: list[int]
     async with InferenceClient(
         FixedServers([server.url]),
         token=context.token,
-        request_timeout_s=limit_s,
-        wait_timeout_s=limit_s,
+        request_timeout_s=timeout_s,
+        wait_timeout_s=timeout_s,
         authority=context.authority,
     ) as client:
         return await client.generate(request)  # within request_timeout_s
@@ -356,8 +356,8 @@ def _address_of(context: PreflightContext, server: Server) -> Found:
 
 
 def _wants_token(context: PreflightContext, server: Server) -> bool:
-    limit_s = context.config.weights.timeout_s
-    with ServerControl(server.url, token=None, timeout_s=limit_s, authority=context.authority) as control:
+    timeout_s = context.config.weights.timeout_s
+    with ServerControl(server.url, token=None, timeout_s=timeout_s, authority=context.authority) as control:
         try:
             control.info()
         except RequestRejectedError as error:

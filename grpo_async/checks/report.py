@@ -51,25 +51,25 @@ def counts(checks: Sequence[Check]) -> str:
 
 
 def run_check(
-    name: str, function: Callable[[], Iterable[Found]], *, limit_s: float, setting: str | None = None
+    name: str, function: Callable[[], Iterable[Found]], *, timeout_s: float, setting: str | None = None
 ) -> list[Check]:
     """Run one check in a thread of its own. Whatever goes wrong in it becomes a failed check of this name.
 
     Args:
-        limit_s: time it has, in seconds; a check that takes longer is abandoned.
+        timeout_s: time it has, in seconds; a check that takes longer is abandoned.
         setting: dotted path of what holds the limit; None: nothing does, the check should take a moment only.
     """
     began = time.monotonic()
     future = in_thread(lambda: list(function()), name=f"check {name}")
     try:
-        return [Check(name, status, detail) for status, detail in future.result(timeout=limit_s)]
+        return [Check(name, status, detail) for status, detail in future.result(timeout=timeout_s)]
     except GrpoAsyncError as error:
         detail = str(error)
     except Exception as error:  # noqa: BLE001 - a check that breaks must not hide what the others found
         if future.done():
             detail = f"{type(error).__name__}: {error}"
         elif setting is None:
-            detail = f"no result within {limit_s:.0f} s: a disk, a network or the machine itself hangs"
+            detail = f"no result within {timeout_s:.0f} s: a disk, a network or the machine itself hangs"
         else:
             waited_s = time.monotonic() - began
             detail = str(DeadlineError(f"the check of {name}", waited_s=waited_s, setting=setting))

@@ -99,7 +99,7 @@ def push_weights(
             have whole ones; the others wait for the next push. After a failed transfer the transport is closed.
         WeightPushError: the trainer itself failed.
     """
-    started, limit_s = time.monotonic(), settings.timeout_s
+    started, timeout_s = time.monotonic(), settings.timeout_s
     seconds: dict[str, float] = {}  # of each phase
 
     @contextmanager
@@ -110,7 +110,7 @@ def push_weights(
         seconds[name] = time.monotonic() - phase_started
 
     def call_all(
-        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = limit_s, setting: str = SETTING
+        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = SETTING
     ) -> None:
         with phase_of_all(phase):
             calls = start_calls(servers, call, phase=phase)
@@ -122,7 +122,7 @@ def push_weights(
     def pause_all() -> float:
         """When generation stood still: from the call on; with mode drain from its answer on."""
         mode, keep_cache = _PAUSES[settings.mode]
-        deadline_s, setting, asked = limit_s, SETTING, time.monotonic()
+        deadline_s, setting, asked = timeout_s, SETTING, time.monotonic()
         if mode == "drain":
             deadline_s, setting = settings.drain_timeout_s, "weights.drain_timeout_s"
         call_all(
@@ -140,7 +140,7 @@ def push_weights(
                 with phase_of_all("connect"):
                     transport.connect(servers)
             update = transport.describe(parameters.specs)
-            call_all("start", lambda server: server.start_weight_update(update, timeout_s=limit_s))
+            call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
             before_gather(transport.bucket_bytes)
             with phase_of_all("transfer"):
                 seconds["gather"], seconds["send"] = _transfer(
@@ -148,17 +148,17 @@ def push_weights(
                     version=version,
                     servers=servers,
                     transport=transport,
-                    timeout_s=limit_s,
+                    timeout_s=timeout_s,
                     timeline=timeline,
                 )
-            call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=limit_s))
-        call_all("resume", lambda server: server.resume(timeout_s=limit_s))
+            call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
+        call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
     except PushFailedError as error:
         if error.phase != "resume":
-            _resume_after(error.failures, servers, timeout_s=limit_s)
+            _resume_after(error.failures, servers, timeout_s=timeout_s)
         raise
     except BaseException as error:
-        _resume_after({}, servers, timeout_s=limit_s)
+        _resume_after({}, servers, timeout_s=timeout_s)
         if isinstance(error, WeightPushError) or not isinstance(error, Exception):
             raise
         raise WeightPushError(f"pushing version {version} failed: {type(error).__name__}: {error}") from error
@@ -177,7 +177,7 @@ def push_weights(
 def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerControl], *, timeout_s: float) -> None:
     """Resume every server after a failure, also one that did not answer pause: it may have paused before its answer was lost.
     One that cannot be resumed is added to those that failed, because it stands still; not one that refuses because it holds a part
-    of an update, which the next push mends."""
+    of an update, which the next push repairs."""
     silent = {name for name, error in failures.items() if not is_answer(error)}
     limits = {
         server.name: min(timeout_s, _RESUME_SILENT_S) if server.name in silent else timeout_s for server in servers

@@ -142,8 +142,8 @@ def test_what_nvidia_smi_says(
     program.write_text(f"#!/bin/sh\n{'exec sleep 20' if code is None else f'cat {tmp_path}/answer; exit {code}'}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(doctor, "_NVIDIA_SMI_LIMIT_S", 1.0)
-    (found,) = run_check("gpus", doctor.check_gpus, limit_s=10.0)
+    monkeypatch.setattr(doctor, "_NVIDIA_SMI_TIMEOUT_S", 1.0)
+    (found,) = run_check("gpus", doctor.check_gpus, timeout_s=10.0)
     assert (found.status, words in found.detail) == (status, True), found
 
 

@@ -26,7 +26,7 @@ def test_errors_of_a_check_become_its_result(error: Exception, detail: str) -> N
         yield "pass", "fine until here"
         raise error
 
-    assert run_check("one", check, limit_s=5.0) == [Check("one", "fail", detail)]
+    assert run_check("one", check, timeout_s=5.0) == [Check("one", "fail", detail)]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_check_that_hangs_is_left_after_its_limit(setting: str | None, words: 
         never.wait(20.0)
         yield "pass", "too late"
 
-    (timed,) = run_check("x", hang, limit_s=0.1, setting=setting)
+    (timed,) = run_check("x", hang, timeout_s=0.1, setting=setting)
     never.set()
     assert (timed.status, words in timed.detail) == ("fail", True)
 

@@ -99,15 +99,15 @@ def _connected_again(push: _Push) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "pause", "keep_cache", "limit_s"),
+    ("mode", "pause", "keep_cache", "timeout_s"),
     [("recompute", "keep", False, LIMIT_S), ("keep_kv", "keep", True, LIMIT_S), ("drain", "drain", False, 2 * LIMIT_S),
      ("abort", "abort", False, LIMIT_S)],
 )  # fmt: skip
-def test_the_mode_decides_how_servers_pause(mode: Any, pause: str, keep_cache: bool, limit_s: float) -> None:
+def test_the_mode_decides_how_servers_pause(mode: Any, pause: str, keep_cache: bool, timeout_s: float) -> None:
     push = _Push(settings=SETTINGS.model_copy(update={"mode": mode}))
     push.run()
     for server in push.servers:
-        assert server.calls["pause"] == {"mode": pause, "keep_cache": keep_cache, "timeout_s": limit_s}
+        assert server.calls["pause"] == {"mode": pause, "keep_cache": keep_cache, "timeout_s": timeout_s}
         assert server.calls["start"]["timeout_s"] == LIMIT_S
 
 
