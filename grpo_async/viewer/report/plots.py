@@ -17,7 +17,7 @@ from grpo_async.tracking.catalog import Reduction, describe
 from grpo_async.viewer.report.chapters import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Of a curve. A longer one is cut into so many pieces, and each becomes one point by the metric's reduction."""
 
 _MAX_SERIES = 8  # colours that keep apart
@@ -47,15 +47,15 @@ class Curve:
     high: Sequence[float | None] = ()
 
 
-def curve(rows: Sequence[Row], name: str, *, most_points: int = MOST_POINTS) -> Curve | None:
+def curve(rows: Sequence[Row], name: str, *, max_points: int = MAX_POINTS) -> Curve | None:
     """The curve of a metric over all steps of the run; None where no step has it. A step that lacks it is None (a gap).
 
-    Worked example: steps 1..6 with the values 1, 3, 2, 2, 5, 7, most_points 3, a mean: steps 2, 4, 6; values 2, 2, 6; low 1, 2, 5;
+    Worked example: steps 1..6 with the values 1, 3, 2, 2, 5, 7, max_points 3, a mean: steps 2, 4, 6; values 2, 2, 6; low 1, 2, 5;
     high 3, 2, 7.
     """
     if not any(name in row for row in rows):
         return None
-    size = math.ceil(len(rows) / most_points)
+    size = math.ceil(len(rows) / max_points)
     if size <= 1:
         return Curve(steps=[row["step"] for row in rows], values=[_rounded(row.get(name)) for row in rows])
     reduction = describe(name).reduction

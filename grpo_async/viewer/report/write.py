@@ -16,7 +16,7 @@ from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, read_run, shown_config
 
-MOST_RUNS = 8
+MAX_RUNS = 8
 """More curves in one plot cannot be told apart."""
 
 _MAX_WITH_TEXTS = 3  # of more runs nobody reads the rollouts in one page
@@ -29,7 +29,7 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
         out: the file; None: `report.html` in the run's directory, for several runs `report-A-B.html` beside that of the first.
 
     Raises:
-        ConfigError: a run is named twice, there are more than MOST_RUNS, or the file cannot be written.
+        ConfigError: a run is named twice, there are more than MAX_RUNS, or the file cannot be written.
     """
     _check(run_dirs)
     runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
@@ -66,8 +66,8 @@ def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Diff
 def _check(run_dirs: Sequence[RunDir]) -> None:
     if len({run_dir.root.resolve() for run_dir in run_dirs}) < len(run_dirs):
         raise ConfigError("a run is named twice; name each once")
-    if len(run_dirs) > MOST_RUNS:
-        raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MOST_RUNS} can be told apart")
+    if len(run_dirs) > MAX_RUNS:
+        raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MAX_RUNS} can be told apart")
 
 
 def _default_out(runs: Sequence[RunData]) -> Path:

@@ -35,7 +35,7 @@ def _plot(name: str) -> Plot:
 def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
     assert curve(_rows("entropy", 1.0, None, 3.0), "entropy") == Curve(steps=[1.0, 2.0, 3.0], values=[1.0, None, 3.0])
     assert curve(_rows("entropy", 1.0), "kl") is None
-    assert curve(_rows("entropy", 1.0, 3.0, 2.0, 2.0, 5.0, 7.0), "entropy", most_points=3) == Curve(
+    assert curve(_rows("entropy", 1.0, 3.0, 2.0, 2.0, 5.0, 7.0), "entropy", max_points=3) == Curve(
         steps=[2.0, 4.0, 6.0],
         values=[2.0, 2.0, 6.0],  # (1 + 3) / 2, (2 + 2) / 2, (5 + 7) / 2
         low=[1.0, 2.0, 5.0],
@@ -53,7 +53,7 @@ def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> Non
     ],
 )
 def test_a_long_curve_is_reduced_as_its_metric_asks(name: str, values: list[float]) -> None:
-    found = curve(_rows(name, 1.0, 3.0, 2.0, 0.0), name, most_points=2)
+    found = curve(_rows(name, 1.0, 3.0, 2.0, 0.0), name, max_points=2)
     assert found is not None
     assert list(found.values) == values
 
