@@ -54,7 +54,7 @@ FORMS = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Before:
+class _Rendering:
     """The rendering without results: all its ids, and how many of them the cut leaves.
 
     `is_open`: the template does not end the turn; what ends it is the first token of the next message, which the policy
@@ -67,11 +67,11 @@ class _Before:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """A form that works for some calls. `befores` has one entry per assistant message: one for all calls together, or one
+    """A form that works for some calls. `renderings` has one entry per assistant message: one for all calls together, or one
     for each call where a template knows one call per message (Llama 3, GPT-OSS)."""
 
     form: DummyForm
-    befores: Sequence[_Before]
+    renderings: Sequence[_Rendering]
 
 
 class SuffixRule:
@@ -132,7 +132,7 @@ class SuffixRule:
         for form in FORMS:
             for groups in self._groupings(form, calls):
                 try:
-                    plan = _Plan(form=form, befores=[self._before(form, group) for group in groups])
+                    plan = _Plan(form=form, renderings=[self._rendering(form, group) for group in groups])
                     return plan, self._apply(plan, calls, results)
                 except ChatError as error:
                     problems.append(str(error))
@@ -167,22 +167,22 @@ class SuffixRule:
         )
         return self._encoder.encode(rendered, messages.placeholders)
 
-    def _before(self, form: DummyForm, calls: Sequence[ToolCall]) -> _Before:
+    def _rendering(self, form: DummyForm, calls: Sequence[ToolCall]) -> _Rendering:
         ids = self._before_ids(form, calls)
         ends = [index for index, token in enumerate(ids) if token in self._end_of_turn_ids]
         if not ends:
-            return _Before(ids=ids, num_kept=len(ids))
+            return _Rendering(ids=ids, num_kept=len(ids))
         if self._text(ids[ends[-1] + 1 :]).strip():  # the last end-of-turn token ends the question, not the answer
-            return _Before(ids=ids, num_kept=len(ids), is_open=True)
-        return _Before(ids=ids, num_kept=ends[-1] + 1)
+            return _Rendering(ids=ids, num_kept=len(ids), is_open=True)
+        return _Rendering(ids=ids, num_kept=ends[-1] + 1)
 
     def _apply(self, plan: _Plan, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
-        if len(plan.befores) == 1:
-            return self._difference(plan.form, plan.befores[0], calls, results, is_first=True, is_last=True)
+        if len(plan.renderings) == 1:
+            return self._difference(plan.form, plan.renderings[0], calls, results, is_first=True, is_last=True)
         ids: list[int] = []
         tool_results = [result for result in results if result.role == "tool"]
         further = [result for result in results if result.role != "tool"]
-        for number, (before, call, result) in enumerate(zip(plan.befores, calls, tool_results, strict=True)):
+        for number, (before, call, result) in enumerate(zip(plan.renderings, calls, tool_results, strict=True)):
             is_last = number == len(calls) - 1
             messages = [result, *further] if is_last else [result]
             ids += self._difference(plan.form, before, [call], messages, is_first=number == 0, is_last=is_last)
@@ -191,7 +191,7 @@ class SuffixRule:
     def _difference(
         self,
         form: DummyForm,
-        before: _Before,
+        before: _Rendering,
         calls: Sequence[ToolCall],
         results: Sequence[TaggedMessage],
         *,
