@@ -36,7 +36,8 @@ Layers; imports go down only, packages of one line do not import each other:
     utils
     errors
 
-docs/architecture.md walks from here to the loss, staleness, the weight push, the end of a rollout, restarts and the config.
+docs/architecture.md walks from here to the loss, staleness, the weight push, the end of a rollout, restarts, several machines and
+the config.
 `api` has what `grpo_async` offers to notebooks.
 """
 
