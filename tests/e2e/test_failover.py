@@ -35,7 +35,7 @@ HEARTBEAT_S = 12.0
 VLLM_HEARTBEAT_S = 60.0
 SLOW_STEPS = rewards("user_rewards:by_place_in_no_hurry")
 """A server needs some seconds to start; a run that need not wait for it makes few steps meanwhile."""
-SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints.openai.api_server"}
+SERVER = {"quickstart.yaml": "serve-embedded", "quickstart-vllm.yaml": "vllm.entrypoints."}
 RECOVERY_S = 300.0  # a hang is noticed, and a vLLM starts on a busy machine
 
 

