@@ -132,7 +132,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              format="seconds"),
         Plot("push", "Weight push", "milliseconds, by phase",
              pattern=("sync/", "_ms"), leave_out=("sync/gather_ms", "sync/send_ms"),  # parts of the transfer
-             order=("start", "transfer", "pause", "finish", "resume"), kind="stacked"),
+             order=("pause", "start", "transfer", "finish", "resume"), kind="stacked"),
         Plot("queue", "Queue", "groups at the end of a step",
              (Line("buffer/queued_groups", "scored, waiting for the trainer"),
               Line("ledger/groups/in_flight", "generating"),

@@ -163,7 +163,7 @@ def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path, place: str) -
         assert ("a faster trainer would help" in text) is not on_gpu
     run.status.write_text(json.dumps({"version": 1, "state": "finished", "on_gpu": True, "num_gpus": 2}))
     text = _text(_page(run))  # no more GPUs than the machine had
-    assert "another machine that trains (launch.nodes) would help" in text
+    assert "another machine that trains (launch.nodes.train) would help" in text
     assert "launch.num_trainer_ranks: 1 →" not in text
 
 
