@@ -6,7 +6,6 @@ integer is wanted, for JSON has only one kind of number and JSON schema calls 3.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Mapping
 from typing import Any, NotRequired, Required
@@ -15,7 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from grpo_async.tools.results import ToolError
-from grpo_async.utils.text import clipped
+from grpo_async.utils.text import clipped, did_you_mean
 
 Arguments = TypeAdapter[dict[str, Any]]
 
@@ -56,8 +55,7 @@ def _problem(error: Any, parameters: Mapping[str, Any]) -> str:
     if error["type"] == "missing" and not inside:
         return f'missing argument "{key}"'
     if error["type"] == "extra_forbidden" and not inside:
-        nearest = difflib.get_close_matches(key, list(parameters.get("properties", {})), n=1)
-        return f'unknown argument "{clipped(key)}"' + (f', did you mean "{nearest[0]}"?' if nearest else "")
+        return f'unknown argument "{clipped(key)}"{did_you_mean(key, parameters.get("properties", {}))}'
     place = f" at {'.'.join(map(str, inside))}" if inside else ""
     given = clipped(json.dumps(error["input"], ensure_ascii=False, default=str))
     return f'argument "{key}"{place}: {error["msg"][0].lower()}{error["msg"][1:]}, not {given}'

@@ -66,7 +66,7 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
         ({"table": {"x": "y"}}, 'argument "table" at x: input should be a valid integer, not "y"'),
         ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
         ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
-        ({"ration": 1}, 'unknown argument "ration", did you mean "ratio"?'),
+        ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'?"),
         ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'valid integer, not "' + "y" * 56 + "..."),
     ],
 )
@@ -90,6 +90,6 @@ def test_everything_wrong_is_said_at_once_with_what_the_tool_takes() -> None:
     with pytest.raises(ToolError) as caught:
         check_arguments(spec.arguments, spec.parameters, {"numbr": 1, "unit": 3})
     assert str(caught.value) == (
-        'missing argument "number"; argument "unit": input should be a valid string, not 3; unknown argument "numbr", did you '
-        'mean "number"?. It takes number: integer, unit?: string'
+        'missing argument "number"; argument "unit": input should be a valid string, not 3; unknown argument "numbr"; did you '
+        "mean 'number'?. It takes number: integer, unit?: string"
     )
