@@ -107,7 +107,7 @@ def kubernetes(
     from grpo_async.servers.engine_choice import choose_engine
 
     loaded = load_config(config, overrides or ())
-    num_gpus = loaded.launch.slurm.gpus_per_node or gpus_needed(loaded, choose_engine(loaded, is_here=False))
+    num_gpus = gpus_needed(loaded, choose_engine(loaded, is_here=False))
     text = manifest(loaded, config, num_gpus=num_gpus, overrides=overrides or (), resume=resume)
     path = out or (loaded.run.dir / f"{loaded.run.name}.k8s.yaml" if submit else None)
     _write(text, path, mode=0o600)

@@ -180,21 +180,13 @@ def join(
 
     ends_at = time.monotonic() + config.launch.rdzv_timeout_s
     address, own_address = _reach(config, place, ends_at, say)
-    nodes = config.launch.nodes
-    node = Node(
-        rank=place.rank,
-        num_train=nodes.train,
-        num_infer=nodes.infer,
-        address=address,
-        port=place.port,
-        own_address=own_address,
-    )
+    node = place.node(config, address=address, own_address=own_address)
     try:
         store = TCPStore(
             address, place.port, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False, is_master=False
         )
         token, run = _read_run(PrefixStore(PREFIX, store), run_dir, place, ends_at)
-        meeting = Meeting(store, token, rank=place.rank, count=nodes.count)
+        meeting = Meeting(store, token, rank=place.rank, count=node.count)
         if not meeting.claim():
             raise ConfigError(f"node {place.rank} is here already; each machine needs a --node-rank of its own")
         own = Member(rank=place.rank, host=socket.gethostname())

@@ -48,6 +48,18 @@ class Place:
     host: str = ""
     port: int = DEFAULT_PORT
 
+    def node(self, config: ExperimentConfig, *, address: str, own_address: str) -> Node:
+        """This machine in the run of `config`, when its address and node 0's are known."""
+        nodes = config.launch.nodes
+        return Node(
+            rank=self.rank,
+            num_train=nodes.train,
+            num_infer=nodes.infer,
+            address=address,
+            port=self.port,
+            own_address=own_address,
+        )
+
 
 def _first_of_step(environment: Environment) -> str | None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
@@ -157,8 +169,7 @@ def leading_node(config: ExperimentConfig, place: Place) -> Node:
         ConfigError: the place to meet is a host that is not known, one that other machines take for themselves, or where this
             machine cannot listen.
     """
-    nodes = config.launch.nodes
-    if nodes.count == 1:
+    if config.launch.nodes.count == 1:
         return Node()
     setting = "the place to meet (launch.rdzv, --master-addr, $MASTER_ADDR)"
     address = resolve_host(place.host, setting)
@@ -168,7 +179,7 @@ def leading_node(config: ExperimentConfig, place: Place) -> Node:
             "address in the network that the machines share"
         )
     check_can_listen(address, place.port, setting)
-    return Node(num_train=nodes.train, num_infer=nodes.infer, address=address, port=place.port, own_address=address)
+    return place.node(config, address=address, own_address=address)
 
 
 def socket_names(own_address: str, environment: Environment = os.environ) -> dict[str, str]:

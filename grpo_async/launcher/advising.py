@@ -60,6 +60,10 @@ class Advisor(View):
 
     def _after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps.append(metrics)
+        while (
+            self._metrics and self._metrics[-1]["step"] >= step
+        ):  # the ranks went on from an earlier checkpoint than was planned
+            self._metrics.pop()
         self._metrics.append(PackedRow({"step": step, **numbers(metrics)}, self._names))
         if not self._every_steps or step % self._every_steps:
             return

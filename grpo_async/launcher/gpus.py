@@ -39,10 +39,15 @@ class GpuShares:
 
 def with_dtypes(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str]) -> ExperimentConfig:
     """With the dtypes that `config` leaves open; those of servers that run already as where the trainer runs."""
-    trains_on_gpu = config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))
+    on_gpu = trains_on_gpu(config, gpus)
     return config.with_dtypes(
-        trains_on_gpu=trains_on_gpu, serves_on_gpu=trains_on_gpu if engine.engine == "external" else engine.on_gpu
+        trains_on_gpu=on_gpu, serves_on_gpu=on_gpu if engine.engine == "external" else engine.on_gpu
     )
+
+
+def trains_on_gpu(config: ExperimentConfig, gpus: Sequence[str]) -> bool:
+    """`launch.device: auto` takes GPUs where the machine has any."""
+    return config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))
 
 
 def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node = ALONE) -> GpuShares:

@@ -29,6 +29,7 @@ from grpo_async.launcher.gpus import (
     gpus_of_a_server,
     plan_transport,
     share_gpus,
+    trains_on_gpu,
     with_dtypes,
 )
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
@@ -140,14 +141,7 @@ def plan_dry(
     if nodes.count > 1:
         address = place.host or "NODE_0"
         own = address if place.rank == 0 else f"NODE_{place.rank}"
-        node = Node(
-            rank=place.rank,
-            num_train=nodes.train,
-            num_infer=nodes.infer,
-            address=address,
-            port=place.port,
-            own_address=own,
-        )
+        node = place.node(config, address=address, own_address=own)
         machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
         hosts = [address if rank == 0 else f"NODE_{rank}" for rank in nodes.serving]
     else:
@@ -235,6 +229,7 @@ def plan_processes(
     servers = _servers(config, engine, assignment, machine, environment, memory, shares)
     trainer = None
     if node.trains:
+        assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
         trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
     specs = [*servers, *([] if trainer is None else [trainer])]
     return ProcessPlan(

@@ -67,6 +67,8 @@ class Assignment(_Record):
     """A server's index is its place in here; it keeps its URL over restarts."""
     transport: TransportKind = "gloo"
     """How weights travel, as planned from `weights.transport` and the devices."""
+    on_gpu: bool = False
+    """Whether the ranks train on GPUs, as planned from `launch.device` and what the machine has."""
     resume_step: int | None = None
     resume_is_named: bool = False
     """The user has named the step. Else the one before takes its place where the ranks find its tensors damaged."""

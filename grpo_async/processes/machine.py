@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -83,7 +84,7 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
 
     The driver says what there is (nvidia-smi; where a container lacks it and has devices, torch), and CUDA_VISIBLE_DEVICES which of
-    it is meant; as in CUDA an index that does not exist hides what follows it.
+    it is meant; as in CUDA an index that does not exist hides what follows it. A torch for CPUs alone can use none of them.
 
     Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
     """
@@ -94,6 +95,8 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
     found = _ask_driver()
     if found is None:  # nobody knows but whoever set the variable
         return tuple(part for part in wanted or () if part and part != "-1"), None
+    if found and is_torch_for_cpus():
+        return (), None
     if wanted is None:
         return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
     visible: list[str] = []
@@ -103,6 +106,11 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
         visible.append(part)
     sizes = [found[int(part)] if part.isdecimal() else 0 for part in visible]  # 0: a UUID, perhaps of a slice
     return tuple(visible), min(sizes) if sizes and all(sizes) else None
+
+
+def is_torch_for_cpus() -> bool:
+    """By its version alone, "2.13.0+cpu"."""
+    return importlib.metadata.version("torch").endswith("+cpu")
 
 
 def _ask_driver() -> list[int] | None:

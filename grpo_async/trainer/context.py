@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
+from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import CheckpointWriter
@@ -37,7 +38,7 @@ _MARGIN_S = 60.0
 def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None:
     """Meet the other ranks. On one machine through a private file, and no rank listens on any network address but loopback; on
     several in the store of node 0's torchrun, over the interface that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name."""
-    kind = device_kind(config)
+    kind = device_kind(assignment)
     if kind == "cuda":
         torch.cuda.set_device(assignment.local_rank)
     store = dist.FileStore(str(assignment.store), assignment.world_size) if assignment.store else None
@@ -50,18 +51,23 @@ def join_process_group(assignment: Assignment, config: ExperimentConfig) -> None
     )
 
 
-def device_kind(config: ExperimentConfig) -> str:
-    """ "cpu" or "cuda"; `launch.device: auto` takes the GPU where there is one."""
-    if config.launch.device != "auto":
-        return config.launch.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def device_kind(assignment: Assignment) -> str:
+    """ "cpu" or "cuda". Raises ConfigError: a GPU is planned, and torch cannot use it."""
+    if not assignment.on_gpu:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"launch.device: the run is planned with GPUs, and torch {torch.__version__} sees none; `grpo-async doctor` says why "
+            "(a build for CPUs, an old driver), or set launch.device: cpu"
+        )
+    return "cuda"
 
 
 def build_context(
     assignment: Assignment, config: ExperimentConfig, *, tokenizer: Any, timeline: Timeline = NO_TIMELINE
 ) -> TrainerContext:
     """Load the model and shard it over all ranks. A collective. `tokenizer` is exported with the model."""
-    kind = device_kind(config)
+    kind = device_kind(assignment)
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", assignment.local_rank)
     mesh = make_mesh(
         kind, world_size=assignment.world_size, num_nodes=config.launch.nodes.train, sharding=config.launch.sharding

@@ -287,6 +287,7 @@ def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_varia
     assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
     assert plan.trainer is not None
     assert plan.trainer.environment["CUDA_VISIBLE_DEVICES"] == "0"
+    assert '"on_gpu":true' in plan.trainer.environment[ASSIGNMENT_VARIABLE]
     assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in _plan(config).processes)
 
 
@@ -349,6 +350,9 @@ def test_the_driver_says_which_gpus_there_are_and_the_environment_which_of_them_
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setattr(machine, "is_torch_for_cpus", lambda: True)
+    assert find_gpus(environment) == ((), None)
+    monkeypatch.setattr(machine, "is_torch_for_cpus", lambda: False)
     assert find_gpus(environment) == (tuple(filter(None, gpus.split(","))), None if gib is None else gib << 30)
 
 

@@ -466,7 +466,11 @@ _JOB = _object(
 
 def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_the_first_one() -> None:
     done = CliRunner().invoke(
-        app, ["launch", "kubernetes", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2", "--resume"]
+        app,
+        [
+            *("launch", "kubernetes", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2"),
+            *("--set", "launch.slurm.gpus_per_node=2", "--resume"),  # of another scheduler
+        ],
     )
     assert done.exit_code == 0, done.output
     service, job = yaml.safe_load_all(done.output)
@@ -478,7 +482,8 @@ def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_
     assert service["metadata"]["name"] == pod["subdomain"] == job["metadata"]["name"] == "math-7b-v2"
     (container,) = pod["containers"]
     assert container["command"] == [
-        *("grpo-async", "train", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2", "--resume")
+        *("grpo-async", "train", "configs/cluster.yaml", "--set", "run.name=Math_7B.v2"),
+        *("--set", "launch.slurm.gpus_per_node=2", "--resume"),
     ]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert pod["terminationGracePeriodSeconds"] == 360  # launch.stop_timeout_s + 60
