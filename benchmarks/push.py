@@ -145,7 +145,7 @@ class Pusher:
 def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pusher]:
     import torch
 
-    from grpo_async.config.server_sections import InferenceSection
+    from grpo_async.config.server_sections import InferenceSection, WeightsSection
     from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.buckets import choose_bucket_bytes
@@ -165,7 +165,7 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     transport = WeightTransport(
         options.transport, host="127.0.0.1", timeout_s=STEP_TIMEOUT_S, device=device,
-        bucket_bytes=choose_bucket_bytes(options.bucket_mb, num_bytes, device=device),
+        bucket_bytes=choose_bucket_bytes(WeightsSection(bucket_mb=options.bucket_mb), num_bytes, device=device),
     )  # fmt: skip
     fleet.start()
     try:

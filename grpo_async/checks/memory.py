@@ -117,10 +117,18 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
 def bytes_beside_vllm(config: ExperimentConfig, model: ModelSize) -> float:
     """Of a trainer rank on a GPU that it shares, margin and CUDA contexts included, while vLLM generates: everything; where vLLM
     sleeps while a step trains, the weights and the optimizer, since gradients, activations and the allocator's cache are given back
-    before it wakes up."""
-    trainer = trainer_memory(config, model)
-    sleeps = config.inference.vllm.sleep_while_training
-    return _CONTEXT_BYTES + _MARGIN * (trainer["weights"] + trainer["optimizer"] if sleeps else sum(trainer.values()))
+    before it wakes up. And the buckets of a push, two at each end; where vLLM never sleeps, the trainer's take the place of a
+    step's activations."""
+    trainer, bucket = trainer_memory(config, model), _largest_bucket(config, model)
+    if config.inference.vllm.sleep_while_training:
+        return _CONTEXT_BYTES + _MARGIN * (trainer["weights"] + trainer["optimizer"]) + 4 * bucket
+    return _CONTEXT_BYTES + _MARGIN * sum(trainer.values()) + 2 * bucket
+
+
+def _largest_bucket(config: ExperimentConfig, model: ModelSize) -> int:
+    """Bytes. The embedding travels whole; worked example: 8B in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB."""
+    item = ITEM_BYTES[config.inference.dtype_in_use]
+    return max(config.weights.bucket_bytes(model.parameters * item), model.vocabulary * model.hidden * item)
 
 
 def describe(parts: Mapping[str, float]) -> str:

@@ -162,3 +162,13 @@ class WeightsSection(StrictModel):
     verify_tolerance: float | None = Field(default=None, gt=0.0)
     """Largest mean absolute difference of log-probabilities, in nats. null: twice what rounding does to the trainer's own, which
     computes the same tokens twice; at least 1e-3, at most 0.5."""
+
+    def bucket_bytes(self, num_bytes: int) -> int:
+        """Size of the buckets of an update of `num_bytes`, where there is room for them; see `bucket_mb`.
+
+        Worked examples: 400 MB -> 8 MiB, 50 buckets; 8B in bfloat16 (16 GB) -> 250 MB; 70B (140 GB) -> 256 MiB, about 550 buckets,
+        5 ms each at 50 GB/s.
+        """
+        if self.bucket_mb is not None:
+            return self.bucket_mb << 20
+        return min(max(num_bytes // 64, 8 << 20), 256 << 20)

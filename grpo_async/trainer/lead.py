@@ -210,7 +210,7 @@ class _Leader:
             self._assignment.transport,
             host=weights_host(config, self._assignment.server_urls),
             bucket_bytes=choose_bucket_bytes(
-                config.weights.bucket_mb,
+                config.weights,
                 sum(spec.num_bytes for spec in context.parameters.specs),
                 device=context.device,
             ),

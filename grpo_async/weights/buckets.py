@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_async.config.server_sections import WeightsSection
+
 DTYPE_NAMES = (
     "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
 """Of torch's, those on the wire: parameters are floats, buffers of a checkpoint may be anything."""
 
-_MIN_BUCKET_BYTES, _MAX_BUCKET_BYTES = 8 << 20, 256 << 20
-_BUCKETS_PER_PUSH = 64
+_MIN_BUCKET_BYTES = 8 << 20
 _FREE_FRACTION = 8  # trainer and server each hold a bucket on its way and the next one
 
 
@@ -41,17 +42,11 @@ class ParameterSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def choose_bucket_bytes(bucket_mb: int | None, num_bytes: int, *, device: torch.device) -> int:
-    """Size of the buckets of an update of `num_bytes`: `weights.bucket_mb`, else a 64th of it, between 8 and 256 MiB, and at most
-    an eighth of what is free on the trainer's GPU (as the driver says: what torch has cached may be in pieces).
-
-    Worked examples: 400 MB -> 8 MiB, 50 buckets; 8B in bfloat16 (16 GB) -> 250 MB; 70B (140 GB) -> 256 MiB, about 550 buckets, 5 ms
-    each at 50 GB/s.
-    """
-    if bucket_mb is not None:
-        return bucket_mb << 20
-    wanted = min(max(num_bytes // _BUCKETS_PER_PUSH, _MIN_BUCKET_BYTES), _MAX_BUCKET_BYTES)
-    if device.type != "cuda":
+def choose_bucket_bytes(settings: WeightsSection, num_bytes: int, *, device: torch.device) -> int:
+    """Size of the buckets of an update of `num_bytes`: see `WeightsSection.bucket_bytes`; where the user has not set it, at most an
+    eighth of what is free on the trainer's GPU (as the driver says: what torch has cached may be in pieces)."""
+    wanted = settings.bucket_bytes(num_bytes)
+    if settings.bucket_mb is not None or device.type != "cuda":
         return wanted
     free, _ = torch.cuda.mem_get_info(device)
     return min(wanted, max(free // _FREE_FRACTION, _MIN_BUCKET_BYTES))

@@ -187,10 +187,12 @@ def problem_with_store(info: WeightInitInfo) -> str | None:
 
 
 def device_identity(device: torch.device) -> str:
-    """What names a device on every process and machine: "cpu", or a GPU's UUID. Its index differs with CUDA_VISIBLE_DEVICES."""
+    """What names a device on every process and machine: "cpu", or a GPU's UUID. Its index differs with CUDA_VISIBLE_DEVICES. A GPU
+    of two hosts, as $NCCL_HOSTID has it, is two GPUs, as it is for NCCL: so two processes with one GPU can try nccl."""
     if device.type == "cpu":
         return "cpu"
-    return str(torch.cuda.get_device_properties(device).uuid)
+    host = os.environ.get("NCCL_HOSTID")
+    return f"{torch.cuda.get_device_properties(device).uuid}{f' of {host}' if host else ''}"
 
 
 def _file_store(path: str, timeout: timedelta) -> dist.Store:

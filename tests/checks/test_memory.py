@@ -108,13 +108,18 @@ def test_a_server_takes_its_share_of_the_weights_and_of_the_cache(tmp_path: Path
     assert two == {"weights": N, "activations and graphs": 1.5 * GIB, "keys and values": 10 * 28 * 2 * 8 * 128}
 
 
-def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay(tmp_path: Path) -> None:
+def test_beside_a_server_that_sleeps_in_steps_only_weights_and_optimizer_stay_and_buckets_have_room(
+    tmp_path: Path,
+) -> None:
     parts = trainer_memory(_config(tmp_path), SIZE)
-    assert bytes_beside_vllm(_config(tmp_path), SIZE) == 2 * GIB + 1.15 * sum(parts.values())
+    bucket = 151_936 * 1024 * 2  # the embedding, more than a 64th of the weights
+    assert bytes_beside_vllm(_config(tmp_path), SIZE) == 2 * GIB + 1.15 * sum(parts.values()) + 2 * bucket
     (tmp_path / "other").mkdir()
     sleeping: dict[str, Any] = {"rollout": {"max_staleness": 0}, "inference": {"vllm": {"sleep_while_training": True}}}
     beside = bytes_beside_vllm(_config(tmp_path / "other", **sleeping), SIZE)
-    assert beside == 2 * GIB + 1.15 * (parts["weights"] + parts["optimizer"])
+    assert beside == 2 * GIB + 1.15 * (parts["weights"] + parts["optimizer"]) + 4 * bucket
+    one_gib: dict[str, Any] = {**sleeping, "weights": {"bucket_mb": 1024}}
+    assert bytes_beside_vllm(_config(tmp_path / "other", **one_gib), SIZE) == beside + 4 * (GIB - bucket)
 
 
 def test_what_a_configuration_says_in_other_words_is_estimated_as_usual() -> None:

@@ -128,6 +128,8 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         stuck.connect()
         group = stuck.group
         assert group is not None
+        [frozen] = server.ask(make_request(prompt(10), seed=2, max_tokens=400))
+        server.wait_until(lambda info: info.generated_tokens > 0)
         stuck.post("/pause")
         stuck.start(weights, bucket_bytes=20_000)
         unsent = server.pool.submit(server.post, "/update_weights")
@@ -140,15 +142,19 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         assert server.is_paused()
         [held] = server.ask(make_request(prompt(12), seed=3, max_tokens=10))
         scored = server.pool.submit(server.post, SCORE_PATH, {"token_ids": prompt(9)})
-        server.wait_until(lambda info: info.active_requests == 2)
+        server.wait_until(lambda info: info.active_requests == 3)
         assert server.post("/start_weight_update", {"update_info": _announcement(weights)}).status_code == 400
         assert server.post("/finish_weight_update", {"weight_version": "0"}).status_code == 409
         assert not held.done()
         assert not scored.done()
         pusher.connect()
-        pusher.push(weights, 5, mode="drain")  # what waits can never drain
+        pusher.push(weights, 5, mode="drain")  # what waits can never drain, and what is frozen must not go on before
         output = held.result(30.0)
         assert set(output.versions) == {5}
+        going_on = frozen.result(30.0).versions
+        num_old = going_on.count(0)
+        assert 0 < num_old < 400
+        assert going_on == [0] * num_old + [5] * (400 - num_old)
         assert scored.result(30.0).json()["policy_version"] == 5
     assert serves(server, with_weights(tiny_model, weights), version=5)
 

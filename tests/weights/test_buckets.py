@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from grpo_async.config.server_sections import WeightsSection
 from grpo_async.weights.buckets import (
     ParameterSpec,
     TurnBuffers,
@@ -48,8 +49,8 @@ def test_buckets_grow_with_the_model_as_far_as_there_is_room(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
     device = torch.device("cpu" if free is None else "cuda")
-    assert choose_bucket_bytes(None, num_bytes, device=device) == expected
-    assert choose_bucket_bytes(3, num_bytes, device=device) == 3 << 20
+    assert choose_bucket_bytes(WeightsSection(), num_bytes, device=device) == expected
+    assert choose_bucket_bytes(WeightsSection(bucket_mb=3), num_bytes, device=device) == 3 << 20
 
 
 def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> None:

@@ -1,7 +1,6 @@
 """Buckets between the trainer and a worker in a process of its own, over every transport: the real ones of both sides.
 
-On one GPU NCCL takes two processes of one host for a mistake, so the worker says that it is another host (NCCL_HOSTID), and our
-own refusal (`choose_transport`) is left out: a run has ipc there.
+On one GPU NCCL takes two processes of one host for a mistake, so its worker says that it is another host (NCCL_HOSTID).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights import transport
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.receiver import WeightReceiver
 from grpo_async.weights.transport import WeightTransport
@@ -38,9 +36,10 @@ class _Server:
         assert self._pipe.recv() == "joined"
 
 
-def _work(pipe: Connection, device: str) -> None:
+def _work(pipe: Connection, kind: str, device: str) -> None:
     """A worker: joins, then sends back every parameter of every update."""
-    os.environ["NCCL_HOSTID"] = "worker"
+    if kind == "nccl":
+        os.environ["NCCL_HOSTID"] = "worker"
     receiver = WeightReceiver(device=torch.device(device))
     receiver.join(WeightInitInfo.model_validate(pipe.recv()))
     pipe.send("joined")
@@ -54,11 +53,10 @@ def _work(pipe: Connection, device: str) -> None:
     ("kind", "device"),
     [("gloo", "cpu"), *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in ("ipc", "nccl", "gloo"))],
 )
-def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "choose_transport", lambda wanted, trainer, workers: (wanted, ""))
+def test_what_the_trainer_sends_is_what_a_worker_gets(kind: Any, device: str) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    worker = context.Process(target=_work, args=(theirs, device), daemon=True)
+    worker = context.Process(target=_work, args=(theirs, kind, device), daemon=True)
     worker.start()
     sender = WeightTransport(
         kind, host="127.0.0.1", bucket_bytes=1 << 16, timeout_s=TIMEOUT_S, device=torch.device(device)
