@@ -28,13 +28,14 @@ OURS = Path(__file__).parents[1] / "grpo_async/servers/vllm"
 # module and name (a class, or "" for functions) -> what we use of it, with the arguments that we give; `name=`: by its name
 USED = {
     "vllm.v1.engine.async_llm:AsyncLLM": "add_request(request_id, prompt, params) abort(request_id, internal=) resume_generation() "
-    "is_paused() sleep(level=, mode=) wake_up() collective_rpc(method, args=) errored output_handler output_processor "
+    "is_paused() sleep(level=, mode=) wake_up() errored output_handler output_processor "
     "engine_core renderer logger_manager vllm_config",
     "vllm.v1.engine.core_client:AsyncMPClient": "add_request_async(request) get_output_async() outputs_queue "
-    "pause_scheduler_async(mode=, clear_cache=)",
+    "pause_scheduler_async(mode=, clear_cache=) _call_utility_async(method, engine=) core_engines",
     "vllm.v1.engine.output_processor:OutputProcessor": "has_unfinished_requests()",
     "vllm.v1.engine.output_processor:RequestOutputCollector": "put(output) output request_id",
-    "vllm.v1.metrics.loggers:StatLoggerManager": "record(scheduler_stats, iteration_stats)",
+    "vllm.v1.metrics.loggers:StatLoggerManager": "stat_loggers",
+    "vllm.v1.metrics.loggers:AggregateStatLoggerBase": "record(scheduler_stats, iteration_stats) log() log_engine_initialized()",
     "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage num_running_reqs num_waiting_reqs num_skipped_waiting_reqs",
     "vllm.renderers.base:BaseRenderer": "clear_mm_cache_async()",
     "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs",

@@ -5,11 +5,14 @@ Each function says which behaviour of vLLM it relies on; a new vLLM version is s
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
@@ -105,7 +109,7 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
     layer when it has all of it, repacks it for the kernels, and copies it to where it was, so that CUDA graphs see it. Each worker
     takes what it needs of whole tensors (tensor, pipeline and expert parallelism). When `weights` raises, the model has its form
     again, with parts of two versions."""
-    with torch.no_grad():
+    with torch.no_grad(), _quiet_about_layers_without_parameters(model):
         initialize_layerwise_reload(model)
         try:
             model.load_weights(weights)
@@ -114,6 +118,22 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
         _repack_tied_heads(model)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+@contextmanager
+def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
+    """The reload warns of every layer that gets nothing, also of those that only have tables of their own (rotary embeddings)."""
+    without = {type(module).__name__ for module in model.modules() if not module._parameters}
+    reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.msg != "%s: Failed to load weights" or record.args not in {(name,) for name in without}
+
+    reload_logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(is_news)
 
 
 def _repack_tied_heads(model: Any) -> None:
@@ -239,6 +259,41 @@ def _score_output(output: Any, last: int) -> EngineOutput | Exception:
 
 def _error(output: Any) -> Exception:
     return output if isinstance(output, Exception) else TypeError(f"unexpected output of vLLM: {type(output).__name__}")
+
+
+async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:
+    """What `method` of the worker extension answers, of the workers of every engine core. (With data parallelism
+    `AsyncLLM.collective_rpc` asks them all too, and returns the answers of the first core's workers only.)"""
+    client = engine.engine_core
+    answers = await asyncio.gather(
+        *(
+            client._call_utility_async("collective_rpc", method, None, (argument,), None, engine=core)
+            for core in client.core_engines
+        )
+    )
+    return [answer for of_core in answers for answer in of_core]
+
+
+class _NewestStatistics(AggregateStatLoggerBase):  # type: ignore[misc]  # not typed here
+    """One of vLLM's loggers of statistics, for all engine cores."""
+
+    def __init__(self) -> None:
+        self.of_core: dict[int, Any] = {}
+
+    def record(self, scheduler_stats: Any, *others: Any, engine_idx: int = 0, **named: Any) -> None:
+        if scheduler_stats is not None:  # not with every step
+            self.of_core[engine_idx] = scheduler_stats
+
+    def log_engine_initialized(self) -> None: ...
+
+
+def watch_statistics(engine: Any) -> dict[int, Any]:
+    """The newest SchedulerStats of each engine core, by its number (more than one: data parallelism); kept up to date from now on.
+    Stays empty where none are taken (`--disable-log-stats`)."""
+    newest = _NewestStatistics()
+    if engine.logger_manager is not None:
+        engine.logger_manager.stat_loggers.append(newest)
+    return newest.of_core
 
 
 def describe(engine: Any) -> ServerInfo:

@@ -53,7 +53,7 @@ class VllmEngine(Engine):
         self._streams: set[TokenStream] = set()
         self._served: ServedParameters | None = None
         self._base = BaseWeights(self.description.model)
-        self._statistics = patches.watch_statistics(client)
+        self._statistics = compat.watch_statistics(client)
         patches.salt_requests(client, lambda: self.salt)
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
@@ -255,6 +255,6 @@ class VllmEngine(Engine):
 
     async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
         """Raises UpdateFailedError with what the workers answer."""
-        answers: list[str] = await self._client.collective_rpc(method, args=(info.model_dump(),))
+        answers = await compat.ask_workers(self._client, method, info.model_dump())
         if problems := [answer for answer in answers if answer]:
             raise UpdateFailedError(shortlist(problems))

@@ -1,9 +1,9 @@
 """Everything that is changed in vLLM, torch and uvicorn while they run; each change with its reason and the versions it was made
 for.
 
-`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit vLLM 0.25 to 0.33 (`command.MINIMUM` to
-`MAXIMUM`), and the versions of torch (2.11 to 2.13) and uvicorn (0.34 and later) that pyproject.toml names. tests/vllm fails
-where one has no effect any more.
+`plugin` makes those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM that `command`
+names, and those of torch and uvicorn that pyproject.toml names. tests/vllm fails where one has no effect any more,
+scripts/check_vllm_versions.py where vLLM has changed what is used here. No supported version has a hook in their place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from grpo_async.utils.network import listening_store
 
-# ---- uvicorn 0.34 and later: Config(http="auto") reads HTTP_PROTOCOLS ----
+# ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
 
 
 def limit_silent_connections() -> None:
@@ -29,7 +29,7 @@ def limit_silent_connections() -> None:
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
 
 
-# ---- torch 2.11 to 2.13: a private function of torch.distributed.rendezvous ----
+# ---- torch: a private function of torch.distributed.rendezvous ----
 
 
 def bind_rendezvous_to_its_own_address() -> None:
@@ -50,10 +50,11 @@ def _create_store_on_its_own_address(
     return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
 
 
-# ---- vLLM 0.25 to 0.33, API server: AsyncMPClient.get_output_async ----
+# ---- vLLM, API server: AsyncMPClient.get_output_async ----
 #
 # AsyncLLM has one task that loops over: get one batch of outputs from the engine core's client, hand every token in it to its
 # request. So when that task asks for the next batch while the client's queue is empty, all earlier tokens are handed out.
+# (The spans of weight versions that vLLM has from 0.32 on come with a request's last output: too late for one that streams.)
 
 _ASKED = "_grpo_async_asked"
 
@@ -97,7 +98,7 @@ def mark_handled_outputs() -> None:
         AsyncMPClient.get_output_async = mark_asking(AsyncMPClient.get_output_async)
 
 
-# ---- vLLM 0.25 to 0.33, API server, one engine: AsyncMPClient.add_request_async, StatLoggerManager.record, AsyncLLM.output_handler
+# ---- vLLM, API server, one engine: AsyncMPClient.add_request_async, AsyncLLM.output_handler ----
 
 
 def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
@@ -111,24 +112,6 @@ def salt_requests(engine: Any, salt: Callable[[], str]) -> None:
         await send(request)
 
     client.add_request_async = add_request_async
-
-
-def watch_statistics(engine: Any) -> dict[int, Any]:
-    """The newest SchedulerStats of each engine core, by its number (more than one: data parallelism); kept up to date from now on.
-    Stays empty where none are taken (`--disable-log-stats`)."""
-    newest: dict[int, Any] = {}
-    manager = engine.logger_manager
-    if manager is None:
-        return newest
-    original = manager.record
-
-    def record(scheduler_stats: Any = None, *args: Any, engine_idx: int | None = None, **kwargs: Any) -> Any:
-        if scheduler_stats is not None:  # not with every step
-            newest[engine_idx or 0] = scheduler_stats
-        return original(scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
-
-    manager.record = record
-    return newest
 
 
 def on_engine_death(engine: Any, callback: Callable[[], None]) -> None:
