@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.shipped import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
     "reward": "Questions with short answers, and a reward of your own.",
@@ -65,6 +66,7 @@ def init(
     check = "train train.yaml --dry-run" if starter in ("env", "agent") else "check-reward train.yaml"
     for command in ("python -m pytest", f"grpo-async {check}", "grpo-async train train.yaml"):
         typer.echo(f"  {command}")
+    typer.echo(f"Documentation: {shipped('docs')}; examples: {shipped('configs')}")
 
 
 def _files(starter: str, *, name: str, model: str) -> dict[str, str]:

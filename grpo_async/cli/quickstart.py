@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from grpo_async.utils.shipped import shipped
+
+_CONFIGS = {  # task: those in configs/ that train it
+    "think": ("quickstart.yaml",),
+    "tool": ("tools.yaml", "agent.yaml"),
+    "game": ("environment.yaml",),
+    "code": ("code.yaml",),
+    "reasoning_gym": ("reasoning-gym.yaml",),
+}
 
 
 def prepare_quickstart(
@@ -13,8 +24,7 @@ def prepare_quickstart(
         str,
         typer.Option(
             "--task",
-            help="think (quickstart.yaml), tool (tools.yaml, agent.yaml), game (environment.yaml), code (code.yaml) or "
-            "reasoning_gym (reasoning-gym.yaml).",
+            help="; ".join(f"{task}: {', '.join(names)}" for task, names in _CONFIGS.items()) + ".",
         ),
     ] = "think",
     out: Annotated[
@@ -39,3 +49,5 @@ def prepare_quickstart(
     from grpo_async.quickstart.prepare import prepare
 
     prepare(out, task=task, seed=seed, force=force)
+    if out is None and seed == 0:  # what the configs name
+        typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{_CONFIGS[task][0]}')))}")

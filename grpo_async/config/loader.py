@@ -38,6 +38,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.problems import report
 from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
 from grpo_async.errors import ConfigError
+from grpo_async.utils.shipped import shipped
 from grpo_async.utils.text import clipped, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,8 @@ def dump_values(values: Mapping[str, Any]) -> str:
 def _no_such_file(path: Path) -> str:
     if path.is_dir():
         return f"{path} is a directory; name a YAML file"
+    if path.parent.name == "configs" and (here := shipped(f"configs/{path.name}")).is_file():
+        return f"there is no file {path}; the one that comes with grpo-async is {here}"
     names = sorted(file.name for file in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
     return f"there is no file {path}{did_you_mean(path.name, names)}"
 

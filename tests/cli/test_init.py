@@ -1,12 +1,16 @@
-"""`init`: every starter is whole, from an empty folder to trained steps."""
+"""`init` with the wheel alone, in an empty folder: every starter is whole, up to trained steps."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -27,11 +31,40 @@ def noise(completions, **_):
 """
 
 
-def _run(command: list[str], folder: Path) -> str:
-    """What it printed; it has to end with 0. `folder` is all that it can import besides what is installed."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an environment into which the wheel is installed, beside the dependencies of this one and without the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("*.whl")
+    venv.create(folder / "environment", symlinks=True)
+    python = folder / "environment/bin/python"
+    packages = sysconfig.get_path("purelib", vars={"base": str(folder / "environment")})
+    Path(packages, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    install = [
+        Path(sys.executable).with_name("uv"),
+        "pip",
+        "install",
+        "--quiet",
+        "--offline",
+        "--no-deps",
+        "--python",
+        python,
+    ]
+    subprocess.run([*install, built], check=True, timeout=120)
+    return folder / "environment"
+
+
+def _run(wheel: Path, command: list[str], folder: Path, *, code: int = 0) -> str:
+    """What `command`, of the wheel's environment, printed; `folder` is all else that it can import."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    program, *arguments = command
     done = subprocess.run(
-        [sys.executable, "-m", *command],
+        [wheel / "bin" / program, *arguments],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -39,25 +72,32 @@ def _run(command: list[str], folder: Path) -> str:
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
 
 
 @starters
 def test_a_starter_loads_passes_its_own_test_and_its_rewards_hold(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = CliRunner().invoke(app, ["init", str(tmp_path / "my first: run"), *flags, "--model", "Qwen/Qwen3-4B"])
-    assert result.exit_code == 0, result.output
+    printed = _run(wheel, ["grpo-async", "init", "my first: run", *flags, "--model", "Qwen/Qwen3-4B"], tmp_path)
     (folder,) = tmp_path.iterdir()
     monkeypatch.chdir(folder)
     config = load_config(Path("train.yaml"))
     assert config.run.name == "my-first-run"
     assert config.model.path == "Qwen/Qwen3-4B"
     assert len(Path("data.jsonl").read_text(encoding="utf-8").splitlines()) == 10
-    _run(["pytest", "-q", "-p", "no:cacheprovider"], folder)
-    if config.rewards:
-        _run(["grpo_async", "check-reward", "train.yaml"], folder)
+    for command in re.findall(r"^  ((?:python|grpo-async check-reward) .*)", printed, re.MULTILINE):
+        _run(wheel, shlex.split(command), folder)
+
+
+def test_the_wheel_has_configs_and_docs(wheel: Path, tmp_path: Path) -> None:
+    printed = _run(wheel, ["grpo-async", "init", "start"], tmp_path)
+    (docs, configs) = re.findall(r"(/\S+/(?:docs|configs))\b", printed)
+    assert Path(docs, "concepts.md").is_file()
+    missing = _run(wheel, ["grpo-async", "validate", "configs/quickstart.yaml"], tmp_path, code=2)
+    assert f"{configs}/quickstart.yaml" in "".join(missing.split("\n"))
+    assert "path: .cache/quickstart" in _run(wheel, ["grpo-async", "validate", f"{configs}/quickstart.yaml"], tmp_path)
 
 
 def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
@@ -73,13 +113,13 @@ def test_init_replaces_nothing_and_takes_one_kind(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @starters
-def test_a_starter_trains_two_steps(flags: list[str], tmp_path: Path, tiny_model: Path) -> None:
+def test_a_starter_trains_two_steps(flags: list[str], wheel: Path, tmp_path: Path, tiny_model: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model")
     (model / "chat_template.jinja").write_text(
         (TEMPLATES / "qwen2_5.jinja").read_text(encoding="utf-8"), encoding="utf-8"
     )
     folder = tmp_path / "start"
-    _run(["grpo_async", "init", str(folder), *flags, "--model", str(model)], tmp_path)
+    _run(wheel, ["grpo-async", "init", str(folder), *flags, "--model", str(model)], tmp_path)
     (folder / "noise.py").write_text(
         NOISE, encoding="utf-8"
     )  # a random model earns nothing, and equal rewards teach nothing
@@ -92,6 +132,10 @@ def test_a_starter_trains_two_steps(flags: list[str], tmp_path: Path, tiny_model
         "rollout.max_completion_tokens=48",
         "rollout.group_size=4",
     )
-    _run(["grpo_async", "train", "train.yaml", *(part for setting in settings for part in ("--set", setting))], folder)
+    _run(
+        wheel,
+        ["grpo-async", "train", "train.yaml", *(part for setting in settings for part in ("--set", setting))],
+        folder,
+    )
     summary = json.loads((folder / "runs/start/summary.json").read_text(encoding="utf-8"))
     assert summary["steps"] == 2

@@ -19,7 +19,7 @@ from scripts.install.machine import answers, find_cpu_wheel
 from scripts.install.plan import TorchBuild
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("bootstrap.sh", "quickstart.sh", "test.sh", "check", "update-constraints", "install-browser")
+NAMES = ("bootstrap.sh", "quickstart.sh", "test.sh", "check", "update-constraints", "install-browser", "release")
 SCRIPTS = [*(ROOT / "scripts" / name for name in NAMES), ROOT / ".ci/run"]
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="the plan of another system is tried in test_plan.py")
 NOT_COPIED = shutil.ignore_patterns("__pycache__")
@@ -60,6 +60,41 @@ def test_a_script_parses_and_is_executable(script: Path) -> None:
     assert os.access(script, os.X_OK), f"chmod +x {script}"
     result = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_dockerfiles_hold_to_the_rules_and_to_the_pinned_vllm() -> None:
+    files = sorted((ROOT / "docker").glob("*.Dockerfile"))
+    hadolint = Path(sys.executable).with_name("hadolint")
+    result = subprocess.run([hadolint, *files], capture_output=True, text=True, check=False)
+    assert (len(files), result.returncode, result.stdout) == (2, 0, "")
+    pin = re.search(r"^vllm==(\S+)", (ROOT / "requirements/constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pin
+    assert f"vllm-openai:v{pin[1]}\n" in (ROOT / "docker/cuda.Dockerfile").read_text(encoding="utf-8")
+
+
+def test_a_release_is_refused_before_it_is_ready(checkout: Path) -> None:
+    def release() -> str:
+        result = _run([checkout / "scripts/release", "--check"], folder=checkout, environment=dict(os.environ))
+        assert result.returncode == (0 if result.stdout else 2)
+        return result.stdout or result.stderr
+
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *who, *arguments], cwd=checkout, check=True, capture_output=True)
+
+    (checkout / "grpo_async").mkdir(exist_ok=True)
+    (checkout / "grpo_async/__init__.py").write_text('__version__ = "1.2.0"\n', encoding="utf-8")
+    (checkout / "CHANGELOG.md").write_text("## Unreleased\n", encoding="utf-8")
+    git("init")
+    assert "uncommitted" in release()
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert "no section '## 1.2.0'" in release()
+    (checkout / "CHANGELOG.md").write_text("## 1.2.0, 2026-12-01\n", encoding="utf-8")
+    git("commit", "-a", "-m", "two")
+    assert "1.2.0 is ready" in release()
+    git("tag", "v1.2.0")
+    assert "the tag v1.2.0 exists" in release()
 
 
 @on_linux
