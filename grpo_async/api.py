@@ -71,7 +71,7 @@ class Run:
         return self._dir.root
 
     def rollouts(self, where: str = "", *, evaluation: int | str | None = None) -> pandas.DataFrame:
-        """One row for each rollout; docs/rollout-store.md describes the columns.
+        """One row for each rollout; docs/reference/columns.md describes the columns.
 
         Args:
             where: an SQL condition, as `grpo-async inspect-rollouts` takes it: "reward < 0.2 and truncated".

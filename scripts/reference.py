@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: every key of the configuration, every metric, every command.
+"""Writes docs/reference/ from the code: every key of the configuration, every metric, command and event, every column of the store.
 
 python -m scripts.reference
 """
@@ -15,7 +15,10 @@ import typer.main
 from grpo_async.cli.app import app
 from grpo_async.config.other_names import OTHER_NAMES
 from grpo_async.config.reference import all_keys
+from grpo_async.config.shape import RENAMED_KEYS
+from grpo_async.store.schema import COLUMNS
 from grpo_async.tracking.catalog import CATALOG
+from grpo_async.tracking.events import EVENTS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _MADE = "<!-- made by `python -m scripts.reference` -->"
@@ -23,7 +26,13 @@ _MADE = "<!-- made by `python -m scripts.reference` -->"
 
 def pages() -> dict[str, str]:
     """Text by file name."""
-    return {"config.md": _config(), "metrics.md": _metrics(), "commands.md": _commands()}
+    return {
+        "config.md": _config(),
+        "metrics.md": _metrics(),
+        "commands.md": _commands(),
+        "events.md": _events(),
+        "columns.md": _columns(),
+    }
 
 
 def _config() -> str:
@@ -32,6 +41,8 @@ def _config() -> str:
         "",
         "Every key, by section. `grpo-async explain KEY` tells of one in a terminal, and takes the names of other trainers.",
         "A key's unit stands in its name: `_s` seconds, `_mb` MiB, `_tokens` tokens.",
+        "",
+        "- **`extends`** (text or list of text): Files, relative to this one, that this file is merged over; later ones win.",
     ]
     section = None
     for key in all_keys():
@@ -40,6 +51,12 @@ def _config() -> str:
             lines += ["", f"## {top}", ""]
         elsewhere = f" *Elsewhere: {key.elsewhere}.*" if key.elsewhere else ""
         lines.append(f"- **`{key.path}`** ({key.summary}): {' '.join(key.meaning.split())}{elsewhere}")
+    lines += ["", "## Earlier names", "", "Each is taken, with a warning.", ""]
+    for old, new in RENAMED_KEYS.items():
+        lines.append(
+            f"- **`{'.'.join(map(str, old))}`**: "
+            + (f"now `{'.'.join(map(str, new))}`" if new else "has no effect any more")
+        )
     lines += ["", "## What other trainers have and this one does not", ""]
     lines += [f"- `{other.name}` ({other.trainer}) {other.why}." for other in OTHER_NAMES if other.here is None]
     return _page(lines)
@@ -58,6 +75,42 @@ def _metrics() -> str:
     for entry in CATALOG:
         unit = f" ({entry.unit})" if entry.unit else ""
         lines.append(f"| `{entry.name}` | {_cell(entry.help)}{unit} | {entry.reduction} | {entry.better or ''} |")
+    return _page(lines)
+
+
+def _events() -> str:
+    lines = [
+        "# Events",
+        "",
+        "`events.jsonl` has one line for each event; `grpo-async trace` and the inspector draw it. `start` and `end` are unix",
+        "seconds, equal for an instant. A track is a row of the drawing: rollout/3 is slot 3 of the track rollout. What",
+        "`--json-logs` prints is described with [the command](commands.md#grpo-async-train).",
+        "",
+        "```json",
+        '{"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"micro_batch": 0}}',
+        "```",
+        "",
+        "| event | track | what it is |",
+        "|---|---|---|",
+    ]
+    lines += [f"| `{event.name}` | {event.track} | {_cell(event.help)} |" for event in EVENTS]
+    return _page(lines)
+
+
+def _columns() -> str:
+    lines = [
+        "# Columns of the rollout store",
+        "",
+        "The same for the Parquet blocks of [the rollout store](../rollout-store.md) and for what `grpo-async export` writes,",
+        "which has one more, `superseded` (BOOLEAN). JSON columns are text in Parquet and objects in JSON lines. In JSON lines,",
+        "characters that a terminal would obey (controls, marks of direction) are escaped (`\\u009b`). NULL means: not known, or",
+        "there is none. A group that has no rollout (it failed or was cancelled before one ended) has one row, in which all",
+        "columns of a rollout are NULL.",
+        "",
+        "| column | type | unit | what it is |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| `{each.name}` | {each.type} | {each.unit} | {_cell(each.description)} |" for each in COLUMNS]
     return _page(lines)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is checked, from a bare checkout: installs what is missing, then runs scripts/check.
 #
-#   scripts/test.sh                         format, lint, types, and the tests that guard every guarantee of the README
+#   scripts/test.sh                         format, lint, types, and the tests that guard every guarantee of docs/guarantees.md
 #   scripts/test.sh --all                   the same with every test: also those marked `nightly` (the soak, chains of kills)
 #   scripts/test.sh -m gpu                  the tests that need a GPU, without network where .venv is there
 #   scripts/test.sh tests/test_imports.py   with other arguments: pytest with these arguments, and nothing else

@@ -1,20 +1,29 @@
-"""What the README and docs/ tell people to type: every command and option is there, every query can be parsed."""
+"""The README and docs/: what they tell people to type is there, links lead somewhere, the reference is whole, the site is built."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import typer.main
 
 from grpo_async.cli.app import app
+from grpo_async.config.loader import load_config
+from grpo_async.inference.server import ServerState
 from grpo_async.store.query import parse_query
+from grpo_async.tracking.events import EVENTS
 from scripts.reference import FOLDER, pages
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - set(FOLDER.iterdir()))]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _COMMAND = re.compile(
     r"(?:grpo-async |(?=inspect-rollouts))([a-z][a-z-]+)((?: +(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s`|#()>]+))*)"
 )
@@ -34,7 +43,87 @@ def test_the_reference_is_fresh() -> None:
 
 
 def test_the_pages_have_commands() -> None:
-    assert len(_commands()) > 30
+    assert len(_commands()) > 60
+
+
+def test_every_key_of_the_schema_stands_in_the_reference() -> None:
+    schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
+    keys = {name for section in (schema, *schema["$defs"].values()) for name in section.get("properties", ())}
+    assert len(keys) > 200
+    written = set(
+        re.findall(r"^- \*\*`(?:[^`]*\.)?(\w+)(?:\[\])?`\*\*", (FOLDER / "config.md").read_text(encoding="utf-8"), re.M)
+    )
+    assert keys - written == set()
+
+
+def test_the_events_of_the_reference_are_those_of_the_code() -> None:
+    """Names stand as texts where events are recorded; a test that runs everything would find fewer."""
+    found = {str(state) for state in ServerState}
+    for file in (ROOT / "grpo_async").rglob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute | ast.Name):
+                continue
+            of = ast.unparse(call.func)
+            if re.search(
+                r"(timeline|[tT]racks?)\.(span|add|instant)$|clock\.part$|_phases\.begin$|phase_of_all$|call_all$", of
+            ):
+                names = call.args[:1]
+            elif of.endswith("activity.during"):
+                names = call.args[1:2]
+            else:
+                continue
+            found |= {name.value for name in names if isinstance(name, ast.Constant)}
+    constants = {"attempt", "older events dropped", "events lost"}
+    assert found | constants == {event.name for event in EVENTS}
+
+
+def test_the_readme_is_short_and_its_config_loads(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.split()) < 1200
+    (block,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    (tmp_path / "config.yaml").write_text(block, encoding="utf-8")
+    assert load_config(tmp_path / "config.yaml").rollout.max_staleness == 1
+
+
+def _anchors(page: Path) -> set[str]:
+    """As GitHub and the site make them of titles."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(FOLDER.glob("*.md"))], ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in LINK.findall(re.sub(r"`[^`\n]*`", "", text)):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_what_the_pages_name_of_the_repository_is_there() -> None:
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:tests|configs|scripts|benchmarks|grpo_async)/[\w/.-]+)`", page.read_text(encoding="utf-8")
+        ):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """--strict: a link, an anchor or a page that is missing from the navigation is an error."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|img|link)[^>]+(?:src|href)=\"?(https?://[^\"\s>]+)", page.read_text(encoding="utf-8")
+        )
+        assert not loaded, f"{page}: the site loads {loaded}"
 
 
 @pytest.mark.parametrize(("page", "name", "arguments"), _commands(), ids=lambda value: str(value)[:60])

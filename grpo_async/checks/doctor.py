@@ -249,7 +249,10 @@ def check_torch() -> Iterator[Found]:
     """torch as it imports: version, CUDA, NCCL, gloo."""
     version = _version("torch")
     if version is None:
-        yield "fail", "not installed: pip install torch, see the README for the build that fits this machine"
+        yield (
+            "fail",
+            "not installed: pip install torch, or run ./scripts/bootstrap.sh, which takes the build that fits this machine",
+        )
         return
     try:
         import torch

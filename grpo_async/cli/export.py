@@ -34,8 +34,9 @@ def export(
 ) -> None:
     """Write the rollouts of a run to one file, one row per rollout, also while the run goes on.
 
-    docs/rollout-store.md describes every column, and how to read the run's own files without a copy. The file is replaced when the
-    new one is whole; messages go to stderr. Exit code: 0 written, 1 something is damaged, 2 the input is wrong.
+    docs/reference/columns.md describes every column, docs/rollout-store.md how to read the run's own files without a copy. The
+    file is replaced when the new one is whole; messages go to stderr. Exit code: 0 written, 1 something is damaged, 2 the input
+    is wrong.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The files of docs/agents.md, and a rollout of one with a policy whose answers are given."""
+"""The files of docs/howto/agent.md, and a rollout of one with a policy whose answers are given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = {
     name: text
     for text, name in re.findall(
         r"^```(?:python|javascript)\n((?:#|//) ([\w.]+).*?)^```$",
-        (REPOSITORY / "docs" / "agents.md").read_text(),
+        (REPOSITORY / "docs" / "howto" / "agent.md").read_text(),
         re.M | re.S,
     )
 }

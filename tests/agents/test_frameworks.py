@@ -1,4 +1,4 @@
-"""docs/agents.md: each file on the page, with the field's own clients and frameworks, makes a rollout whose tokens are exact."""
+"""Each file of docs/howto/agent.md, with the field's own clients and frameworks, makes a rollout whose tokens are exact."""
 
 from __future__ import annotations
 

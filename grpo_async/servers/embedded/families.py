@@ -1,4 +1,4 @@
-"""Which models the embedded engine can serve and take pushed weights for; README.md has the same as a table.
+"""Which models the embedded engine can serve and take pushed weights for; docs/models.md has the same as a table.
 
 Decided by config.json alone, so that the launcher can ask before anything is started. What is not known here is found by the
 engine's self-check, when it has loaded the model.

@@ -1,4 +1,4 @@
-"""The Python in the README is what it says: a reward, a tool, an environment and a rollout function, usable as they stand."""
+"""The Python of the how-to pages is what it says: a reward, a tool, an environment and a rollout function, usable as they stand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from grpo_async.rewards import load_rewards
 from grpo_async.tools import load_tools
 from grpo_async.user_code.references import resolve_function
 
-README = Path(__file__).parents[2] / "README.md"
+HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 
 
-def test_the_code_of_the_readme_loads_in_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.S)
-    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+def test_the_code_of_the_pages_loads_in_every_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = [(HOWTO / name).read_text(encoding="utf-8") for name in ("reward.md", "tools.md", "environment.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n# mine.py(.*?)```", page, flags=re.S)]
+    (tmp_path / "mine.py").write_text("\n".join("# " + block for block in blocks), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     try:
         (reward,) = load_rewards([RewardSection(function="mine:exact_answer")])

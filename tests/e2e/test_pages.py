@@ -1,0 +1,138 @@
+"""The commands of the README and of the pages work as they stand there, and the table of guarantees names tests that are run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import GoldenRun
+from tests.e2e.support import REPOSITORY, run_command
+
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs" / "howto").glob("*.md")),
+]
+READERS = ("status", "inspect-rollouts", "report", "trace", "export", "export-model", "eval")
+ELSEWHERE = {
+    "check-reward": "cli/test_check_reward.py",
+    "init": "cli/test_init.py",
+    "prepare-quickstart": "e2e/conftest.py",
+    "serve-vllm": "inference/test_fleet.py",
+}
+"""Command -> the test that runs it."""
+
+
+def _commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for language, block in re.findall(
+            r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
+        ):
+            if language in ("", "bash"):
+                lines = [line.removeprefix("$ ").partition("  #")[0].strip() for line in block.splitlines()]
+                found += [line for line in lines if line.startswith("grpo-async ") and "CONFIG" not in line]
+    return list(dict.fromkeys(found))
+
+
+def _that_run(*commands: str) -> list[str]:
+    return [line for line in _commands() if shlex.split(line)[1] in commands]
+
+
+def test_every_command_of_the_pages_is_run_here_or_named_elsewhere() -> None:
+    here = {"train", "validate", "launch", "doctor", "explain", *READERS}
+    for line in _commands():
+        name = shlex.split(line)[1]
+        assert name in here or name in (REPOSITORY / "tests" / ELSEWHERE[name]).read_text(encoding="utf-8"), line
+
+
+@pytest.mark.parametrize("line", [line for line in _that_run("train", "validate") if "train.yaml" not in line])
+def test_a_command_that_trains_is_understood(line: str, tmp_path: Path) -> None:
+    """`validate` runs as it stands, `train` as a dry run."""
+    words = shlex.split(line)[1:]
+    if words[0] == "train":
+        words = [word for word in words if word not in ("--resume", "--dry-run")]
+        words += ["--dry-run", "--set", f"run.dir={tmp_path / 'runs'}"]
+    done = run_command(*words, timeout_s=60.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "runs").exists(), "a dry run starts and writes nothing"
+    assert "precision  float32 masters, computed" in done.stdout
+    if "--dry-run" in words:
+        assert not {"compute_dtype: null", "dtype: null"} & set(map(str.strip, done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize("line", _that_run("launch", "doctor", "explain"))
+def test_a_command_that_needs_no_run_says_something(line: str) -> None:
+    done = run_command(*shlex.split(line)[1:], timeout_s=120.0)
+    assert done.returncode in (0, 1) if "doctor" in line else done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", _that_run(*READERS))
+def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRun, tmp_path: Path) -> None:
+    """Its run, group, checkpoint and file are replaced by those that are here."""
+    name, *words = shlex.split(line)[1:]
+    folder, values = (
+        str(golden_run.run.dir),
+        {"--group": "1", "--checkpoint": "latest", "--run": str(golden_run.run.dir)},
+    )
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        if before in values:
+            words[place] = values[before]
+        elif before == "--out":
+            words[place] = str(tmp_path / Path(word).name)
+        elif word.startswith("configs/"):
+            words[place] = str(golden_run.run.config)
+        elif word in ("mine", "other", "short", "long", "quickstart", "NAME") or word.startswith("runs/"):
+            words[place] = folder
+    if name == "export-model":
+        words += ["--out", str(tmp_path / "model")]
+    if name == "report" and "--diff-config" not in words:
+        words += ["--out", str(tmp_path / "report.html")]
+    done = run_command(name, *words, timeout_s=200.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _guarantees() -> list[tuple[str, list[Path], str]]:
+    """(what, files of its tests, commands that run them) of each row of the table."""
+    section = (REPOSITORY / "docs" / "guarantees.md").read_text().partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    found = []
+    for what, _, tests, commands in rows:
+        folder, files = REPOSITORY, []
+        for name in re.findall(r"`([\w/]*(?:\.py|/))`", tests):
+            file = REPOSITORY / name if name.startswith("tests/") else folder / name
+            folder = file.parent
+            files.append(file)
+        found.append((what, files, commands))
+    return found
+
+
+def test_every_guarantee_has_tests_that_the_named_command_runs() -> None:
+    guarantees = _guarantees()
+    assert len(guarantees) > 30
+    for what, files, commands in guarantees:
+        assert files, what
+        for file in files:
+            assert file.exists(), f"{what}: {file}"
+            modules = sorted(file.rglob("test_*.py")) if file.is_dir() else [file]
+            in_default = [module for module in modules if _has_a_test_of_the_default(module)]
+            assert bool(in_default) == ("`test.sh`" in commands), f"{what}: {file} is run by {commands}"
+
+
+def _has_a_test_of_the_default(module: Path) -> bool:
+    tree = ast.parse(module.read_text())
+    if any(
+        "nightly" in ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign) and "pytestmark" in ast.unparse(n)
+    ):
+        return False
+    tests = [
+        n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+    ]
+    return any("pytest.mark.nightly" not in map(ast.unparse, test.decorator_list) for test in tests)
