@@ -21,7 +21,7 @@ READERS = ("status", "inspect-rollouts", "report", "trace", "export", "export-mo
 ELSEWHERE = {
     "check-reward": "cli/test_check_reward.py",
     "init": "cli/test_init.py",
-    "prepare-quickstart": "e2e/conftest.py",
+    "prepare-quickstart": "quickstart/test_prepare.py",
     "serve-vllm": "inference/test_fleet.py",
 }
 """Command -> the test that runs it."""
