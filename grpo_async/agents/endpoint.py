@@ -5,9 +5,9 @@
     GET  /v1/models             the one name; any other is taken too, and means the policy
 
 Without /v1 they work as well. The key of a rollout comes as `Authorization: Bearer KEY` or `x-api-key: KEY`; 401 without, and once
-the rollout is over. Errors have the format of the API that is asked. A client that hangs up cancels its call; an answer is recorded
-when it is whole, whoever still listens. Loopback unless told otherwise: whoever can reach the address and has a key can make the
-policy generate.
+the rollout is over. Each rollout has a second key: what it calls is answered, and not trained. Errors have the format of the API
+that is asked. A client that hangs up cancels its call; an answer is recorded when it is whole, whoever still listens. Loopback
+unless told otherwise: whoever can reach the address and has a key can make the policy generate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import contextlib
 import json
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Self
 
 import orjson
@@ -50,6 +51,9 @@ _MAX_REQUEST_BYTES = 64 << 20
 _BACKLOG = 4096  # all agents of a run may begin at once
 _KEEPALIVE_S = 75.0
 _END_TIMEOUT_S = 5.0
+Complete = Callable[..., Coroutine[Any, Any, Reply]]
+"""`AgentSession.complete`, as the key of a request has it."""
+
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
 
@@ -171,17 +175,22 @@ class AgentEndpoint:
             affinity=affinity,
             on_tokens=on_tokens,
             track=track,
-            on_close=lambda session: self._sessions.__delitem__(session.key),
+            on_close=self._forget,
             serve=lambda listener: loop.create_server(server, sock=listener),
         )
-        self._sessions[session.key] = session
+        for key in (session.key, session.untrained_key):
+            self._sessions[key] = session
         return session
+
+    def _forget(self, session: AgentSession) -> None:
+        for key in (session.key, session.untrained_key):
+            del self._sessions[key]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path.removeprefix("/v1")
         kind = _EXCHANGES.get(path, ChatCompletion)
         try:
-            session = self._session(request)
+            session, is_trained = self._session(request)
             if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
                 return self._models(path)
             if request.method != "POST" or (path not in _EXCHANGES and path != "/reward"):
@@ -197,20 +206,23 @@ class AgentEndpoint:
             exchange = kind(body, str(body.get("model") or self._model), session.kept)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call)})
+            complete = partial(session.complete, is_trained=is_trained)
             if exchange.is_stream:
-                return await _stream(request, session, exchange)
-            return _json(exchange.answer(await _replies(session, exchange)))
+                return await _stream(request, complete, exchange)
+            return _json(exchange.answer(await _replies(complete, exchange)))
         except Exception as error:  # noqa: BLE001 - every request is answered
             refusal = _refusal_of(error, request)
             return _json(kind.error(refusal), refusal.status)
 
-    def _session(self, request: web.BaseRequest) -> AgentSession:
+    def _session(self, request: web.BaseRequest) -> tuple[AgentSession, bool]:
+        """The session of the key that comes with a request, and whether what it calls is trained."""
         given = request.headers.get("authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
-        session = self._sessions.get(key.strip())
+        key = key.strip()
+        session = self._sessions.get(key)
         if session is None:
             raise closed()
-        return session
+        return session, key == session.key
 
     def _models(self, path: str) -> web.Response:
         name = path.removeprefix("/models").removeprefix("/") or self._model
@@ -280,25 +292,25 @@ def _reward(session: AgentSession, body: Mapping[str, Any]) -> web.Response:
     return _json({})
 
 
-async def _replies(session: AgentSession, exchange: Exchange) -> list[Reply]:
+async def _replies(complete: Complete, exchange: Exchange) -> list[Reply]:
     """To the call, or to each of several equal ones: the first has the id of the answer."""
-    first = session.complete(exchange.call, reply_id=exchange.id)
+    first = complete(exchange.call, reply_id=exchange.id)
     if exchange.num_replies == 1:
         return [await first]
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(first)]
-            running += [tasks.create_task(session.complete(exchange.call)) for _ in range(exchange.num_replies - 1)]
+            running += [tasks.create_task(complete(exchange.call)) for _ in range(exchange.num_replies - 1)]
     except BaseExceptionGroup as errors:
         error = errors.exceptions[0]
         raise error from error.__cause__  # without the group, and with what it came from
     return [task.result() for task in running]
 
 
-async def _stream(request: web.BaseRequest, session: AgentSession, exchange: Exchange) -> web.StreamResponse:
+async def _stream(request: web.BaseRequest, complete: Complete, exchange: Exchange) -> web.StreamResponse:
     """An answer as events. A refusal before the first text is an answer of its own, later it is the last event."""
     pieces: asyncio.Queue[str | None] = asyncio.Queue()
-    answering = asyncio.create_task(session.complete(exchange.call, pieces.put_nowait, reply_id=exchange.id))
+    answering = asyncio.create_task(complete(exchange.call, pieces.put_nowait, reply_id=exchange.id))
     answering.add_done_callback(lambda _: pieces.put_nowait(None))
     response = web.StreamResponse(headers=_SSE)
     try:

@@ -83,6 +83,7 @@ class AgentClient:
         base_url: of the APIs of OpenAI; ends in /v1.
         anthropic_base_url: of Anthropic's.
         api_key: of this rollout; refused when the rollout is over.
+        untrained_api_key: another one: the policy answers, and what it says is not trained, as that of a judge or a simulated user.
         model: a name to call the model by; the endpoint takes any.
     """
 
@@ -90,6 +91,7 @@ class AgentClient:
         self.base_url: str = session.base_url
         self.anthropic_base_url: str = session.anthropic_base_url
         self.api_key: str = session.key
+        self.untrained_api_key: str = session.untrained_key
         self.model: str = session.model
         self._clients = clients
         self._is_async = is_async

@@ -106,7 +106,8 @@ class AgentSession:
         on_close: Callable[[AgentSession], None] = lambda _: None,
         serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None,
     ) -> None:
-        self.key = secrets.token_urlsafe(24)
+        self.key, self.untrained_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        """With the second one calls are answered, too, and trained nowhere: those of a judge, or of a simulated user."""
         self.base_url = base_url
         self.rollout_id = rollout_id
         self.model = model
@@ -139,13 +140,16 @@ class AgentSession:
         """Of Anthropic's API, whose clients add /v1 themselves."""
         return self.base_url.removesuffix("/v1")
 
-    async def complete(self, call: Call, on_text: OnText | None = None, *, reply_id: str | None = None) -> Reply:
+    async def complete(
+        self, call: Call, on_text: OnText | None = None, *, reply_id: str | None = None, is_trained: bool = True
+    ) -> Reply:
         """Have the policy answer.
 
         Args:
             on_text: gets the text as it is sampled, where there is neither thinking nor a tool offered (calls are read from the
                 whole answer); the pieces are the beginning of the reply's content.
             reply_id: of the reply; None: a new one.
+            is_trained: false: the answer is in no completion.
 
         Raises:
             AgentRefusal: the session is closed, the call cannot be made, or no inference server answers.
@@ -177,7 +181,10 @@ class AgentSession:
         self._num_sampled += len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         self.is_truncated |= is_cut and wanted == budget
-        return self._record(call, request, context, generation, number=number, reply_id=reply_id, reader=reader)
+        answer, reply = self._read(call, request, context, generation, number=number, reply_id=reply_id, reader=reader)
+        if is_trained:
+            self._history.record(answer, reply.content)
+        return reply
 
     def set_reward(self, reward: float, reply_id: str | None = None) -> None:
         """The agent's reward of one answer, which becomes that of the answer's branch; without an id, of the newest answer.
@@ -321,7 +328,7 @@ class AgentSession:
             generation.finish_reason = FinishReason.STOP
         return generation
 
-    def _record(
+    def _read(
         self,
         call: Call,
         request: Request,
@@ -331,8 +338,8 @@ class AgentSession:
         number: int,
         reply_id: str,
         reader: _Reader | None,
-    ) -> Reply:
-        """Read the answer, add it to the tree."""
+    ) -> tuple[Answer, Reply]:
+        """What was sampled, for the tree and for the client."""
         chat = self._setup.renderer.chat
         calls: Sequence[ToolCall] = ()
         parse_error: str | None = None
@@ -353,9 +360,8 @@ class AgentSession:
         answer = Answer(
             id=reply_id, request=request, generation=generation, message=message, calls=calls, parse_error=parse_error
         )
-        self._history.record(answer, said)
         finish = "length" if generation.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
-        return Reply(
+        reply = Reply(
             id=reply_id,
             content=said,
             reasoning=thinking,
@@ -368,6 +374,7 @@ class AgentSession:
             stop_sequence=stop,
             created=time.time(),
         )
+        return answer, reply
 
 
 class _Reader:

@@ -50,7 +50,8 @@ class Ledger:
                 self._tokens["started"] += num_tokens
 
     def drop_tokens(self, group_id: int, num_tokens: int) -> None:
-        """Move tokens of a failed rollout, or of a call that was cancelled, out of their group, which goes on with the others."""
+        """Move tokens of a failed rollout, or of a call that was cancelled or is not trained, out of their group, which goes on
+        with the others."""
         with self._lock:
             self._open[group_id].tokens -= num_tokens
             self._tokens[GroupStatus.FAILED] += num_tokens

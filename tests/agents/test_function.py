@@ -15,13 +15,17 @@ from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 
 SESSION: Any = SimpleNamespace(
-    base_url="http://127.0.0.1:9/v1", anthropic_base_url="http://127.0.0.1:9", key="k", model="policy"
+    base_url="http://127.0.0.1:9/v1",
+    anthropic_base_url="http://127.0.0.1:9",
+    key="k",
+    untrained_key="u",
+    model="policy",
 )
 
 
 def plain(row: dict[str, Any], client: AgentClient, scale: float = 1.0) -> dict[str, Any]:
-    assert (client.base_url, client.anthropic_base_url, client.api_key, client.model) == (
-        "http://127.0.0.1:9/v1", "http://127.0.0.1:9", "k", "policy",
+    assert (client.base_url, client.anthropic_base_url, client.api_key, client.untrained_api_key, client.model) == (
+        "http://127.0.0.1:9/v1", "http://127.0.0.1:9", "k", "u", "policy",
     )  # fmt: skip
     return {"reward": scale * row["weight"], "client": type(client.openai).__name__, "key": client.openai.api_key}
 

@@ -8,7 +8,8 @@ shell. `rollout.agent.arguments` are the library's own settings of an environmen
 there is one), `id`, `retries`.
 
 The library calls a model through a server of its own in between, which has one client for all rollouts; `_SessionKeys` makes each
-rollout call with the key of its session.
+seat call with a key of its rollout's session: one that is not `trainable` (a judge, a simulated user) with the key whose calls are
+not trained.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TASK = "task"
 _THEIR_DEFAULT = "bash"
 _NO_VARIABLE = "GRPO_ASYNC_AGENT_KEY"
 """Where the library would look for a key; never set."""
-_key: ContextVar[str] = ContextVar("key of the rollout's session")
+_client: ContextVar[AgentClient] = ContextVar("client of the rollout's session")
 
 
 class VerifiersEnvironment:
@@ -89,7 +90,7 @@ class VerifiersEnvironment:
     async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
         task = self._task(row)
         await self._start()
-        _key.set(client.api_key)
+        _client.set(client)
         served = EvalClientConfig(base_url=client.base_url, api_key_var=_NO_VARIABLE)
         episode = await self._env.run_episode(task, ModelContext(model=client.model, client=served))
         for source in (episode, *episode.traces):
@@ -125,7 +126,7 @@ class VerifiersEnvironment:
 
 
 class _SessionKeys(Interception):
-    """Gives the calls of each rollout the key of its session; all share the connections of one client."""
+    """Gives the calls of each seat a key of its rollout's session; all share the connections of one client."""
 
     def __init__(self, inner: Interception) -> None:
         super().__init__()
@@ -138,8 +139,10 @@ class _SessionKeys(Interception):
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
         async with self._inner.acquire(session) as slot:
             if getattr(session.ctx.client, "api_key_var", None) == _NO_VARIABLE:  # else a seat with a model of its own
+                seat, client = session.trace.agent, _client.get()
+                is_trained = seat is None or seat.trainable
                 session.client = copy.copy(session.client)
-                session.client.api_key = _key.get()
+                session.client.api_key = client.api_key if is_trained else client.untrained_api_key
             yield slot
 
 
