@@ -6,6 +6,11 @@ import asyncio
 import importlib.util
 import json
 import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.agents.agent import AgentError
+from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.environments import load_environment_agent, tasks
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
+from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.page import FILES, calls, learn, play
+from tests.agents.support import FakePolicy, renderer, serving, settings
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -54,12 +61,117 @@ class TalkEnv(vf.Env[TalkConfig]):
                     break
 '''
 
+BASKET = '''
+import verifiers.v1 as vf
+
+__all__ = ["BasketTaskset"]
+
+class Basket(vf.State):
+    items: list[str] = []
+
+class BasketTools(vf.Toolset[vf.ToolsetConfig, Basket]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def put(self, item: str) -> str:
+        """Puts an item into the basket."""
+        self.state.items.append(item)
+        return ", ".join(self.state.items)
+
+class BasketTaskConfig(vf.TaskConfig):
+    has_own_server: bool = False
+
+class BasketTask(vf.Task[vf.TaskData, Basket, BasketTaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [BasketTools(vf.ToolsetConfig())] if config.has_own_server else []
+
+    async def setup(self, trace, runtime):
+        trace.state.items.append("bag")
+
+    @vf.reward
+    async def right(self, trace):
+        return float(trace.state.items == ["bag", "pear", "apple"])
+
+    @vf.metric
+    async def num_items(self, trace):
+        return float(len(trace.state.items))
+
+class BasketConfig(vf.TasksetConfig):
+    task: BasketTaskConfig = BasketTaskConfig()
+
+class BasketTaskset(vf.Taskset[BasketTask, BasketConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [] if config.task.has_own_server else [BasketTools(vf.ToolsetConfig())]
+
+    def load(self):
+        yield BasketTask(vf.TaskData(prompt="Put a pear and an apple into the bag."), self.config.task)
+
+if __name__ == "__main__":
+    BasketTools.run()
+'''
+
+JUDGED = """
+import verifiers.v1 as vf
+
+__all__ = ["JudgedTaskset", "JudgedEnv"]
+
+class JudgedTask(vf.Task[vf.TaskData]):
+    pass
+
+class JudgedTaskset(vf.Taskset[JudgedTask, vf.TasksetConfig]):
+    def load(self):
+        yield JudgedTask(vf.TaskData(prompt="Say hello."), self.config.task)
+
+class JudgedConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+    judge: vf.AgentConfig = vf.AgentConfig()
+
+class JudgedEnv(vf.Env[JudgedConfig]):
+    async def setup(self, agents):
+        agents.judge.trainable = False
+
+    async def run(self, task, agents):
+        trace = await agents.player.run(task)
+        question = vf.TaskData(prompt=f"Was this polite? {trace.last_reply}")
+        verdict = await agents.judge.run(vf.Task(question))
+        if "polite" not in verdict.last_reply:
+            raise RuntimeError("the jury is out")
+        trace.record_reward("polite", 1.0, 1.0)
+"""
+
+GYM = """
+import reasoning_gym
+import verifiers.v1 as vf
+
+__all__ = ["GymTaskset"]
+
+class GymData(vf.TaskData):
+    entry: dict
+
+class GymTask(vf.Task[GymData]):
+    @vf.reward
+    async def solved(self, trace):
+        entry = self.data.entry
+        return reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])(trace.last_reply, entry)
+
+class GymTaskset(vf.Taskset[GymTask, vf.TasksetConfig]):
+    def load(self):
+        for entry in reasoning_gym.create_dataset("chain_sum", size=1, seed=0):
+            yield GymTask(GymData(prompt=entry["question"], entry=entry), self.config.task)
+"""
+
 TOOLS_SERVER = '''
+import asyncio, os
 from openenv.core.env_server import (
     CallToolAction, CallToolObservation, Environment, ListToolsAction, ListToolsObservation, Observation, State, Tool, create_app
 )
 
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+
+class Greeting(Observation):
+    text: str = ""
 
 class Shout(Environment):
     """Two shouts end it, and each pays 0.5."""
@@ -68,15 +180,16 @@ class Shout(Environment):
         super().__init__()
         self.count = 0
 
-    def reset(self, seed=None, episode_id=None, **columns):
+    def reset(self, seed=None, episode_id=None, greeting="", is_over=False, **columns):
         self.count = 0
-        return Observation()
+        return Greeting(text=greeting, done=is_over)
 
     def step(self, action, timeout_s=None, **options):
         if isinstance(action, ListToolsAction):
             return ListToolsObservation(tools=[Tool(name="shout", description="Shouts.", input_schema=SCHEMA)])
         self.count += 1
-        text = action.arguments["text"].upper()
+        text = action.arguments["text"]
+        text = os.environ.get("GRPO_ASYNC_TOKEN", "none") if text == "token?" else text.upper()
         return CallToolObservation(tool_name="shout", result={"data": text}, reward=0.5, done=self.count == 2)
 
     @property
@@ -84,6 +197,15 @@ class Shout(Environment):
         return State(step_count=self.count)
 
 app = create_app(Shout, CallToolAction, CallToolObservation, max_concurrent_envs=1)
+
+async def stubborn(scope, receive, send):
+    """The same, and never ends by itself."""
+    if scope["type"] == "lifespan":
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await asyncio.sleep(1000)
+    await app(scope, receive, send)
 '''
 
 
@@ -95,16 +217,54 @@ def _play(section: AgentSection, row: dict[str, Any], *answers: str, **limits: A
     return asyncio.run(play(load_environment_agent(section, max_concurrent=4), row, *answers, **limits))
 
 
+def _play_in_turn(
+    agent: Agent, *rollouts: tuple[dict[str, Any], list[str]], between: Callable[[], None] = lambda: None
+) -> list[tuple[AgentResult, RolloutCompletion]]:
+    """Rollouts of one agent, each with its row and the policy's answers; `between` is called after each."""
+    said = iter([text for _, answers in rollouts for text in answers])
+    policy = FakePolicy(renderer(), lambda _: next(said))
+
+    async def main() -> list[tuple[AgentResult, RolloutCompletion]]:
+        found = []
+        try:
+            async with serving(policy) as (endpoint, _):
+                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
+                for number, (row, _) in enumerate(rollouts):
+                    session = endpoint.open(f"g8-r{number}", settings=given, seed=number)
+                    result = await agent.run(dict(row), session)
+                    found.append((result, session.completion(RolloutStatus.FINISHED)))
+                    between()
+        finally:
+            await agent.aclose()
+        return found
+
+    return asyncio.run(main())
+
+
+def _told(completion: RolloutCompletion) -> list[str]:
+    """Results of tools."""
+    return [message.content for message in completion.completion_messages() if message.role == "tool"]
+
+
+def _children(part_of_command: str) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if each.is_running() and part_of_command in " ".join(each.cmdline())]
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of modules that this process and its children can import."""
     for name in ("sums_taskset.py", "sums_server.py"):
         (tmp_path / name).write_text(FILES[name])
     (tmp_path / "talk_taskset.py").write_text(TALK)
+    (tmp_path / "basket_taskset.py").write_text(BASKET)
+    (tmp_path / "gym_taskset.py").write_text(GYM)
+    (tmp_path / "judged_taskset.py").write_text(JUDGED)
     (tmp_path / "shout_server.py").write_text(TOOLS_SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("GRPO_ASYNC_TOKEN", "of the inference servers")
     monkeypatch.setenv("HOME", str(tmp_path))  # where verifiers keeps its working folders
     return tmp_path
 
@@ -136,14 +296,13 @@ def test_a_taskset_makes_the_rows_offers_its_tools_and_its_rewards_and_metrics_c
     (prompt,) = row["prompt"]
     assert row["task"] == {"idx": 0, "prompt": prompt["content"], "answer": str(eval(prompt["content"].strip("= ")))}
     assert json.loads(json.dumps(row)) == row
-    expression = prompt["content"].strip("= ")
-    result, completion = _play(
-        _section(TASKSET), row, calls("calculator", expression=expression), row["task"]["answer"]
-    )
+    use = [calls("abacus", beads=3), calls("calculator", expression=prompt["content"].strip("= "))]
+    result, completion = _play(_section(TASKSET), row, *use, row["task"]["answer"])
     assert result.reward == 1.0
-    assert result.columns == {"correct": 1.0, "num_tool_calls": 1.0}
+    assert result.columns == {"correct": 1.0, "num_tool_calls": 2.0}
     assert not completion.branches
-    assert [message.role for message in completion.completion_messages()] == ["assistant", "tool", "assistant"]
+    assert _told(completion) == ["error: there is no tool 'abacus'; there are ['calculator']", row["task"]["answer"]]
+    assert not _children("sums_taskset")
 
 
 @pytest.mark.usefixtures("verifiers")
@@ -161,6 +320,71 @@ def test_a_simulated_user_of_verifiers_talks_over_several_turns_and_rewards_have
         ("user", "Two?"),
         ("assistant", "No, please."),
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("verifiers")
+@pytest.mark.parametrize("has_own_server", [False, True], ids=["one-server-for-all", "a-server-for-each"])
+def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_read_it(has_own_server: bool) -> None:
+    """Two rollouts at once, whose tools change what their task has set up."""
+    settings_of_taskset = {"task": {"has_own_server": has_own_server}}
+    put = {"g7-r0": ["pear", "apple"], "g7-r1": ["plum"]}
+    said = {name: iter([*(calls("put", item=item) for item in items), "Done."]) for name, items in put.items()}
+    policy = FakePolicy(renderer(), lambda request: next(said[request.request_id.rpartition("-t")[0]]))
+
+    async def main() -> tuple[list[AgentResult], list[RolloutCompletion]]:
+        (row,) = tasks("verifiers:basket_taskset", taskset=settings_of_taskset)
+        section = _section("verifiers:basket_taskset", taskset=settings_of_taskset)
+        agent = load_environment_agent(section, max_concurrent=2)
+        try:
+            async with serving(policy) as (endpoint, first):
+                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
+                sessions = [first, endpoint.open("g7-r1", settings=given, seed=6)]
+                results = await asyncio.gather(*(agent.run(dict(row), session) for session in sessions))
+                assert len(_children("basket_taskset")) == (0 if has_own_server else 1)
+                return results, [session.completion(RolloutStatus.FINISHED) for session in sessions]
+        finally:
+            await agent.aclose()
+
+    results, completions = asyncio.run(main())
+    assert not _children("basket_taskset")
+    assert [_told(each) for each in completions] == [["bag, pear", "bag, pear, apple"], ["bag, plum"]]
+    assert [(result.reward, result.columns) for result in results] == [
+        (1.0, {"right": 1.0, "num_items": 3.0}),
+        (0.0, {"right": 0.0, "num_items": 2.0}),
+    ]
+    assert not any(one.branches for one in completions)
+
+
+@pytest.mark.slow  # importing reasoning_gym takes seconds
+@pytest.mark.usefixtures("verifiers")
+def test_reasoning_gym_is_a_taskset_of_a_few_lines() -> None:
+    (row,) = tasks("verifiers:gym_taskset")
+    result, _ = _play(_section("verifiers:gym_taskset"), row, row["task"]["entry"]["answer"])
+    assert (result.reward, result.columns) == (1.0, {"solved": 1.0})
+    result, _ = _play(_section("verifiers:gym_taskset"), row, "no idea")
+    assert result.reward is not None
+    assert result.reward < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("verifiers")
+def test_a_game_of_textarena_is_played_through_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where textarena is installed, which the tests do not ask for: it takes its words from the network. Here they are a file."""
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
+    words = tmp_path / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (words / name).write_text("pear\n")
+    pytest.importorskip("textarena")
+    row = next(tasks("verifiers:textarena", taskset={"game": "Hangman-v0"}))
+    section = _section("verifiers:textarena", taskset={"game": "Hangman-v0"})
+    result, completion = _play(section, row, "I begin with [P].", "It must be [pear].")
+    assert result.reward == 1.0
+    assert result.columns == {"game_reward": 1.0}
+    assert [message.role for message in completion.completion_messages()] == ["assistant", "user", "assistant"]
 
 
 @pytest.mark.usefixtures("verifiers")
@@ -184,6 +408,25 @@ def test_a_taskset_scores_what_there_is_when_the_budget_of_tokens_is_used_up() -
 
 
 @pytest.mark.usefixtures("verifiers")
+def test_a_seat_that_is_not_trainable_is_played_by_the_policy_and_trained_nowhere() -> None:
+    """Of a judge, which verifiers does not train either."""
+    (row,) = tasks("verifiers:judged_taskset")
+    agent = load_environment_agent(_section("verifiers:judged_taskset"), max_concurrent=1)
+    [(result, completion)] = _play_in_turn(agent, (row, ["Good day.", "It was polite."]))
+    assert result.columns == {"polite": 1.0}
+    assert [message.content for message in completion.completion_messages()] == ["Good day."]
+    assert not completion.branches
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_an_environment_that_raises_fails_its_rollout_with_the_reason() -> None:
+    (row,) = tasks("verifiers:judged_taskset")
+    agent = load_environment_agent(_section("verifiers:judged_taskset"), max_concurrent=1)
+    with pytest.raises(AgentError, match=r"the environment failed: .*the jury is out"):
+        _play_in_turn(agent, (row, ["Good day.", "Hm."]))
+
+
+@pytest.mark.usefixtures("verifiers")
 def test_what_verifiers_cannot_load_or_play_is_told() -> None:
     with pytest.raises(ConfigError, match=r"rollout.agent.environment: verifiers:nowhere.*'nowhere' not found"):
         load_environment_agent(_section("verifiers:nowhere"), max_concurrent=1)
@@ -200,7 +443,44 @@ def test_an_environment_of_openenv_is_served_by_a_process_that_ends_with_the_age
     assert result.reward == 1.0
     assert result.columns == {"steps": 2, "done": True}
     assert "not an arithmetic expression" in completion.completion_messages()[1].content
-    assert not [child for child in psutil.Process().children() if "openenv_process" in " ".join(child.cmdline())]
+    assert not _children("openenv_process")
+
+
+@pytest.mark.usefixtures("openenv")
+def test_calls_that_an_environment_of_openenv_does_not_take_are_told_and_a_server_that_died_is_started_again() -> None:
+    section = _section("openenv:sums_server:app", tool="calculator", max_steps=2)
+
+    def kill_the_server() -> None:
+        servers = _children("openenv_process")
+        for server in servers:
+            server.kill()
+        environment: Any = agent
+        until = time.monotonic() + 20.0
+        while environment._environment._server.returncode is None and time.monotonic() < until:
+            time.sleep(0.01)
+
+    agent = load_environment_agent(section, max_concurrent=2)
+    wrong = calls("calculator", expression="1 +")
+    first, second, third = _play_in_turn(
+        agent,
+        (ROW, [calls("abacus", beads=3), calls("calculator", beads=3), SUM + "\n" + SUM]),
+        (ROW, [SUM]),
+        (ROW, [wrong, wrong, "never asked"]),
+        between=kill_the_server,
+    )
+    told = _told(first[1])
+    assert told[0] == "error: there is no tool 'abacus', only 'calculator'"
+    assert told[1].startswith("error: ")
+    assert "VALIDATION_ERROR" in told[1]
+    assert [result.reward for result, _ in (first, second, third)] == [1.0, 1.0, 0.0]
+    assert [result.columns for result, _ in (first, second, third)] == [
+        {"steps": 2, "done": True},  # one that was refused, and the first of two sums
+        {"steps": 1, "done": True},
+        {"steps": 2, "done": False},  # the limit
+    ]
+    offered = renderer().completion_text(list(first[1].prompt_ids))
+    assert "expression" in offered
+    assert "metadata" not in offered
 
 
 @pytest.mark.usefixtures("openenv")
@@ -212,10 +492,96 @@ def test_without_a_tool_the_answer_is_the_action() -> None:
 
 @pytest.mark.usefixtures("openenv")
 def test_tools_that_an_environment_of_openenv_lists_are_offered_to_the_model() -> None:
-    shout = [calls("shout", text=text) for text in ("a", "b")]
-    result, completion = _play(_section("openenv:shout_server:app"), ROW, *shout)
+    agent = load_environment_agent(_section("openenv:shout_server:app"), max_concurrent=2)
+    (result, completion), (_, other), (nothing, _) = _play_in_turn(
+        agent,
+        (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "b")]),
+        (ROW, [calls("shout", text="token?"), "no"]),
+        (ROW | {"is_over": True}, []),
+    )
     assert result.reward == 1.0
-    assert completion.completion_messages()[1].content == "A"
+    assert _told(completion) == ["A"]
+    assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
+    assert _told(other) == ["none"]  # the token of the inference servers is none of its business
+    assert nothing.columns == {"steps": 0, "done": True}
+
+
+@pytest.mark.usefixtures("openenv")
+def test_more_rollouts_than_a_server_of_openenv_has_sessions_are_told_what_to_set() -> None:
+    agent = load_environment_agent(_section("openenv:shout_server:app"), max_concurrent=2)
+    policy = FakePolicy(renderer(), lambda _: calls("shout", text="a"), per_chunk=1)
+
+    async def main() -> None:
+        policy.gate = asyncio.Event()
+        try:
+            async with serving(policy) as (endpoint, session):
+                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
+                first = asyncio.create_task(agent.run(dict(ROW), session))
+                async with asyncio.timeout(60.0):
+                    while not policy.served:  # it has its session of the environment
+                        await asyncio.sleep(0.01)
+                with pytest.raises(AgentError, match=r"max_concurrent_envs.*rollout\.agent\.max_concurrent"):
+                    await agent.run(dict(ROW), endpoint.open("g7-r1", settings=given, seed=6))
+                policy.gate.set()
+                assert (await first).reward == 1.0
+        finally:
+            await agent.aclose()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("openenv")
+def test_a_server_of_openenv_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_async.agents.environments import openenv_server
+
+    monkeypatch.setattr(openenv_server, "_END_TIMEOUT_S", 0.3)
+    result, _ = _play(_section("openenv:shout_server:stubborn"), ROW | {"is_over": True})
+    assert result.columns == {"steps": 0, "done": True}
+    assert not _children("openenv_process")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("openenv")
+def test_kill_nine_of_the_process_that_started_a_server_of_openenv_ends_that() -> None:
+    code = """
+        import asyncio
+        from grpo_async.agents.environments.openenv_server import OpenEnvEnvironment
+        async def main():
+            environment = OpenEnvEnvironment("sums_server:app", {})
+            await environment._start()
+            print(environment._server.pid, flush=True)
+            await asyncio.sleep(1000)
+        asyncio.run(main())
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    gone, left = psutil.wait_procs([server], timeout=20.0)
+    for each in left:
+        each.kill()
+    assert gone
+
+
+@pytest.mark.usefixtures("openenv")
+@pytest.mark.parametrize(
+    ("answer", "required", "action"),
+    [
+        ("crane", ["guess"], {"guess": "crane"}),
+        ("7", ["guess"], {"guess": "7"}),
+        ('```json\n{"guess": "crane"}\n```', ["guess"], {"guess": "crane"}),
+        ('{"x": 1, "y": 2}', ["x", "y"], {"x": 1, "y": 2}),
+        ("left", ["x", "y"], {"answer": "left"}),
+    ],
+)
+def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
+    answer: str, required: list[str], action: dict[str, Any]
+) -> None:
+    from grpo_async.agents.environments.openenv_server import OpenEnvOptions, _Episode
+
+    client: Any = None
+    assert _Episode(None, client, {"required": required}, OpenEnvOptions())._action(answer) == action
 
 
 @pytest.mark.usefixtures("openenv")

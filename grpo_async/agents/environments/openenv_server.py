@@ -111,6 +111,7 @@ class OpenEnvEnvironment:
                     await server.wait()
             except TimeoutError:
                 server.kill()
+                await server.wait()
 
     async def _start(self) -> Mapping[str, Any]:
         """Start the server, if it is to be; returns the schema of its actions."""
@@ -277,6 +278,7 @@ async def _serve(app: str) -> tuple[Process, str]:
             "grpo_async.agents.environments.openenv_process",
             app,
             str(listening.fileno()),
+            str(os.getpid()),
             stdin=DEVNULL,
             pass_fds=[listening.fileno()],
             env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
