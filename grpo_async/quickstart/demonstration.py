@@ -37,11 +37,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One conversation: what the user says and the turns that follow. Not conversational: plain text that the policy continues,
-    without a chat template."""
+    """One conversation: what the user says and the turns that follow; `before` are messages in front of that. Not conversational:
+    plain text that the policy continues, without a chat template."""
 
     prompt: str
     turns: tuple[Turn, ...]
+    before: tuple[TaggedMessage, ...] = ()
     is_conversational: bool = True
 
     @classmethod
@@ -69,7 +70,8 @@ def segments(
     renderer: ChatRenderer, demonstration: Demonstration, *, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[Segment]:
     """The pieces of a demonstration, in order."""
-    prompt = [TaggedMessage(role="user", content=demonstration.prompt, origin=Origin.PROMPT)]
+    asked = TaggedMessage(role="user", content=demonstration.prompt, origin=Origin.PROMPT)
+    prompt = [*demonstration.before, asked]
     prompt_ids = renderer.prompt_ids(prompt, is_conversational=demonstration.is_conversational, tools=tools)
     found = [Segment(token_ids=prompt_ids, learned=False)]
     tokenizer = renderer.tokenizer

@@ -47,11 +47,13 @@ async def play(
 
 
 def learn(folder: Path, *overrides: str) -> None:
-    """A run of the tiny tool model in the embedded engine, the files of the page at hand, whose reward rises clearly."""
+    """A run of the tiny tool model in the embedded engine, the files of the page at hand, whose reward is low at first and rises
+    clearly."""
     prepare(REPOSITORY / default_folder(task="tool"), task="tool")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     run = make_run(folder, "tools.yaml", ["tools=[]", "rewards=[]", "evaluation=null", *overrides])
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     summary, _ = run.complete(timeout_s=900.0, environment={"PYTHONPATH": os.pathsep.join(paths)})
+    assert summary["reward_first"] < 0.5, summary  # what it knows before, it has not learned here
     assert summary["reward_last"] > summary["reward_first"] + 0.2, summary

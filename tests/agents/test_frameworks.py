@@ -12,7 +12,12 @@ from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.quickstart.prepare import prepare
+from grpo_async.quickstart.tasks import TASKS
+from grpo_async.quickstart.tasks.sums import ChainSum
+from grpo_async.tools.calculator import calculator
 from tests.agents.page import FILES, calls, learn, play
+from tests.agents.smolagents_task import SmolagentsTask
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -64,11 +69,37 @@ def test_smolagents_writes_its_history_anew_so_that_each_step_is_a_branch(
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_model_that_has_met_the_words_of_smolagents_learns_inside_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompts are its own, so the base model is, too: it guesses at first, and learns to ask the calculator."""
+    agent = _load("agent_smolagents", tmp_path, monkeypatch)
+    _, completion = asyncio.run(play(agent, ROW, SUM, calls("final_answer", answer="-11")))
+    (first,) = completion.branches
+    from smolagents import FinalAnswerTool, tool
+    from smolagents.models import get_tool_json_schema
+
+    tools = [get_tool_json_schema(each) for each in (tool(calculator), FinalAnswerTool())]
+    asked, told = first.prompt_messages, completion.prompt_messages
+    assert told is not None
+    task = SmolagentsTask(asked, told, shown=ChainSum.of(12, 7, -30), tools=tools)
+    monkeypatch.setitem(TASKS, task.name, task)
+    made = prepare(tmp_path / "base", task=task.name)
+    learn(
+        tmp_path,
+        "rollout.agent={function: 'agent_smolagents:run', max_concurrent: 32}",
+        f"model.path={made.model}",
+        "inference.max_model_len=512",
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_a_model_learns_inside_of_the_agent(name: str, tmp_path: Path) -> None:
-    """The tiny tool model in the embedded engine: its reward rises clearly. Not with smolagents, whose system prompt is longer than
-    the model's context."""
+    """The tiny tool model in the embedded engine: its reward rises clearly."""
     _require(name)
     agent = f"command: [node, {tmp_path / 'agent.js'}]" if name == "agent" else f"function: '{name}:run'"
     fewer = ["rollout.groups_per_step=4"] if name == "agent" else []  # a process for each rollout takes its time
