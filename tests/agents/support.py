@@ -59,6 +59,7 @@ class Served:
 
     request: GenerateRequest
     ids: list[int]
+    affinity: str = ""
     is_whole: bool = False
 
 
@@ -91,7 +92,7 @@ class FakePolicy:
         ids = ids[: request.max_tokens]
         ended = ids[-1] in self.chat.end_of_turn_ids
         logprobs = logprobs_after(request.token_ids, ids)
-        served = Served(request, [])
+        served = Served(request, [], affinity)
         self.served.append(served)
         for start in range(0, len(ids), self.per_chunk):
             await asyncio.sleep(0)
@@ -129,13 +130,12 @@ def settings(**changes: Any) -> SamplingSettings:
     return SamplingSettings(**{**given, **changes})
 
 
-def make_session(policy: FakePolicy, on_tokens: OnTokens | None = None, **limits: Any) -> AgentSession:
-    client: Any = policy
+def make_session(policy: Any, on_tokens: OnTokens | None = None, **limits: Any) -> AgentSession:
     return AgentSession(
-        SessionSetup(client, HistoryRenderer(policy.chat)),
+        SessionSetup(policy, HistoryRenderer(policy.chat)),
         base_url="http://127.0.0.1:1/v1",
         rollout_id="g7-r0",
-        settings=settings(stop_token_ids=policy.chat.end_of_turn_ids, **limits),
+        settings=settings(**{"stop_token_ids": policy.chat.end_of_turn_ids, **limits}),
         seed=5,
         on_tokens=on_tokens,
     )
@@ -177,7 +177,12 @@ async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, 
     return reply, json.loads(json.dumps(made.answer([reply])))
 
 
-def check_exact(policy: FakePolicy, completion: RolloutCompletion) -> None:
+def check_exact(
+    policy: Any,
+    completion: RolloutCompletion,
+    replay: Callable[[Sequence[int], Sequence[int]], Sequence[float]] = logprobs_after,
+    tolerance: float = 0.0,
+) -> None:
     """Every turn is, with all ids before it, what the engine saw and sampled; every whole generation is trained in exactly one
     place, and no other; logprobs are those of the ids that stand before each token."""
     unused = [served for served in policy.served if served.is_whole]
@@ -193,7 +198,8 @@ def check_exact(policy: FakePolicy, completion: RolloutCompletion) -> None:
             assert mine, f"the engine never sampled {output} after these {len(ids)} tokens"
             nearest = min(mine, key=lambda each: len(each.ids))  # two answers may begin alike
             (unused if nearest in unused else cut).remove(nearest)
-            assert list(turn.output_logprobs) == logprobs_after(ids, output)
+            expected = zip(turn.output_logprobs, replay(ids, output), strict=True)
+            assert all(abs(float(one) - float(other)) <= tolerance for one, other in expected)
             ids += [*output, *map(int, turn.tool_response_ids)]
         assert ids == [*path.prompt_ids, *path.completion_ids]
     assert not unused, f"{len(unused)} whole answers are trained nowhere"

@@ -85,16 +85,22 @@ def test_a_command_gets_the_row_and_the_model_and_says_its_result(monkeypatch: p
     monkeypatch.setenv("GRPO_ASYNC_TOKEN", "of the servers")
     monkeypatch.setenv("NO_PROXY", "example.org")
     code = """
-        import json, os, sys
+        import json, os, signal, sys
         row = json.load(sys.stdin)
+        process = {
+            "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "oom_score_adj": open("/proc/self/oom_score_adj").read()
+        }
         names = [n for n in os.environ if n.startswith(("OPENAI", "ANTHROPIC", "GRPO_ASYNC", "NO_PROXY"))]
         print("step 1\\n", file=sys.stderr)
-        print("thinking\\n\\n" + json.dumps({"reward": 0.5, "row": row, "env": {n: os.environ[n] for n in names}}) + "\\n")
+        result = {"reward": 0.5, "row": row, "env": {n: os.environ[n] for n in names}, **process}
+        print("thinking\\n\\n" + json.dumps(result) + "\\n")
     """
     row = {"prompt": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
     result = asyncio.run(_run([*PYTHON, textwrap.dedent(code)], row))
     assert result.reward == 0.5
     assert result.columns["row"] == row
+    assert result.columns["blocked"] == 0
+    assert result.columns["oom_score_adj"] == "1000\n"  # without memory it goes before the trainer
     given = result.columns["env"]
     assert given.pop(MARK)
     assert given == {
@@ -169,6 +175,11 @@ def test_what_a_command_leaves_running_ends_with_it(code: str) -> None:
     assert asyncio.run(_run([*PYTHON, code + "print(1.0)"])).reward == 1.0
 
 
+def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_nobody() -> None:
+    with pytest.raises(AgentError, match="was killed by SIGKILL"):
+        asyncio.run(_run([*PYTHON, SELF_DAEMONIZING + "os.killpg(0, 9)"]))
+
+
 def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
     async def run() -> None:
         running = asyncio.ensure_future(_run([*PYTHON, SELF_DAEMONIZING + DAEMON + "time.sleep(1000)"]))
@@ -232,17 +243,20 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
         print(json.dumps({
             "reward": 1.0, "told": told, "mark": os.environ.get("GRPO_ASYNC_TEST_MARK"),
             "outside": tries(lambda: socket.create_connection(("127.0.0.1", row["port"]), 5)),
-            "other file": tries(lambda: open(row["other"])), "own folder": tries(lambda: open("x", "w")),
+            "other file": tries(lambda: open(row["other"])), "read path": tries(lambda: open(row["allowed"])),
+            "own folder": tries(lambda: open("x", "w")),
         }))
         """)
     )
-    other = tmp_path / "other"
-    other.write_text("secret")
+    other, allowed = tmp_path / "other", tmp_path / "allowed"
+    for path in (other, allowed):
+        path.write_text("secret")
 
     async def run() -> AgentResult:
         async with serving(FakePolicy(renderer(), lambda _: "pong")) as (_, session):
-            section = AgentSection(command=["python3", str(script)], sandbox=True, timeout_s=60.0)
-            row = {"prompt": "hi", "port": urlsplit(session.base_url).port, "other": str(other)}
+            section = AgentSection(command=["python3", str(script)], sandbox=True, timeout_s=60.0, read_paths=[allowed])
+            port = urlsplit(session.base_url).port
+            row = {"prompt": "hi", "port": port, "other": str(other), "allowed": str(allowed)}
             return await load_command_agent(section).run(row, session)
 
     result = asyncio.run(run())
@@ -251,6 +265,7 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
         "mark": None,
         "outside": "ConnectionRefusedError",
         "other file": "FileNotFoundError",
+        "read path": "worked",
         "own folder": "worked",
     }
 
@@ -261,11 +276,12 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
         ("import os; os._exit(3)", "ended with exit code 3"),
         ("import time; time.sleep(1000)", r"rollout\.agent\.timeout_s = 3 s and was killed"),
         ("print('x' * 5000)", r"rollout\.agent\.max_output_kb = 4 to stdout and was killed"),
+        ("print(len(bytearray(1 << 30)))", r"memory|Memory"),
     ],
 )
 def test_a_command_that_fails_in_the_sandbox_says_why(code: str, told: str) -> None:
     with pytest.raises(AgentError, match=told):
-        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0, max_output_kb=4))
+        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0, max_output_kb=4, memory_mb=512))
 
 
 def test_without_namespaces_the_sandbox_is_refused_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,10 @@ from grpo_async.agents.chat_completions import ChatCompletion
 from grpo_async.agents.messages import Messages
 from grpo_async.agents.responses import Responses
 from grpo_async.agents.session import AgentSession
+from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
-from grpo_async.records import RolloutCompletion, RolloutStatus
+from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
 from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer
 
 NUM_CONVERSATIONS = 500
@@ -30,19 +31,28 @@ _WORDS = ("hello", "tool", "weather", "Paris", "42", "1.0", "grüße", "\n", "  
 def test_500_random_conversations_train_every_answer_once_with_the_tokens_that_were_sampled() -> None:
     made = {name: renderer(name) for name in set(FAMILIES)}
     counts = {"calls": 0, "branches": 0, "hang-ups": 0, "grown": 0}
+    ledger, trained = Ledger(), 0
     for number in range(NUM_CONVERSATIONS):
         name = FAMILIES[number % len(FAMILIES)]
-        conversation = _Conversation(made[name], name, random.Random(number))
+        conversation = Conversation(made[name], name, random.Random(number))
         completion = asyncio.run(conversation.run())
         check_exact(conversation.policy, completion)
         sampled = sum(len(served.ids) for served in conversation.policy.served)
-        assert conversation.received == sampled  # of which the ledger drops what is in no path
+        assert conversation.received == sampled
+        ledger.start(number)
+        ledger.generated(number, conversation.received)
+        ledger.drop_tokens(number, conversation.received - completion.num_sampled_tokens)  # what is in no path
+        ledger.close_group(number, GroupStatus.TRAINED)
         assert completion.num_sampled_tokens <= sampled
+        trained += completion.num_sampled_tokens
         counts["calls"] += len(conversation.policy.served)
         counts["branches"] += len(completion.branches)
         counts["hang-ups"] += conversation.num_lost
         counts["grown"] += conversation.num_grown
     assert all(count > NUM_CONVERSATIONS / 4 for count in counts.values()), counts
+    books = ledger.snapshot()
+    assert is_closed(books)
+    assert books["tokens"]["trained"] == trained < books["tokens"]["started"]
 
 
 @dataclass
@@ -56,14 +66,22 @@ class _Held:
     grows: bool = False
 
 
-class _Conversation:
+class Conversation:
     """A client that does to its histories what clients do. `histories` are lists of messages of Chat Completions, each of which may
-    be gone on with; each goes through one of three APIs."""
+    be gone on with; each goes through one of three APIs.
 
-    def __init__(self, chat: ChatRenderer, family: str, chance: random.Random) -> None:
+    Args:
+        policy: what answers, with what it has `served`; default one without a model.
+        limits: of the session.
+    """
+
+    def __init__(
+        self, chat: ChatRenderer, family: str, chance: random.Random, *, policy: Any = None, **limits: Any
+    ) -> None:
         self.family = family
         self.chance = chance
-        self.policy = FakePolicy(chat, self._say, per_chunk=chance.choice([1, 3, 50]), odd_tokens=0.4)
+        self.limits = limits
+        self.policy = policy or FakePolicy(chat, self._say, per_chunk=chance.choice([1, 3, 50]), odd_tokens=0.4)
         self.received = 0
         self.num_lost = self.num_grown = 0
         self.histories: list[_Held] = []
@@ -71,7 +89,7 @@ class _Conversation:
 
     async def run(self) -> RolloutCompletion:
         budget = self.chance.choice([400, 100_000, 100_000])
-        session = make_session(self.policy, on_tokens=self._count, max_completion_tokens=budget)
+        session = make_session(self.policy, on_tokens=self._count, **{"max_completion_tokens": budget, **self.limits})
         while len(self.policy.served) < 8:
             held = self._next()
             copies = self.chance.choice([1, 1, 1, 2, 3])  # parallel calls and retries

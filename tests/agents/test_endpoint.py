@@ -17,7 +17,8 @@ import pytest
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.function import OpenAiClients
 from grpo_async.agents.session import AgentSession
-from grpo_async.records import RolloutStatus
+from grpo_async.inference.api import GenerateRequest
+from grpo_async.records import RolloutCompletion, RolloutStatus
 from grpo_async.utils.network import server_certificates
 from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, settings, user
 from tests.support.tls import make_certificates
@@ -200,6 +201,51 @@ def test_completions_and_several_answers_to_one_call() -> None:
     _run(policy, agent, num_branches=3)
 
 
+def test_what_ends_an_answer_is_said_in_the_words_of_each_api() -> None:
+    long = "one two THE END" + "x" * 80
+    policy = _policy(*[long] * 5, odd_tokens=1.0)
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client:
+            chat = await client.chat.completions.create(model="m", messages=[user("q")], stop="THE")
+            assert (chat.choices[0].message.content, chat.choices[0].finish_reason) == ("one two ", "stop")
+            assert chat.choices[0].model_dump()["stop_reason"] == "THE"
+            chat = await client.chat.completions.create(model="m", messages=[user("q")], max_completion_tokens=5)
+            assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (5, "length")  # type: ignore[union-attr]
+            completed = await client.completions.create(model="m", prompt="q", stop=["THE"], max_tokens=99)
+            assert (completed.choices[0].text, completed.choices[0].finish_reason) == ("one two ", "stop")
+            completed = await client.completions.create(model="m", prompt="q")  # the API's own limit
+            assert (completed.usage.completion_tokens, completed.choices[0].finish_reason) == (16, "length")  # type: ignore[union-attr]
+            response = await client.responses.create(model="m", input="q", max_output_tokens=5)
+            assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+    _run(policy, agent, num_branches=4)
+
+
+def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
+    policy = _policy("an answer", "a verdict", "another", per_chunk=2)
+
+    async def main() -> RolloutCompletion:
+        async with serving(policy) as (_, session):
+            async with _openai(session) as client:
+                asking: dict[str, Any] = {"model": "m", "messages": [user("q")]}
+                await client.chat.completions.create(**asking)
+                judge = client.with_options(api_key=session.untrained_key)
+                verdict = await judge.chat.completions.create(**asking)
+                assert verdict.choices[0].message.content == "a verdict"
+                async for _ in await judge.chat.completions.create(**asking, stream=True):
+                    pass
+                session.close()
+                with pytest.raises(openai.AuthenticationError):
+                    await judge.chat.completions.create(**asking)
+            return session.completion(RolloutStatus.FINISHED)
+
+    completion = asyncio.run(main())
+    assert [message.content for message in completion.completion_messages()] == ["an answer"]
+    assert not completion.branches
+    assert completion.num_sampled_tokens == len(policy.served[0].ids)
+
+
 def test_sync_clients_in_threads() -> None:
     policy = FakePolicy(renderer(), lambda _: "hello")
 
@@ -218,6 +264,24 @@ def test_sync_clients_in_threads() -> None:
     _run(policy, agent, num_branches=1)
 
 
+def test_the_ready_clients_go_through_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The endpoint is on this machine or beside it."""
+    for name in ("HTTP_PROXY", "ALL_PROXY", "http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    policy = FakePolicy(renderer(), lambda _: "hello")
+
+    async def agent(session: AgentSession) -> None:
+        clients = OpenAiClients(timeout_s=20.0)
+        asking: dict[str, Any] = {"model": "m", "messages": [user("q")]}
+        async with clients.for_running_loop(session.base_url, session.key) as client:
+            assert (await client.chat.completions.create(**asking)).choices[0].message.content == "hello"
+        with clients.for_threads(session.base_url, session.key) as other:
+            await asyncio.to_thread(other.chat.completions.create, **asking)
+
+    _run(policy, agent, num_branches=1)
+
+
 def test_a_key_is_of_one_rollout_until_it_ends() -> None:
     policy = _policy("a")
 
@@ -226,6 +290,8 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
             async with _openai(session) as client:
                 assert [model.id async for model in client.models.list()] == ["tiny"]
                 assert (await client.models.retrieve("other")).id == "other"
+                async with _anthropic(session) as other:
+                    assert [model.id async for model in other.models.list()] == ["tiny"]
                 session.close()
                 with pytest.raises(openai.AuthenticationError, match="no rollout that is running") as caught:
                     await client.chat.completions.create(model="m", messages=[user("q")])
@@ -277,6 +343,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("chat/completions", CHAT | {"tools": [ADD], "tool_choice": "required"}, 400, "tool_choice"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "response_format"),
         ("chat/completions", CHAT | {"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs"),
+        ("chat/completions", CHAT | {"functions": [{"name": "add"}]}, 400, "functions"),
         ("chat/completions", CHAT | {"n": 2, "stream": True}, 400, "n"),
         ("chat/completions", CHAT | {"max_tokens": "many"}, 400, "max_tokens"),
         ("chat/completions", CHAT | {"stop": 3, "stream": True}, 400, "stop"),
@@ -285,6 +352,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
         ("responses", {"input": "q", "text": {"format": {"type": "json_schema"}}}, 400, "response_format"),
         ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ("responses", {"input": "q", "background": True}, 400, "background"),
         ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),
         ("nothing", {}, 404, None),
     ],
@@ -349,6 +417,29 @@ def test_a_client_that_hangs_up_cancels_its_call(is_stream: bool) -> None:
 
     _run(policy, agent)
     assert not policy.served[0].is_whole
+
+
+def test_a_request_that_is_too_large_and_a_fault_of_our_own_are_told_in_the_format_of_the_api(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpo_async.agents.endpoint._MAX_REQUEST_BYTES", 4096)
+
+    def fail(_: GenerateRequest) -> str:
+        raise ZeroDivisionError
+
+    async def agent(session: AgentSession) -> None:
+        async with _openai(session) as client, _anthropic(session) as other:
+            with pytest.raises(openai.APIStatusError, match="more than 4096 bytes") as caught:
+                await client.chat.completions.create(model="m", messages=[user("x" * 9000)])
+            assert caught.value.status_code == 413
+            with pytest.raises(openai.InternalServerError, match="the run's log has the traceback"):
+                await client.chat.completions.create(model="m", messages=[user("q")])
+            with pytest.raises(anthropic.InternalServerError) as failed:
+                await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
+            assert failed.value.body["error"]["type"] == "api_error"  # type: ignore[index, call-overload]
+
+    _run(FakePolicy(renderer(), fail), agent)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError] * 2
 
 
 def test_an_end_of_the_rollout_ends_a_stream_with_an_error() -> None:

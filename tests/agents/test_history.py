@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.agents.calls import PrefixMemo
+from grpo_async.agents.calls import Call, PrefixMemo
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -191,6 +191,16 @@ def test_compaction_other_tools_and_sub_agents_are_paths_of_their_own() -> None:
     assert [branch.parent for branch in completion.branches] == [0, 0, 0]
 
 
+def test_a_new_root_is_below_the_path_that_begins_as_it_does() -> None:
+    async def agent(session: AgentSession) -> None:
+        for text in ("a", "b"):
+            await ask(session, system("Quite another beginning."), user(text))
+        await ask(session, S, user("q"))
+
+    completion, _ = _run(agent, "one", "two", "end")
+    assert [branch.parent for branch in completion.branches] == [0, 1]
+
+
 def test_the_rollouts_own_turns_lead_to_the_newest_answer() -> None:
     async def agent(session: AgentSession) -> None:
         await ask(session, user("q"))
@@ -249,8 +259,6 @@ def test_an_answer_that_was_cut_goes_on_behind_the_templates_own_end(family: str
 
 def test_text_prompts_go_on_from_the_recorded_ids() -> None:
     async def agent(session: AgentSession) -> None:
-        from grpo_async.agents.calls import Call
-
         first = await session.complete(Call(prompt="Once upon", max_tokens=4))
         second = await session.complete(Call(prompt=f"Once upon{first.content} and then", max_tokens=4))
         ids = [*second.prompt_ids, *second.ids, 65, 66]
@@ -260,6 +268,19 @@ def test_text_prompts_go_on_from_the_recorded_ids() -> None:
     assert not completion.branches
     assert len(completion.turns) == 3
     assert list(policy.served[2].request.token_ids[-2:]) == [65, 66]
+
+
+def test_a_text_prompt_does_not_go_on_from_an_answer_that_the_policy_ended() -> None:
+    """Its end-of-turn token does not stand in the text."""
+
+    async def agent(session: AgentSession) -> None:
+        first = await session.complete(Call(prompt="Once upon"))
+        await session.complete(Call(prompt=f"Once upon{first.content} and then"))
+
+    completion, policy = _run(agent, " a time", " it")
+    assert policy.served[0].ids[-1] in policy.chat.end_of_turn_ids
+    assert policy.chat.end_of_turn_ids[0] not in policy.served[1].request.token_ids
+    assert len(completion.branches) == 1
 
 
 def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
@@ -275,9 +296,9 @@ def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
 
     completion, policy = _run(agent, call_text(a=1), "b")
     ids = [*completion.prompt_ids, *completion.completion_ids]
-    start = policy.chat.tokenizer.convert_tokens_to_ids("<|im_start|>")
+    start, end = (policy.chat.tokenizer.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>"))
     # system, user, assistant, tool, assistant
-    assert ids.count(start) == 5
+    assert (ids.count(start), ids.count(end)) == (5, 5)
     assert not completion.branches
 
 

@@ -264,8 +264,9 @@ def test_rewards_of_answers_become_those_of_their_branches() -> None:
         first = await ask(session, system("one"), user("q"))
         session.set_reward(0.5)
         second = await ask(session, system("two"), user("q"))
-        await ask(session, system("two"), user("q"), second.message, user("r"))
-        session.set_reward(1.0, f"chatcmpl-{second.id}")
+        third = await ask(session, system("two"), user("q"), second.message, user("r"))
+        session.set_reward(1.0, f"chatcmpl-{third.id}")
+        session.set_reward(0.75, second.id)  # of an earlier answer of the same path
         session.set_reward(0.25, first.id)
         with pytest.raises(AgentRefusal, match="no answer"):
             session.set_reward(1.0, "chatcmpl-other")

@@ -136,6 +136,7 @@ def test_a_rollout_is_what_its_agent_called_and_said() -> None:
     assert errors.counts == {}
     served = {each.request.request_id: each for each in policy.served}
     assert len(served) == 4
+    assert {each.affinity for each in policy.served} == {"g7/0", "g7/1"}
     only_first = FakePolicy(policy.chat, policy.say, served=[e for n, e in served.items() if n.startswith("g7-r0")])
     check_exact(only_first, completions[0])
 
@@ -173,6 +174,22 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
 
     completions, _ = _produce(run, section={"timeout_s": 0.3})
     assert {each.error for each in completions} == {"the agent did not end within rollout.agent.timeout_s = 0.3 s"}
+
+
+def test_no_more_agents_run_at_once_than_the_limit() -> None:
+    running: list[int] = []
+    most = 0
+
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        nonlocal most
+        running.append(number)
+        most = max(most, len(running))
+        await _ask(session)
+        running.remove(number)
+        return AgentResult(reward=1.0)
+
+    _produce(run, size=5)
+    assert most == 2
 
 
 def test_an_agent_that_never_calls_the_model_has_failed() -> None:

@@ -32,8 +32,8 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.tools import Tool
 from grpo_async.training.load import load_policy
 from tests.rollout.replay_parser import look_up
-from tests.support.chat_families import family
 from tests.support.records import make_prompt
+from tests.support.tiny_model import build_tool_model
 
 PARSER = "tests.rollout.replay_parser:always_calls"
 MAX_TURNS = 4
@@ -42,20 +42,7 @@ QUESTIONS = ("hello world", "what is one and one?", "user <tool_call> hello", "a
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3 with a tokenizer and template of the Qwen2.5 family."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("replay_model")
-    tokenizer = family("qwen2_5")
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=2048,
-        initializer_range=0.08, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return build_tool_model(tmp_path_factory.mktemp("replay_model"))
 
 
 @contextmanager

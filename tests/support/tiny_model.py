@@ -48,3 +48,22 @@ def build_tiny_model(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def build_tool_model(folder: Path) -> Path:
+    """A random Qwen3 with a tokenizer and template of the Qwen2.5 family, which knows tools."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from tests.support.chat_families import family
+
+    tokenizer = family("qwen2_5")
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, intermediate_size=128, max_position_embeddings=2048,
+        initializer_range=0.08, eos_token_id=tokenizer.eos_token_id, pad_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
