@@ -71,7 +71,7 @@ class RolloutSummary:
     written_at: float | None
     superseded: bool
     prompt_preview: str = ""  # the last message of the prompt matters most to a reader: the end, not the beginning
-    completion_preview: str = ""
+    completion_preview: str = ""  # of what the policy wrote, its tool calls too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class GroupSummary:
     total_duration_s: Annotated[float | None, "max(total_duration_s)"]
     written_at: Annotated[float | None, "any_value(written_at)"]
     superseded: Annotated[bool, "any_value(superseded)"]
-    prompt_preview: str = ""
+    prompt_preview: str = ""  # of the first rollout: an environment's reset or an agent may have written it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,15 @@ _NUM_NEAR = 3
 _ROLLOUT_NAMES = tuple(each.name for each in dataclasses.fields(RolloutSummary) if not each.name.endswith("_preview"))
 _GROUP_NAMES = tuple(sql_of(GroupSummary))
 _STEP_SQL = sql_of(StepSummary)
-_PREVIEW = f"left(json_extract_string({{}}, '$[#-1].content'), {PREVIEW_CHARACTERS})"
+_PREVIEW = (
+    f"left(json_extract_string(coalesce(reset_messages, prompt_messages), '$[#-1].content'), {PREVIEW_CHARACTERS})"
+)
+_CALL = "(call->>'$.function.name') || '(' || coalesce(call->>'$.function.arguments', '') || ')'"
+_SAID = f"""left(array_to_string(list_transform(
+  list_filter(json_extract(messages, '$[*]'), lambda each: each->>'$.origin' = 'policy'),
+  lambda each: concat_ws(' ', nullif(each->>'$.content', ''), nullif(array_to_string(
+    list_transform(json_extract(each, '$.tool_calls[*]'), lambda call: {_CALL}), ' '), ''))), chr(10)), {PREVIEW_CHARACTERS})"""
+"""The beginning of what the policy wrote in a rollout, its tool calls too; not what tools and environments answered."""
 _SUPERSEDED = "is superseded (a resume left it behind); ask for superseded ones to see it"
 
 
@@ -440,8 +448,7 @@ class RolloutTable:
         """`rows`: ROLLOUT_NAMES."""
         names = _ROLLOUT_NAMES
         seq = names.index("seq")
-        prompt = _PREVIEW.format("coalesce(reset_messages, prompt_messages)")
-        columns = f"seq, rollout_index, {prompt}, left(completion_text, {PREVIEW_CHARACTERS})"
+        columns = f"seq, rollout_index, {_PREVIEW}, {_SAID}"
         texts = {
             (s, i): (prompt, answer) for s, i, prompt, answer in self._read(columns, sorted({row[seq] for row in rows}))
         }
@@ -458,7 +465,7 @@ class RolloutTable:
         """`rows`: (num_matching, *GROUP_NAMES)."""
         names = _GROUP_NAMES
         seq = names.index("seq") + 1
-        columns = f"seq, rollout_index, {_PREVIEW.format('prompt_messages')}"
+        columns = f"seq, rollout_index, {_PREVIEW}"
         first = Sql("coalesce(rollout_index, 0) = 0")
         seqs = sorted({row[seq] for row in rows})
         texts = {s: prompt for s, _, prompt in self._read(columns, seqs, first)}

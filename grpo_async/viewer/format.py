@@ -74,9 +74,12 @@ def prompt_of(group: GroupRow, rollout: RolloutRow | None = None) -> Sequence[Ta
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A tool call of a message: 'add({"a": 1})'. The name and the arguments are as the model wrote them."""
+    """A tool call of a message: 'add({"a": 1})'. The name and the arguments are as the model wrote them; one without a name
+    stands as it is."""
     function = call.get("function", {})
-    return f"{function.get('name')}({json.dumps(function.get('arguments'), ensure_ascii=False)})"
+    if not function.get("name"):
+        return json.dumps(call, ensure_ascii=False)
+    return f"{function['name']}({json.dumps(function.get('arguments'), ensure_ascii=False)})"
 
 
 def message_text(message: TaggedMessage) -> str:

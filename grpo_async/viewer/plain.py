@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import root_id
+from grpo_async.records import Origin, root_id
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.export import printable
@@ -219,7 +219,8 @@ def _rollout_table(rollouts: Sequence[RolloutRow]) -> Table:
     _add_numbers(table, "reward", *shown_names, "advantage", "tokens", "versions")
     table.add_column("completion", overflow="fold", min_width=20)
     for rollout in rollouts:
-        completion = Text(visible_line(" ".join(map(message_text, rollout.messages)), _COMPLETION_WIDTH))
+        said = " ".join(message_text(each) for each in rollout.messages if each.origin is Origin.POLICY)
+        completion = Text(visible_line(said, _COMPLETION_WIDTH))
         if rollout.error is not None:
             completion = Text(visible_line(rollout.error, _COMPLETION_WIDTH), style="red")
         table.add_row(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus
+from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.store import RolloutStore
 from grpo_async.store.query import QueryError, parse_query
 from grpo_async.store.table import RolloutTable
@@ -89,6 +90,24 @@ def test_a_rollout_in_a_table_has_its_stats_and_the_beginning_of_its_texts(
     assert (found.ratio_mean, found.ratio_max, found.entropy_mean) == (2.0, 3.0, 1.5)
     assert found.clipped_share == pytest.approx(2 / 3)  # marks 0, 1, 2
     assert (len(found.prompt_preview), len(found.completion_preview)) == (240, 240)
+
+
+def test_a_preview_is_what_the_policy_wrote_behind_the_prompt_that_it_saw(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    rollout = build_tool_rollout("r")
+    call = {"id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+    first, *rest = rollout.turns
+    said = [replace(first.messages[0], content="", tool_calls=[call]), *first.messages[1:]]
+    asked = [TaggedMessage(role="user", content="the river", origin=Origin.ENVIRONMENT)]
+    with open_store(tmp_path) as store:
+        turns = [replace(first, messages=said), *rest]
+        group = build_group(9, [replace(rollout, turns=turns, prompt_messages=asked)], text="")
+        append(store, group, [], GroupStatus.FILTERED, 5)
+    with RolloutTable.open(tmp_path) as table:
+        ((found,), (whole,)) = table.page(), table.group_page()
+    assert (found.prompt_preview, found.completion_preview) == ("the river", 'add({"a":1})\nthree')
+    assert whole.prompt_preview == "the river"
 
 
 def test_a_group_in_a_table_is_its_rollouts_together(table: RolloutTable) -> None:
