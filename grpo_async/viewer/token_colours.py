@@ -22,10 +22,10 @@ T = TypeVar("T")
 class ColourMode(StrEnum):
     """What the colours of the tokens stand for. The order is that of the key that cycles them."""
 
-    ADVANTAGE = "advantage"  # what the token was pushed by
     LOG_RATIO = "log_ratio"  # trainer's logprob - sampler's logprob
-    PROBABILITY = "probability"  # how likely the sampler found it
     ENTROPY = "entropy"  # of the trainer's distribution at the token, nats
+    PROBABILITY = "probability"  # how likely the sampler found it
+    ADVANTAGE = "advantage"  # what the token was pushed by: one value in all of a rollout
     VERSION = "version"  # the policy version that sampled it
     FLAGS = "flags"  # trained on or not, and what took its gradient
 

@@ -42,7 +42,7 @@ class Session:
     table: RolloutTable
     texts: TokenTexts | str
     with_superseded: bool = False
-    colour_mode: ColourMode = ColourMode.ADVANTAGE
+    colour_mode: ColourMode = ColourMode.LOG_RATIO
 
     async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer:
         """What the store answers; the question runs in a thread.

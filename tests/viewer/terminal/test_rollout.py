@@ -115,22 +115,23 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
         def swatch(name: str) -> Color:
             return Color.parse(SWATCHES[name][0])
 
-        assert app.session.colour_mode is ColourMode.ADVANTAGE
-        assert background(0) == swatch("up-2")  # +0.75
-        assert background(1) == swatch("no-gradient")  # clipped
+        assert app.session.colour_mode is ColourMode.LOG_RATIO
+        assert background(0) == swatch("down-2")  # trainer -1.0, sampler -0.5: -0.5
         assert background(2) is None
         seen = []
-        for expected in ("log ratio", "sampler's probability", "entropy", "policy version", "mask and flags"):
+        for expected in ("entropy", "sampler's probability", "advantage", "policy version", "mask and flags"):
             await press(pilot, "c")
             assert expected in shown(app)
             seen.append(background(0))
-        # trainer -1.0, sampler -0.5: -0.5; e^-0.5 = 61 %; 0.5 nats; version 2; no flag
-        assert seen == [swatch("down-2"), swatch("level-1"), swatch("level-2"), swatch("version-2"), swatch("trained")]
+            if expected == "advantage":
+                assert background(1) == swatch("no-gradient")  # clipped
+        # 0.5 nats; e^-0.5 = 61 %; +0.75; version 2; no flag
+        assert seen == [swatch("level-2"), swatch("level-1"), swatch("up-2"), swatch("version-2"), swatch("trained")]
         assert background(1) == swatch("clipped-low")
         await press(pilot, "n")
         assert "mask and flags" in shown(app)
         await press(pilot, "c")
-        assert any(line.startswith(" advantage   ≤-1.5") for line in shown(app).splitlines())
+        assert any(line.startswith(" log ratio (trainer - sampler)   ≤-0.7") for line in shown(app).splitlines())
         await press(pilot, "C")
         assert "mask and flags" in shown(app)
         await press(pilot, "L")
