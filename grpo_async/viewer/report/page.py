@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -25,10 +26,12 @@ from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.chapters import CHAPTERS
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
+from grpo_async.viewer.report.rollouts import shortened
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
 _SCRIPTS = ("uplot.iife.min.js", "charts.js")
+_COLUMN_WIDTH = 200  # characters
 _NO_EVALUATION = "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."
 
 
@@ -102,7 +105,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters.update(number=lambda value: "none" if value is None else format_number(value), hash=_hash)
+    environment.filters.update(
+        number=lambda value: "none" if value is None else format_number(value), hash=_hash, shortened=_shortened
+    )
     environment.globals.update(
         describe=describe,
         histogram_id=_histogram_id,
@@ -120,6 +125,12 @@ def _finalize(value: Any) -> Any:
     if value is None:
         return ""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _shortened(value: Any) -> str:
+    """A column of the data, as JSON where it is no text."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return shortened(text, _COLUMN_WIDTH)
 
 
 def _histogram_id(kind: str, run: RunData) -> str:

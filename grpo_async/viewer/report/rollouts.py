@@ -1,17 +1,19 @@
-"""What the report shows of the rollout store: how many there are, the best, the worst, and the prompts that changed most."""
+"""What the report shows of the rollout stores: how many there are, the best, the worst, the prompts that changed most, and what
+became of the held-out ones between the first evaluation and the last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import duckdb
 
 from grpo_async.errors import RunError
+from grpo_async.run_directory import RunDir
 from grpo_async.store.query import EVERYTHING, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
-from grpo_async.store.summaries import Histogram, PromptChange
+from grpo_async.store.summaries import GroupSummary, Histogram, PromptChange
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.format import conversation, prompt_of
 
@@ -21,6 +23,8 @@ _MAX_LISTED = 12  # messages of errors, names of tools
 _MAX_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
 _MAX_ERROR = 160
 _HISTOGRAM_BINS = 24
+_NUM_HELD_OUT = 6
+_MAX_HELD_OUT = 10_000  # groups of an evaluation that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,22 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeAfter:
+    """The held-out prompts in two evaluations: how many got better, worse, or stayed; `changes`: what changed most comes first, the
+    gains before the losses."""
+
+    first_step: int
+    last_step: int
+    num_better: int
+    num_worse: int
+    changes: Sequence[PromptChange]
+
+    @property
+    def num_same(self) -> int:
+        return len(self.changes) - self.num_better - self.num_worse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutOverview:
     """All of it; empty where there is no store."""
 
@@ -70,41 +90,95 @@ class RolloutOverview:
     tools: Sequence[tuple[str, int]] = ()  # name, in how many rollouts it was called; the most frequent first
     errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
     notes: Sequence[str] = ()
+    held_out: BeforeAfter | None = None
+    before_after: Sequence[Change] = ()  # of `held_out`, those that the report shows
 
     def without_texts(self) -> RolloutOverview:
         """The same without examples."""
-        return replace(self, best=(), worst=(), improved=(), worsened=())
+        return replace(self, best=(), worst=(), improved=(), worsened=(), before_after=())
 
 
-def read_rollouts(folder: Path) -> RolloutOverview:
-    """Look through a store. What keeps it from being read is a note, not an error."""
-    if not folder.is_dir():
-        return RolloutOverview(notes=(f"There are no rollouts: {folder.name}/ is missing.",))
+def read_rollouts(run_dir: RunDir) -> RolloutOverview:
+    """Look through the stores of a run. What keeps them from being read is a note, not an error."""
+    found = RolloutOverview(notes=(f"There are no rollouts: {run_dir.rollouts.name}/ is missing.",))
     try:
-        with RolloutTable.open(folder) as table:
-            return _read(table)
+        if run_dir.rollouts.is_dir():
+            with RolloutTable.open(run_dir.rollouts) as table:
+                found = _read(table)
+        held_out, before_after = _read_held_out(run_dir)
     except (RunError, OSError, duckdb.Error) as error:
-        return RolloutOverview(notes=(f"The rollouts cannot be read: {error}",))
+        return replace(found, notes=(f"The rollouts cannot be read: {error}",))
+    return replace(found, held_out=held_out, before_after=before_after)
+
+
+def _read_held_out(run_dir: RunDir) -> tuple[BeforeAfter | None, list[Change]]:
+    steps = run_dir.evaluation_steps()
+    if len(steps) < 2:
+        return None, []
+    with (
+        RolloutTable.open(run_dir.evaluation(steps[0])) as first,
+        RolloutTable.open(run_dir.evaluation(steps[-1])) as last,
+    ):
+        found = before_and_after(first, last, steps[0], steps[-1])
+        return found, [change_of(first, last, each) for each in found.changes[:_NUM_HELD_OUT]]
+
+
+def before_and_after(first: RolloutTable, last: RolloutTable, first_step: int, last_step: int) -> BeforeAfter:
+    """The prompts that both evaluations have (a group's id is the place in the data) and scored."""
+
+    def scored(table: RolloutTable) -> dict[tuple[int, str], GroupSummary]:
+        groups = table.group_page(EVERYTHING, sort="seq", limit=_MAX_HELD_OUT)
+        return {(each.group_id, each.prompt_hash): each for each in groups if each.reward_mean is not None}
+
+    before, after = scored(first), scored(last)
+    changes = [
+        PromptChange(
+            prompt_hash=key[1],
+            num_groups=2,
+            change=(after[key].reward_mean or 0.0) - (each.reward_mean or 0.0),
+            first=each,
+            last=after[key],
+        )
+        for key, each in before.items()
+        if key in after
+    ]
+    # the gains, the largest first; then the losses, the largest first; then what stayed
+    changes.sort(key=lambda each: (each.change == 0.0, each.change < 0.0, -abs(each.change), each.first.group_id))
+    return BeforeAfter(
+        first_step=first_step,
+        last_step=last_step,
+        num_better=sum(each.change > 0.0 for each in changes),
+        num_worse=sum(each.change < 0.0 for each in changes),
+        changes=changes,
+    )
+
+
+def store_evidence(table: RolloutTable) -> dict[str, Any]:
+    """What the findings need of a store."""
+    counts = table.count()
+    return {
+        "num_rollouts": counts.rollouts,
+        "num_groups": counts.groups,
+        "num_sampled": table.count(parse_query(_SAMPLED)).rollouts,
+        "num_unscored": table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
+        "errors": _errors(table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED)),
+    }
 
 
 def _read(table: RolloutTable) -> RolloutOverview:
-    counts = table.count()
-    if counts.rollouts == 0:
+    known = store_evidence(table)
+    if known["num_rollouts"] == 0:
         return RolloutOverview(notes=tuple(table.notes) or ("There are no rollouts: none was stored yet.",))
     extremes = table.extremes(EVERYTHING, _NUM_EXTREMES)
     return RolloutOverview(
-        num_rollouts=counts.rollouts,
-        num_groups=counts.groups,
-        num_sampled=table.count(parse_query(_SAMPLED)).rollouts,
-        num_unscored=table.count(parse_query(f"{_SAMPLED} and unscored")).rollouts,
+        **known,
         best=[Example(*table.rollout(each.rollout_id)) for each in extremes.best],
         worst=[Example(*table.rollout(each.rollout_id)) for each in extremes.worst],
-        improved=[_change(table, each) for each in extremes.improved],
-        worsened=[_change(table, each) for each in extremes.worsened],
+        improved=[change_of(table, table, each) for each in extremes.improved],
+        worsened=[change_of(table, table, each) for each in extremes.worsened],
         rewards=table.histogram("reward", EVERYTHING, bins=_HISTOGRAM_BINS),
         lengths=table.histogram("length", EVERYTHING, bins=_HISTOGRAM_BINS),
         tools=table.facets("tools", EVERYTHING, limit=_MAX_LISTED),
-        errors=_errors(table.facets("error", parse_query("status = 'failed'"), limit=_MAX_LISTED)),
         notes=tuple(table.notes),
     )
 
@@ -117,13 +191,14 @@ def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-def _change(table: RolloutTable, change: PromptChange) -> Change:
-    first, last = change.first.reward_mean or 0.0, change.last.reward_mean or 0.0
+def change_of(first: RolloutTable, last: RolloutTable, change: PromptChange) -> Change:
+    """With the texts; `first` and `last`: the stores of the two groups."""
+    before, after = change.first.reward_mean or 0.0, change.last.reward_mean or 0.0
     return Change(
-        first_reward=first,
-        last_reward=last,
-        first=_typical(table.group(change.first.group_id), first),
-        last=_typical(table.group(change.last.group_id), last),
+        first_reward=before,
+        last_reward=after,
+        first=_typical(first.group_at(change.first.seq), before),
+        last=_typical(last.group_at(change.last.seq), after),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
-from grpo_async.findings import Evidence
+from grpo_async.findings import Evidence, Row
 from grpo_async.findings.evidence import read_config, read_evaluations, read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.json_files import read_object, read_objects
@@ -50,14 +50,16 @@ class RunData(Evidence):
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
 
-def read_run(run_dir: RunDir, label: str) -> RunData:
-    """Everything of one run that the report shows."""
+def read_run(
+    run_dir: RunDir, label: str, *, metrics: Sequence[Row] | None = None, rollouts: RolloutOverview | None = None
+) -> RunData:
+    """Everything of one run that the report shows. `metrics`, `rollouts`: where they are known already, or not wanted."""
     problems: list[str] = []
     summary, status = read_object(run_dir.summary, problems), read_object(run_dir.status, problems)
-    metrics = read_metrics(run_dir, problems)
+    metrics = read_metrics(run_dir, problems) if metrics is None else metrics
     if not metrics:
         problems.append("There are no metrics: no optimizer step was finished.")
-    rollouts = read_rollouts(run_dir.rollouts)
+    rollouts = read_rollouts(run_dir) if rollouts is None else rollouts
     error = status.get("error")
 
     def known(name: str, kind: type) -> Any:

@@ -14,7 +14,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.findings.evidence import read_config
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
-from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, read_run, shown_config
+from grpo_async.viewer.report.run_data import changed_settings, labels_of, read_run, shown_config
 
 MAX_RUNS = 8
 """More curves in one plot cannot be told apart."""
@@ -31,18 +31,23 @@ def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
     Raises:
         ConfigError: a run is named twice, there are more than MAX_RUNS, or the file cannot be written.
     """
-    _check(run_dirs)
-    runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
-    if len(runs) > _MAX_WITH_TEXTS:
-        runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
-    out = out or _default_out(runs)
-    page = render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
+    page = render_report(run_dirs)
+    out = out or _default_out(run_dirs)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, page, mode=0o600)  # it quotes rollouts, which are as private
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
     return out
+
+
+def render_report(run_dirs: Sequence[RunDir]) -> str:
+    """The page of that file. Raises ConfigError: a run is named twice, or there are more than MAX_RUNS."""
+    _check(run_dirs)
+    runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
+    if len(runs) > _MAX_WITH_TEXTS:
+        runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
+    return render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
 
 
 def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Difference]]:
@@ -70,9 +75,9 @@ def _check(run_dirs: Sequence[RunDir]) -> None:
         raise ConfigError(f"{len(run_dirs)} runs are too many for one report, at most {MAX_RUNS} can be told apart")
 
 
-def _default_out(runs: Sequence[RunData]) -> Path:
-    first = runs[0].run_dir
-    if len(runs) == 1:
+def _default_out(run_dirs: Sequence[RunDir]) -> Path:
+    first = run_dirs[0]
+    if len(run_dirs) == 1:
         return first.report
-    names = "-".join(run.label.replace("/", "-") for run in runs)
+    names = "-".join(label.replace("/", "-") for label in labels_of(run_dirs))
     return first.root.parent / f"report-{names}.html"

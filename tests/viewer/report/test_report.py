@@ -22,7 +22,7 @@ from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
 from grpo_async.viewer.report.sections import timeline
 from grpo_async.viewer.report.write import write_report
-from tests.viewer.report.support import Group, evaluation, steps, write_run
+from tests.viewer.report.support import Group, evaluation, steps, write_run, write_store
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 
@@ -68,6 +68,25 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert {"chart-reward", "chart-held-out", "chart-staleness-histogram", "chart-ledger"} <= places
     for place in places | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
         assert f'id="{place}"' in page
+
+
+def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_path: Path) -> None:
+    run = write_run(tmp_path, metrics=steps(20), groups=[Group(rewards=[0.0, 1.0])])
+    assert "Before and after" not in _text(_page(run))
+    for step, text, rewards in ((0, "I guess", [0.0, 1.0]), (20, "because", [1.0, 0.0])):
+        told = Group(rewards=rewards[:1], prompt="why?", text=text, step=step, columns={"answer": "so"})
+        groups = [
+            told,
+            Group(rewards=rewards[1:], prompt="else?", text=text, step=step),
+            Group(rewards=[1.0], step=step),
+        ]
+        write_store(run.evaluation(step), groups[: 3 if step else 2])  # the third is in one of them only
+    text = _text(_page(run))
+    assert "2 held-out prompts at step 0 and at step 20: 1 better, 1 worse, 0 as before." in text
+    first = text.index(
+        "Reward 0 → 1 mean of its group, step 0 and step 20 prompt why? answer = so step 0, reward 0 I guess"
+    )
+    assert text.index("Before and after") < first < text.index("Reward 1 → 0 mean of its group") < text.index("Rewards")
 
 
 def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
@@ -118,7 +137,7 @@ def test_failed_rollouts_and_those_that_no_step_saw_are_not_called_unscored(tmp_
         Group(rewards=[None, None], is_failed=True, status=GroupStatus.FAILED),
         Group(rewards=[None], step=None, status=GroupStatus.CANCELLED),
     ]
-    overview = read_rollouts(write_run(tmp_path, groups=groups).rollouts)
+    overview = read_rollouts(write_run(tmp_path, groups=groups))
     assert (overview.num_rollouts, overview.num_sampled, overview.num_unscored) == (5, 2, 1)
 
 
