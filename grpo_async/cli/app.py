@@ -18,6 +18,7 @@ from grpo_async.cli.explain import explain
 from grpo_async.cli.export import export
 from grpo_async.cli.export_model import export_model
 from grpo_async.cli.init import init
+from grpo_async.cli.inspect import inspect
 from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
 from grpo_async.cli.launch import launch_app
 from grpo_async.cli.preflight import preflight
@@ -59,7 +60,7 @@ def _root(
     Examples:
       grpo-async prepare-quickstart
       grpo-async train configs/quickstart.yaml
-      grpo-async inspect-rollouts quickstart --sort reward
+      grpo-async inspect
     """
 
 
@@ -76,7 +77,10 @@ app.command("schema", short_help="Print the JSON schema of configurations.")(sch
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
 app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)
 app.command("prepare-quickstart", short_help="Make the quickstart's model and data.")(prepare_quickstart)
-app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at the rollouts of a run.")(inspect_rollouts)
+app.command("inspect", short_help="Look at runs in the browser.")(inspect)
+app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at the rollouts of a run in the terminal.")(
+    inspect_rollouts
+)
 app.command("export", short_help="Write the rollouts of a run to one file.")(export)
 app.command("export-model", short_help="A checkpoint as a Hugging Face model.")(export_model)
 app.command("report", short_help="One offline HTML page: does it learn, and why not.")(report)

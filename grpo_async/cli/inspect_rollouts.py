@@ -1,24 +1,19 @@
-"""`inspect-rollouts`: what a run generated, while it runs or after."""
+"""`inspect-rollouts`: what a run generated, while it runs or after, in the terminal or printed. `--web` is `inspect`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from grpo_async.cli.inspect import LOOPBACK, inspect, runs_and_query, sort_order
 from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOption
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from grpo_async.run_directory import RunDir
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
-_LOOPBACK = "127.0.0.1"
 
 
 class InspectCommand(TyperCommand):
@@ -36,13 +31,13 @@ class InspectCommand(TyperCommand):
 def inspect_rollouts(
     context: typer.Context,
     arguments: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="RUN [QUERY]",
-            help="Name of a run below runs/, or a run directory; with --web also several. QUERY: see below.",
+            help="Name of a run below runs/, or a run directory; with --web also several, or none for all. QUERY: see below.",
             show_default=False,
         ),
-    ],
+    ] = None,
     evaluation: EvaluationOption = None,
     group: Annotated[
         int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group, printed.")
@@ -66,8 +61,8 @@ def inspect_rollouts(
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print a table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with every field.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="Show it in the browser, served on this machine only.")] = False,
-    host: Annotated[str | None, typer.Option("--host", help=f"Address of --web. Default: {_LOOPBACK}.")] = None,
+    web: Annotated[bool, typer.Option("--web", help="The same as `grpo-async inspect`: in the browser.")] = False,
+    host: Annotated[str | None, typer.Option("--host", help="Address of --web. Default: 127.0.0.1.")] = None,
     port: Annotated[
         int | None,
         typer.Option(
@@ -90,30 +85,23 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart --rollout g17-r3
       grpo-async inspect-rollouts quickstart "reward<=0.5" --evaluation last
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
-      grpo-async inspect-rollouts quickstart another-run --web
+      grpo-async inspect-rollouts quickstart --web
     """
     is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
     _refuse_what_has_no_effect(_given(context), is_printed=is_printed)
+
+    if web:
+        inspect(arguments, evaluation, where, superseded, sort, host or LOOPBACK, port, no_browser)
+        return
+    if not arguments:
+        raise typer.BadParameter("name a run; --web shows all of them", param_hint="RUN")
 
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
     from grpo_async.viewer import plain as printed
 
-    runs, text = _runs_and_query(arguments, where, evaluation, several=web)
-    order = _sort_order(sort)
-    if web:
-        from grpo_async.viewer.web.serve import serve
-
-        serve(
-            runs,
-            host=host or _LOOPBACK,
-            port=port,
-            open_browser=not no_browser,
-            query=text,
-            sort=order or None,
-            superseded=superseded,
-        )
-        return
+    runs, text = runs_and_query(arguments, where, evaluation, several=False)
+    order = sort_order(sort)
     with RolloutTable.open(runs[0].rollouts) as table:
         if not is_printed:
             from grpo_async.viewer.terminal.app import run_inspector
@@ -174,76 +162,6 @@ def _refuse_what_has_no_effect(given: set[str], *, is_printed: bool) -> None:
         )
 
 
-def _runs_and_query(
-    arguments: list[str], where: str | None, evaluation: str | None, *, several: bool
-) -> tuple[list[RunDir], str]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: what names a run is one. `where` stands for QUERY.
-
-    Raises:
-        ConfigError: there is no such run, or the query is wrong.
-    """
-    from grpo_async.errors import ConfigError
-    from grpo_async.store.query import parse_query
-    from grpo_async.viewer.runs import find_evaluation, find_run
-
-    runs, rest = [find_run(arguments[0])], arguments[1:]
-    if not several and rest and _problem_of(parse_query, rest[0]) and not _problem_of(find_run, rest[0]):
-        raise ConfigError(f"several runs: add --web to see {arguments[0]} and {rest[0]} side by side in the browser")
-    while several and rest:
-        if no_run := _problem_of(find_run, rest[0]):
-            if no_query := _problem_of(parse_query, rest[0]):
-                raise ConfigError(f"{rest[0]!r} is neither a run nor a query. {no_run}\n{no_query}")
-            break
-        runs.append(find_run(rest.pop(0)))
-    if len(rest) > 1:
-        raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
-    if rest and where is not None:
-        raise ConfigError(f"one QUERY is expected: {rest[0]!r}, or --where {where!r}")
-    query = rest[0] if rest else where or ""
-    parse_query(query)
-    if evaluation is not None:
-        runs = [find_evaluation(run, evaluation) for run in runs]
-    return runs, query
-
-
-def _problem_of(read: Callable[[str], object], text: str) -> str:
-    """Why `text` cannot be read; empty where it can."""
-    from grpo_async.errors import ConfigError
-
-    try:
-        read(text)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def _is_terminal() -> bool:
     """Whether a screen can be drawn: input and output are a terminal that can move its cursor."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-
-
-def _sort_order(text: str | None) -> str:
-    """As the store has it: 'reward' -> '-reward', highest first; 'reward:asc' -> 'reward'; None -> ''.
-
-    Raises:
-        ConfigError: groups have no such order.
-    """
-    from grpo_async.errors import ConfigError
-    from grpo_async.store.query import QueryError
-    from grpo_async.store.table import group_order
-
-    if not text:
-        return ""
-    fields = []
-    for part in text.split(","):
-        name, _, order = part.strip().partition(":")
-        if order not in ("", "asc", "desc") or not name:
-            raise ConfigError(
-                f"--sort {text}: write a field, highest first (reward), or FIELD:asc, with commas between several"
-            )
-        fields.append(name if order == "asc" or name.startswith("-") else f"-{name}")
-    try:
-        group_order(",".join(fields))
-    except QueryError as error:
-        raise ConfigError(f"--sort {text}: {error.problem}") from error
-    return ",".join(fields)

@@ -1,7 +1,8 @@
-"""Finds the run that a person means: a folder, or a name below runs/."""
+"""Finds the run that a person means: a folder, or a name below runs/; and all runs of a folder."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,9 +62,30 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a launcher began a run there."""
+    run = RunDir(folder)
+    return any(path.exists() for path in (run.config, run.status, run.metrics, run.rollouts))
+
+
+def runs_below(folder: Path) -> list[RunDir]:
+    """Those that said something last come first."""
+    written = [(modified_at(RunDir(path)), path) for path in _folders(folder) if is_run(path)]
+    return [RunDir(path) for _, path in sorted(written, key=lambda each: (-each[0], each[1]))]
+
+
+def modified_at(run: RunDir) -> float:
+    """When its status was written, or its directory (seconds since 1970); 0.0: it is gone."""
+    for path in (run.status, run.root):
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime
+    return 0.0
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+
+
 def _names(runs_folder: Path) -> list[str]:
-    """Names of the runs, newest first."""
-    if not runs_folder.is_dir():
-        return []
-    folders = [path for path in runs_folder.iterdir() if path.is_dir()]
-    return [path.name for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)]
+    """Newest first."""
+    return [path.name for path in sorted(_folders(runs_folder), key=lambda path: -modified_at(RunDir(path)))]

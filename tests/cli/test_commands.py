@@ -22,7 +22,7 @@ from tests.cli.support import MINIMAL
 
 COMMANDS = [
     "train", "validate", "preflight", "doctor", "check-reward", "schema", "serve-vllm", "serve-embedded", "prepare-quickstart",
-    "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
+    "inspect", "inspect-rollouts", "launch", "status", "eval", "export", "report", "trace",
 ]  # fmt: skip
 
 

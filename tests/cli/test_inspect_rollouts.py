@@ -57,6 +57,35 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
     assert _invoke("demo", "--plain").stdout == result.stdout
 
 
+def test_inspect_and_web_open_all_runs_one_or_several(
+    store: RolloutStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], str | None, str]] = []
+
+    def serve(runs: Sequence[RunDir], *, folder: Path | None, query: str, open_browser: bool, **_: Any) -> None:
+        assert open_browser is False
+        asked.append(([run.root.name for run in runs], None if folder is None else str(folder), query))
+
+    monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
+    RunDir(tmp_path / "elsewhere" / "other").create("{}")
+    Path("runs/no-run-yet").mkdir()
+    wanted = {
+        (): ([], "runs", ""),
+        ("demo",): (["demo"], None, ""),
+        ("demo", "reward<1"): (["demo"], None, "reward<1"),
+        ("demo", "elsewhere/other"): (["demo", "other"], None, ""),
+        ("elsewhere",): ([], "elsewhere", ""),
+        ("no-run-yet",): (["no-run-yet"], None, ""),
+    }
+    for arguments, expected in wanted.items():
+        for command in (["inspect"], ["inspect-rollouts", "--web"]):
+            result = CliRunner().invoke(app, [*command, *arguments, "--no-browser"])
+            assert result.exit_code == 0, result.output
+            assert asked.pop() == expected
+    assert "there is no run 'dmeo'; did you mean 'demo'" in CliRunner().invoke(app, ["inspect", "dmeo"]).output
+    assert "name a run" in CliRunner().invoke(app, ["inspect-rollouts"]).output
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -212,10 +241,10 @@ def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pyte
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
     options = ["--no-browser", "--port", "7000", "--sort", "reward,step:asc", "--superseded"]
     assert _invoke("demo", "other", "reward<1", "--web", *options).exit_code == 0
-    expected = {"host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
+    expected = {"folder": None, "host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
     assert served == [(["demo", "other"], {**expected, "sort": "-reward,step", "superseded": True})]
     assert _invoke("demo", "--web", "--host", "::1").exit_code == 0
-    expected = {"host": "::1", "port": None, "open_browser": True, "query": ""}
+    expected = {"folder": None, "host": "::1", "port": None, "open_browser": True, "query": ""}
     assert served[1:] == [(["demo"], {**expected, "sort": None, "superseded": False})]
 
 

@@ -3,6 +3,7 @@
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
    Charts.stacked(element, {x, series: [{label, values}]})     areas on top of each other
    Charts.histogram(element, {edges, counts})                  bins of any width
+   Charts.spark(canvas, values)                                a small curve without axes
 
    Each gives an object with destroy(). Colours come from theme.css and follow it: light, dark, print. Every chart has a name for
    screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the values under the cursor, and its
@@ -12,7 +13,8 @@
      x           ascending numbers; a series may have an own `x`
      series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
                  (--series-N); dash is a number from 0 (full)
-     title, unit, xLabel ("step"), height (px), log (true: logarithmic), include ([0]: values that the y axis must show)
+     title, unit, xLabel ("step"), height (px), log (true: logarithmic, where there is a positive value), include ([0]: values that
+                 the y axis must show), smooth (0 to 1: of a line, the weight of what was before; the values stand faintly behind it)
      format      "number", "percent", "seconds" or "bytes"
      group       charts of one page with the same group share their cursor and their zoom; null: on its own
      onSelect    called with the x value that was clicked
@@ -134,6 +136,40 @@ var Charts = (() => {
     context.moveTo(0, 5);
     context.lineTo(18, 5);
     context.stroke();
+  }
+
+  /** Drawn when it has its place, and again when its size or the theme changes. */
+  function spark(canvas, values) {
+    const drawn = { redraw: () => (canvas.isConnected ? drawSpark(canvas, values) : alive.delete(drawn)) };
+    alive.add(drawn);
+    new ResizeObserver(drawn.redraw).observe(canvas);
+  }
+
+  function drawSpark(canvas, values) {
+    const ratio = window.devicePixelRatio || 1;
+    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    Object.assign(canvas, { width: width * ratio, height: height * ratio });
+    const context = canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    context.strokeStyle = colour("--series-1");
+    context.lineWidth = 1.75;
+    context.beginPath();
+    const y = (value) => (high > low ? 2 + (height - 4) * (1 - (value - low) / (high - low)) : height / 2);
+    values.forEach((value, at) => context.lineTo((width * at) / (values.length - 1), y(value)));
+    context.stroke();
+  }
+
+  /** Each value with those before it, whose weight falls by `weight` from one to the next: 0, 1 with 0.5 -> 0, (0 * 0.5 + 1) / 1.5. */
+  function smoothed(values, weight) {
+    let [sum, total] = [0, 0];
+    return values.map((value) => {
+      if (!isNumber(value)) {
+        return value;
+      }
+      [sum, total] = [sum * weight + value, total * weight + 1];
+      return sum / total;
+    });
   }
 
   // -- data: every series on one x
@@ -317,6 +353,8 @@ var Charts = (() => {
       super(element, options);
       this.isStacked = isStacked;
       Object.assign(this, onOneAxis(options));
+      this.isLog = Boolean(options.log) && !isStacked && this.series.some((each) => each.values.some((value) => value > 0));
+      this.weight = isStacked ? 0 : options.smooth || 0;
       if (!this.series.some((each) => each.values.some(isNumber))) {
         this.empty();
         return;
@@ -348,8 +386,8 @@ var Charts = (() => {
         scales: {
           x: { time: false, ...(first === last ? { range: [first - 1, last + 1] } : {}) },
           y: {
-            distr: options.log ? 3 : 1,
-            range: yRange(isStacked ? [0, ...(options.include || [])] : options.include, options.log),
+            distr: this.isLog ? 3 : 1,
+            range: yRange(isStacked ? [0, ...(options.include || [])] : this.isLog ? [] : options.include, this.isLog),
           },
         },
         axes: axes(this.format, xs.every(Number.isInteger)),
@@ -385,14 +423,19 @@ var Charts = (() => {
         series.push({ ...edge }, { ...edge });
         bands.push({ series: [low + 1, low], fill: fill(each, 0.16) });
       }
+      for (const each of this.weight ? this.series : []) {
+        each.edges = [...(each.edges || []), series.length + 1];
+        series.push({ stroke: fill(each, 0.35), width: 1, points: { show: false } });
+      }
       return { series: [{}, ...series], bands };
     }
 
     data() {
-      const drawable = (values) => (this.options.log ? values.map((value) => (value <= 0 ? null : value)) : values);
+      const drawable = (values) => (this.isLog ? values.map((value) => (value <= 0 ? null : value)) : values);
       if (!this.isStacked) {
         const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
-        return [this.xs, ...this.series.map((each) => drawable(each.values)), ...edges];
+        const lines = this.series.map((each) => drawable(each.values));
+        return [this.xs, ...lines.map((values) => smoothed(values, this.weight)), ...edges, ...(this.weight ? lines : [])];
       }
       const total = new Array(this.xs.length).fill(0);
       const pile = (each, index) =>
@@ -588,6 +631,7 @@ var Charts = (() => {
     line: (element, options) => new Curves(element, options, false),
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
+    spark,
     alive,
     colour,
     duration,

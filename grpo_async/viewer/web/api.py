@@ -19,7 +19,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -28,7 +28,6 @@ from grpo_async.records import root_id
 from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
-from grpo_async.tracking.catalog import describe
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
@@ -36,9 +35,12 @@ from grpo_async.utils.safe_text import visible
 from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import call_tree, conversation
 from grpo_async.viewer.paging import newest_seq, query_until
+from grpo_async.viewer.report.write import MAX_RUNS, render_report
+from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
-from grpo_async.viewer.web.guard import Guard
+from grpo_async.viewer.web import overview
+from grpo_async.viewer.web.guard import REPORT_PATH, Guard
 from grpo_async.viewer.web.sources import DEADLINE_S, Library, NotFoundError, Source
 
 STATIC = Path(__file__).parents[1] / "static"
@@ -46,9 +48,10 @@ STATIC = Path(__file__).parents[1] / "static"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialView:
-    """What the page opens with, where its address names nothing: the query, the order (None: newest first), and whether with what a
-    resume left behind."""
+    """What the page opens with, where its address names nothing: a view (home, run, groups), the query, the order (None: newest
+    first), and whether with what a resume left behind."""
 
+    view: str = "home"
     query: str = ""
     sort: str | None = None
     superseded: bool = False
@@ -76,7 +79,12 @@ class RequestParameters(BaseModel):
     bins: int = Field(30, ge=1, le=200)
     k: int = Field(10, ge=1, le=100)
     hash: str = ""  # of a prompt
-    names: str = ""  # of metrics, with commas
+    beside: str = Field("", max_length=4000)  # names of further runs, with commas
+    axis: str = Field("step", max_length=10)  # of curves: step, time, tokens
+    attempt: str = Field("", max_length=100)
+    file: str = Field("", max_length=100)  # of an attempt's logs
+    first: int = Field(-1, ge=-1, le=2**53)  # steps of two evaluations; -1: the first, the last
+    last: int = Field(-1, ge=-1, le=2**53)
     columns: int = Field(1500, ge=1, le=10_000)  # pixels
     start: float | None = Field(None, allow_inf_nan=False)  # unix seconds
     end: float | None = Field(None, allow_inf_nan=False)
@@ -107,6 +115,7 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
         "metrics": len(source.metrics.rows()),
+        "num_evaluations": len(source.run.evaluation_steps()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
             "state": found.state if found else None,
@@ -227,17 +236,10 @@ def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     return {"groups": source.table().same_prompt(parameters.hash, with_superseded=parameters.superseded)}
 
 
-def _metrics(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    """All names, and the values of those that are asked for: one entry per step, None where a step lacks the metric."""
-    rows = source.metrics.rows()
-    names = sorted(set().union(*rows.values()) - {"step"})
-    wanted = [name for name in parameters.names.split(",") if name]
-    return {
-        "names": names,
-        "known": {name: describe(name) for name in names},
-        "steps": list(rows),
-        "series": {name: [row.get(name) for row in rows.values()] for name in wanted},
-    }
+def _together(source: Source, parameters: RequestParameters) -> list[Source]:
+    """The run, and those that are looked at beside it."""
+    names = dict.fromkeys(name for name in parameters.beside.split(",") if name and name != source.name)
+    return [source, *map(source.beside, names)][:MAX_RUNS]
 
 
 def _timeline(source: Source, parameters: RequestParameters) -> object:
@@ -261,7 +263,12 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "steps": _steps,
     "extremes": _extremes,
     "prompt": _prompt,
-    "metrics": _metrics,
+    "card": lambda source, _: overview.card(source),
+    "run": lambda source, _: overview.page(source),
+    "curves": lambda source, given: overview.curves(_together(source, given), given.axis),
+    "config": lambda source, given: overview.settings(_together(source, given)),
+    "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
+    "change": lambda source, given: overview.before_after(source, given.first, given.last, given.offset, given.limit),
     "timeline": _timeline,
     "usage": _usage,
 }
@@ -376,12 +383,27 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
     async def runs(_: Request) -> Response:
         """All runs and their evaluations, and what queries may say."""
 
-        def evaluations(name: str) -> list[dict[str, Any]]:
-            steps = library.source(name).run.evaluation_steps()
-            return [{"name": f"{name}@{step}", "step": step} for step in steps]
+        def described(name: str) -> dict[str, Any]:
+            run = library.source(name).run
+            evaluations = [{"name": f"{name}@{step}", "step": step} for step in run.evaluation_steps()]
+            return {"name": name, "evaluations": evaluations, "updated_at": modified_at(run)}
 
-        found = await library.ask(lambda: [{"name": n, "evaluations": evaluations(n)} for n in library.names])
-        return Json({"runs": found, "opening": opening or InitialView(), "names": NAMES})
+        found = await library.ask(lambda: list(map(described, library.names)))
+        folder = None if library.folder is None else str(library.folder)
+        return Json({"runs": found, "folder": folder, "opening": opening or InitialView(), "names": NAMES})
+
+    async def report(request: Request) -> Response:
+        """The report of one run or several, as `grpo-async report` would write it now."""
+
+        def page() -> str:
+            parameters = RequestParameters.model_validate(dict(request.query_params))
+            sources = _together(library.source(parameters.run), parameters)
+            return render_report([source.run for source in sources])
+
+        try:
+            return HTMLResponse(await library.ask(page))
+        except (GrpoAsyncError, TimeoutError, ValidationError) as error:
+            return error_answer(error)
 
     async def view(request: Request) -> Response:
         try:
@@ -401,6 +423,7 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         Route("/", file("index.html", "text/html"), methods=["GET"]),
         Route("/favicon.ico", file("icon.svg", "image/svg+xml"), methods=["GET"]),
         Route("/api/runs", runs, methods=["GET"]),
+        Route(REPORT_PATH, report, methods=["GET"]),
         Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
         Route("/api/{view}", view, methods=["GET"]),
         Route("/static/token-colours.css", lambda _: Response(token_style_sheet(), media_type="text/css")),

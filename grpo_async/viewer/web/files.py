@@ -8,7 +8,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from grpo_async.findings.evidence import Row, new_metrics
+from grpo_async.findings.evidence import PackedRow, Row, new_metrics
 from grpo_async.tracking.timeline_file import Event, parse_event
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.viewer.timeline import drawing, usage
@@ -25,6 +25,7 @@ class MetricLog:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         self._rows: dict[int, Row] = {}
+        self._known: dict[tuple[str, ...], dict[str, int]] = {}
         self._file = GrowingFile(path, self._rows.clear)
 
     def rows(self) -> dict[int, Row]:
@@ -34,7 +35,7 @@ class MetricLog:
                 step = int(row["step"])
                 while self._rows and next(reversed(self._rows)) > step:
                     self._rows.popitem()  # a step of a branch that was left
-                self._rows[step] = row
+                self._rows[step] = PackedRow(row, self._known)
             return dict(self._rows)
 
 

@@ -5,7 +5,8 @@
   for it. The page itself and its static files hold no data and need none, so a link that is followed from another program or site
   opens, and its own requests then carry the cookie (SameSite=Strict would keep it from the first one).
 - A request that the browser marks as coming from another site or port is refused even with the cookie.
-- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours.
+- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours; that of a report, whose scripts
+  stand in it, lets them reach nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from grpo_async.utils.network import is_loopback
 
 SESSION_PATH = "/api/session"
+REPORT_PATH = "/api/report"
 _MAX_COOKIE_BYTES = 16_384
 
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -36,6 +38,18 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "frame-ancestors 'none'",
         "require-trusted-types-for 'script'",  # assigning markup from text is an error, wherever it is tried
         "trusted-types 'none'",
+    )
+)
+REPORT_POLICY = "; ".join(
+    (
+        "sandbox allow-scripts",  # an origin of its own: its scripts, which stand in the page, can ask nobody, us included
+        "default-src 'none'",
+        "script-src 'unsafe-inline'",  # the page's own policy names each by its hash
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+        "form-action 'none'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
     )
 )
 _HEADERS = {
@@ -89,13 +103,13 @@ class Guard:
         has_token = self._has_token(headers)
         if path == SESSION_PATH and scope["method"] == "POST":
             if not has_token:
-                return _refusal(401, "the token is wrong; it changes with every start of inspect-rollouts")
+                return _refusal(401, "the token is wrong; it changes with every start of the inspector")
             cookie = f"{cookie_name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
             return Response(status_code=204, headers={"set-cookie": cookie})
         if has_token or self._has_cookie(headers, cookie_name):
             return self._app
         return _refusal(
-            401, "the token is missing or wrong: open the address that inspect-rollouts printed, which ends in it"
+            401, "the token is missing or wrong: open the address that the command printed, which ends in it"
         )
 
     def _has_token(self, headers: Headers) -> bool:
@@ -152,6 +166,8 @@ def _with_headers(send: Send, path: str) -> Send:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers[name] = value
+            if path == REPORT_PATH:
+                headers["content-security-policy"] = REPORT_POLICY
             headers["cache-control"] = "no-cache" if _is_open(path) else "no-store"
         await send(message)
 

@@ -31,6 +31,7 @@ _GRACE_S = 2  # for answers that are being sent when it ends
 def serve(
     runs: Sequence[RunDir],
     *,
+    folder: Path | None = None,
     host: str = DEFAULT_HOST,
     port: int | None = None,
     open_browser: bool = False,
@@ -39,14 +40,15 @@ def serve(
     superseded: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve the rollouts of `runs` as a web page and return when a signal ends it.
+    """Serve a web page about `runs` and return when a signal ends it. It opens with the run, where there is one; else with all.
 
     Args:
+        folder: the page shows what is below it, also what begins later; then `runs` is empty.
         host: address to listen on. Another than loopback lets other machines connect; that is said.
         port: None: the one that belongs to these folders, so that a link to the page holds after the next start, or any free one
             where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
-        query: what the page opens with: groups that it holds for,
+        query: the page opens with groups that it holds for,
         sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first),
         superseded: with what a resume left behind.
         say: prints a line for the user; default: standard error.
@@ -56,16 +58,19 @@ def serve(
     """
     import uvicorn
 
-    if not runs:
+    if not runs and folder is None:
         raise ConfigError("name a run to look at")
     parse_query(query)
     if sort is not None:
         group_order(sort)
     say = say or _print
-    listener = _listen_at_own_port(runs, host) if port is None else listen(host, port)
+    folders = [folder] if folder is not None else [run.rollouts for run in runs]
+    listener = _listen_at_own_port(folders, host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
-    library = Library(runs)
+    library = Library(runs, folder)
+    view = "groups" if query or sort or superseded else "run" if len(runs) == 1 else "home"
+    opening = InitialView(view=view, query=query, sort=sort, superseded=superseded)
     address = f"http://{_in_url(host, bound_host)}:{bound_port}/"
     if not is_loopback(host):
         say(
@@ -73,12 +78,13 @@ def serve(
             "unencrypted. Safer: keep 127.0.0.1 and forward the port, ssh -L "
             f"{bound_port}:127.0.0.1:{bound_port} HOST"
         )
-    say(f"inspecting {', '.join(library.names)}; Ctrl-C ends it")
+    what = f"the runs below {folder}" if folder is not None else ", ".join(library.names)
+    say(f"inspecting {what}; Ctrl-C ends it")
     say(f"open {address}#token={token}")
     # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
     in_thread(library.warm, name="first table")
     config = uvicorn.Config(
-        build_app(library, token=token, host=host, opening=InitialView(query=query, sort=sort, superseded=superseded)),
+        build_app(library, token=token, host=host, opening=opening),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -88,9 +94,9 @@ def serve(
         proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    with tempfile.TemporaryDirectory(prefix="grpo-async-") as folder:
+    with tempfile.TemporaryDirectory(prefix="grpo-async-") as private:
         if open_browser:
-            _open_in_browser(f"{address}#token={quote(token)}", Path(folder), say)
+            _open_in_browser(f"{address}#token={quote(token)}", Path(private), say)
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:
@@ -114,15 +120,15 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def own_port(runs: Sequence[RunDir]) -> int:
+def own_port(folders: Sequence[Path]) -> int:
     """A port that is the same for the same folders at every start, below those that systems give out by themselves (from 32768)."""
-    names = "\0".join(str(run.rollouts.resolve()) for run in runs)
+    names = "\0".join(str(folder.resolve()) for folder in folders)
     return _FIRST_OWN_PORT + int.from_bytes(hashlib.sha256(names.encode()).digest()[:8]) % _NUM_OWN_PORTS
 
 
-def _listen_at_own_port(runs: Sequence[RunDir], host: str) -> socket.socket:
+def _listen_at_own_port(folders: Sequence[Path], host: str) -> socket.socket:
     try:
-        return listen(host, own_port(runs))
+        return listen(host, own_port(folders))
     except ConfigError:  # taken, most often by the page of the same run; where the host is wrong, this says so
         return listen(host, 0)
 

@@ -1,4 +1,4 @@
-"""The runs that the page shows, each with its table, its token texts and its files; and the threads that ask them.
+"""The runs that the page shows, each with its table, its token texts, its files and what they say of it; and the threads that ask.
 
 Nothing of this runs on the event loop: at most `_MAX_THREADS` questions run at a time, each with a deadline at which its query is
 interrupted.
@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
@@ -17,7 +18,13 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.viewer.runs import EvaluationDir
+from grpo_async.utils.json_files import read_object
+from grpo_async.utils.run_state import state_of
+from grpo_async.utils.text import shortlist
+from grpo_async.viewer.report.rollouts import RolloutOverview
+from grpo_async.viewer.report.run_data import RunData, read_run
+from grpo_async.viewer.report.sections import Learning, learning
+from grpo_async.viewer.runs import EvaluationDir, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from grpo_async.viewer.web.files import EventIndex, MetricLog
 
@@ -35,8 +42,9 @@ class NotFoundError(ConfigError):
 class Source:
     """One run, or one evaluation of a run. The table is opened when it is first asked for. Safe in several threads."""
 
-    def __init__(self, run: RunDir, beside: Callable[[str], Source]) -> None:
+    def __init__(self, name: str, run: RunDir, beside: Callable[[str], Source]) -> None:
         """`beside`: gives the source of another name."""
+        self.name = name
         self.run = run
         self.beside = beside
         self.events = EventIndex(run.events)
@@ -45,6 +53,7 @@ class Source:
         self._table: RolloutTable | None = None
         self._texts: TokenTexts | str | None = None
         self._refreshed_at = 0.0
+        self._judged: tuple[object, RunData, Learning] | None = None
 
     def table(self) -> RolloutTable:
         """The table, with what was written until half a second ago at least.
@@ -68,6 +77,18 @@ class Source:
                 self._texts = load_token_texts(self.run)
             return self._texts
 
+    def judged(self) -> tuple[RunData, Learning]:
+        """The run's files without its rollouts, and whether it learns; judged anew when one of them has changed."""
+        status = read_object(self.run.status, [])
+        files = (self.run.status, self.run.metrics, self.run.evaluation_log, self.run.config)
+        now = state_of(status).state if status else "", *map(_stamp, files)
+        with self._lock:
+            if self._judged is None or self._judged[0] != now:
+                rows = list(self.metrics.rows().values())
+                run = read_run(self.run, self.name, metrics=rows, rollouts=RolloutOverview())
+                self._judged = now, run, learning(run)
+            return self._judged[1:]
+
     def close(self) -> None:
         with self._lock:
             if self._table is not None:
@@ -76,9 +97,12 @@ class Source:
 
 
 class Library:
-    """All sources by name. Names are those of the folders; a second folder of the same name gets `~2`."""
+    """All sources by name: of the runs that were named, or of all below a folder. Names are those of the folders; a second folder
+    of the same name gets `~2`."""
 
-    def __init__(self, runs: Sequence[RunDir]) -> None:
+    def __init__(self, runs: Sequence[RunDir], folder: Path | None = None) -> None:
+        """`folder`: what is below it, as it is when `names` is asked for; then no run is named."""
+        self.folder = folder
         self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
@@ -87,8 +111,20 @@ class Library:
             number = 2
             while name in self._sources:
                 name, number = f"{first}~{number}", number + 1
-            self._sources[name] = Source(run, self.source)
-        self.names = list(self._sources)
+            self._sources[name] = Source(name, run, self.source)
+        self._named = list(self._sources)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the runs; of those below a folder the newest first."""
+        if self.folder is None:
+            return self._named
+        runs = {_name(run): run for run in runs_below(self.folder)}
+        with self._lock:
+            for name, run in runs.items():
+                if name not in self._sources:
+                    self._sources[name] = Source(name, run, self.source)
+        return list(runs)
 
     def source(self, name: str) -> Source:
         """The run of that name, or the evaluation `RUN@STEP` of one; "": the first.
@@ -96,14 +132,17 @@ class Library:
         Raises:
             NotFoundError: there is none.
         """
-        name = name or self.names[0]
+        if name not in self._sources:
+            names = self.names  # with those that are new
+            name = name or next(iter(names), "")
         with self._lock:
             if name not in self._sources:
                 run_name, _, step = name.rpartition("@")
                 parent = self._sources.get(run_name)
                 if parent is None or not step.isdecimal() or int(step) not in parent.run.evaluation_steps():
-                    raise NotFoundError(f"there is no run '{name}' here; there are {', '.join(self.names)}")
-                self._sources[name] = Source(EvaluationDir(parent.run.root, int(step)), self.source)
+                    known = shortlist(list(self._sources), ", ") or f"none below {self.folder} yet"
+                    raise NotFoundError(f"there is no run '{name}' here; there are {known}")
+                self._sources[name] = Source(name, EvaluationDir(parent.run.root, int(step)), self.source)
             return self._sources[name]
 
     async def ask(self, work: Callable[[], Result]) -> Result:
@@ -130,11 +169,21 @@ class Library:
     def warm(self) -> None:
         """Open the first run's table. An error is left to the first request, which meets it again."""
         with contextlib.suppress(GrpoAsyncError):
-            self.source("").table()
+            if self.folder is None:
+                self.source("").table()
 
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Another one after the file has changed."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
 
 
 def _name(run: RunDir) -> str:

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(
-    browser: Browser, inspector: Inspector, view: str = "", *, size: tuple[int, int] = SIZES["wide"]
+    browser: Browser, inspector: Inspector, view: str = "#/groups", *, size: tuple[int, int] = SIZES["wide"]
 ) -> Iterator[WatchedPage]:
     """A page that has exchanged the token and shows `view`; at the end nothing may have gone wrong in it."""
     with watched_page(browser, origin=inspector.origin, size=size) as watched:
         watched.page.goto(inspector.url)
-        watched.page.wait_for_selector(".grid-row a")
-        if view:
-            go(watched.page, view)
+        ready(watched.page)
+        go(watched.page, view)
+        if view == "#/groups":
+            watched.page.wait_for_selector(".grid-row a")
         yield watched
         watched.assert_quiet()
 
@@ -47,7 +48,7 @@ def look_for_news(page: Page) -> None:
 
 def ready(page: Page) -> None:
     """The view that the address asks for is drawn."""
-    page.wait_for_selector("main:not([aria-busy])")
+    page.wait_for_selector("#bar:not(:empty) ~ main:not([aria-busy])")
 
 
 def rows(page: Page) -> list[str]:

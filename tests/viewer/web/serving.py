@@ -55,10 +55,12 @@ class Inspector:
 
 
 @contextmanager
-def serving(*runs: Path, host: str = "127.0.0.1", opening: InitialView | None = None) -> Iterator[Inspector]:
-    """Serve until the end of the block."""
+def serving(
+    *runs: Path, folder: Path | None = None, host: str = "127.0.0.1", opening: InitialView | None = None
+) -> Iterator[Inspector]:
+    """Serve until the end of the block: these runs, or what is below `folder`."""
     listener = listen(host, 0)
-    library = Library([RunDir(run) for run in runs])
+    library = Library([RunDir(run) for run in runs], folder)
     app = build_app(library, token=TOKEN, host=host, opening=opening)
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)

@@ -28,6 +28,8 @@ from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_own_port, _open_in_browser, listen, own_port, serve
 from grpo_async.viewer.web.sources import Library
 from tests.store.builders import build_branched_rollout, build_group
+from tests.viewer.report.support import steps
+from tests.viewer.report.support import write_run as write_whole_run
 from tests.viewer.web.serving import (
     HOSTILE,
     LIMIT_S,
@@ -201,20 +203,25 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
 def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> None:
     path = RunDir(small).metrics
     path.write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": NaN}\n{"step": 3, "rew', encoding="utf-8")
+
+    def drawn(inspector: Inspector) -> dict[str, list[float | None]]:
+        found = inspector.json("api/curves")
+        plots = [plot for chapter in found["chapters"] for plot in chapter["plots"]] + found["others"]
+        lines = [(plot["metrics"], line) for plot in plots for line in plot["options"]["series"]]
+        assert found["metrics"] == max((len(line["values"]) for _, line in lines), default=0)
+        return {name: line["values"] for names, line in lines for name in list(names)[:1] or [line["label"]]}
+
     with serving(small) as inspector:
-        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.5, None]}
+        assert drawn(inspector) == {"reward": [0.5, None]}
         with path.open("a", encoding="utf-8") as file:
             file.write('ard": 3.0}\n{"step": 2, "reward": 2.0, "kl": 1}\n')  # a resume from step 1 writes step 2 again
-        found = inspector.json("api/metrics", names="reward,kl")
-        assert found["steps"] == [1, 2]
-        assert found["series"] == {"reward": [0.5, 2.0], "kl": [None, 1.0]}
-        assert found["known"]["reward"]["help"]
+        assert drawn(inspector) == {"reward": [0.5, 2.0], "kl": [None, 1.0]}
         other = path.with_suffix(".new")  # a resume cuts the file so; it is no shorter than what was read
         other.write_text('{"step": 1, "reward": 0.1}\n{"step": 2, "reward": 0.25}\n' + " " * 200, encoding="utf-8")
         other.replace(path)
-        assert inspector.json("api/metrics", names="reward")["series"] == {"reward": [0.1, 0.25]}
+        assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
-        assert inspector.json("api/metrics", names="reward")["steps"] == []
+        assert drawn(inspector) == {}
 
 
 def test_who_waited_for_whom_is_of_the_window_alone(small: Path) -> None:
@@ -276,6 +283,59 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
         assert inspector.json("api/summary", run="run~2")["counts"]["groups"] == 6
 
 
+def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    with serving(folder=runs) as inspector:
+        assert inspector.json("api/runs")["runs"] == []
+        assert "no run '' here" in inspector.get("api/card").json()["error"]
+        write_whole_run(tmp_path, "first", metrics=steps(8), error="<b>", state="failed")
+        (tmp_path / "outside").mkdir()
+        (runs / "no-run").mkdir()
+        write_run(tmp_path / "outside" / "secret")
+        assert [run["name"] for run in inspector.json("api/runs")["runs"]] == ["first"]
+        found = inspector.json("api/run", run="first")
+        assert (found["status"], found["error"], found["metrics"]) == ("failed", "<b>", 8)
+        for name in ("no-run", "secret", "../outside/secret", "first/../first", str(tmp_path / "outside" / "secret")):
+            for view in ("card", "run", "logs", "config", "report"):
+                assert inspector.get(f"api/{view}", run=name).status_code == 404, (view, name)
+
+
+def test_logs_are_those_of_the_run_and_settings_hide_what_may_be_secret(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path, metrics=steps(2))
+    secrets = "inference: {host: 10.9.8.7, replicas: 2}\nrewards: [{function: 'a:b', arguments: {key: sk-1}}]\n"
+    run.config.write_text(f"training: {{max_steps: 2}}\n{secrets}", encoding="utf-8")
+    for number in (2, 10):
+        folder = run.logs / f"attempt_{number}"
+        folder.mkdir()
+        (folder / "trainer.log").write_text(f"attempt {number}\x1b[31m\n", encoding="utf-8")
+    (run.logs / "attempt_10" / "link.log").symlink_to(run.config)
+    run.token.write_text("the secret of the servers")
+    with serving(run.root) as inspector:
+        found = inspector.json("api/logs")
+        assert (found["attempts"], found["files"], found["lines"]) == (
+            ["attempt_10", "attempt_2"], ["trainer.log"], ["attempt 10"],
+        )  # fmt: skip
+        wrong: list[dict[str, Any]] = [
+            {"file": "../../token"}, {"file": "link.log"}, {"attempt": ".."}, {"attempt": "../../run"},
+        ]  # fmt: skip
+        for each in wrong:
+            assert inspector.get("api/logs", **each).status_code == 404, each
+        settings = dict(inspector.json("api/config")["settings"])
+        assert (settings["training.max_steps"], settings["inference.replicas"]) == ("2", "2")
+        assert not {"10.9.8.7", "sk-1"} & set(settings.values())
+
+
+def test_a_report_is_shut_into_an_origin_of_its_own(tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path, metrics=steps(8))
+    with serving(run.root) as inspector:
+        found = inspector.get("api/report")
+        policy = found.headers["content-security-policy"].split("; ")
+        assert {"sandbox allow-scripts", "default-src 'none'", "frame-ancestors 'none'"} <= set(policy)
+        assert found.headers["content-type"].startswith("text/html")
+        assert inspector.get("api/report", headers={}).status_code == 401
+    assert not run.report.exists()  # nothing is written to a run
+
+
 # -- threads
 
 
@@ -323,9 +383,9 @@ def test_a_taken_port_and_a_wrong_query_are_said_before_anything_is_served(small
 
 
 def test_a_run_has_its_own_port_so_that_links_hold_after_the_next_start(tmp_path: Path) -> None:
-    one, two = RunDir(tmp_path / "one"), RunDir(tmp_path / "two")
+    one, two = tmp_path / "one", tmp_path / "two"
     port = own_port([one])
-    assert port == own_port([RunDir(tmp_path / "two" / ".." / "one")])
+    assert port == own_port([tmp_path / "two" / ".." / "one"])
     assert len({port, own_port([two]), own_port([one, two])}) == 3
     assert 1024 < port < 32768  # not of those that a system gives to whoever asks for any
     with _listen_at_own_port([one], "127.0.0.1") as first, _listen_at_own_port([one], "127.0.0.1") as second:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from grpo_async.utils.safe_text import visible
 from tests.support.browser import SIZES, watched_page
-from tests.viewer.web.pages import go, opened, search
+from tests.viewer.web.pages import go, opened, ready, search
 from tests.viewer.web.serving import HOSTILE, Inspector
 
 if TYPE_CHECKING:
@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 
 VIEWS = (
+    "#/rollout?run=hostile&id=g0-r0&show=tokens",
+    "#/rollout?run=hostile&id=g0-r0&show=trace",
+    "#/home",
+    "#/run?run=hostile",
+    "#/change?run=hostile",
+    "#/logs?run=hostile",
+    "#/config?run=hostile",
     "#/groups?run=hostile",
     "#/rollouts?run=hostile",
     "#/group?run=hostile&id=0",
     "#/group?run=hostile&id=1",
-    "#/rollout?run=hostile&id=g0-r0",
-    "#/rollout?run=hostile&id=g0-r0&show=messages",
     "#/rollout?run=hostile&id=g1-r0",
     "#/prompts?run=hostile",
     "#/compare?run=hostile&a=hostile:g0-r0&b=hostile:g0-r1",
@@ -46,7 +51,7 @@ def test_every_view_shows_what_models_data_and_tools_write_as_text_and_fits_its_
             for name, (width, height) in SIZES.items():
                 page.set_viewport_size({"width": width, "height": height})
                 assert page.evaluate(_OVER) <= 0, f"{view} is too wide for a window of size {name}"
-        go(page, VIEWS[4])
+        go(page, VIEWS[0])
         shown = page.locator(".tool summary code").inner_text()
         assert shown == visible(HOSTILE)
         go(page, "#/rollouts?run=hostile")
@@ -70,7 +75,7 @@ def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(inspected.url)
-        page.wait_for_selector(".grid-row a")
+        ready(page)
         markup = "%3Cimg%20src=x%20onerror=alert(1)%3E"
         for view in (
             f"rollouts?q={markup}",
@@ -88,7 +93,7 @@ def test_the_policy_stops_a_script_that_got_in(browser: Browser, inspected: Insp
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(inspected.url)
-        page.wait_for_selector(".grid-row a")
+        ready(page)
         page.evaluate("() => { const s = document.createElement('script'); s.id = 'in'; document.body.append(s); }")
         tried = page.evaluate(
             "() => { try { document.body.innerHTML = '<p>'; return 'set' } catch { return 'refused' } }"

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from grpo_async.records import GroupStatus, Origin, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.support.browser import watch, watched_page
+from tests.viewer.report.support import Group, evaluation, steps, write_store
+from tests.viewer.report.support import write_run as write_whole_run
 from tests.viewer.web.pages import go, look_for_news, opened, ready, rows, search
 from tests.viewer.web.serving import (
     Inspector,
+    append_group,
     append_steps,
     serving,
+    tool_rollout,
     write_events,
     write_run,
 )
@@ -83,7 +90,8 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
     with watched_page(browser, origin=inspected.origin) as watched:
         page = watched.page
         page.goto(inspected.url)
-        page.wait_for_selector(".grid-row a")
+        ready(page)
+        go(page, "#/groups?run=one")
         search(page, "trained and rewrd=0")
         assert page.locator("#query-problem pre").inner_text() == "trained and rewrd=0\n            ^^^^^"
         assert page.get_attribute("#query", "aria-invalid") == "true"
@@ -150,10 +158,10 @@ def test_a_long_table_is_fetched_where_one_looks_and_its_place_has_an_address(sh
 
 def test_keys_move_open_and_go_back(show: Show) -> None:
     page = show("#/groups?run=one&q=step%3D2")
-    page.keyboard.press("2")  # the tabs keep the filter
+    page.keyboard.press("5")  # the tabs keep the filter
     page.wait_for_selector("text=12 rollouts in 3 groups")
     assert page.input_value("#query") == "step=2"
-    page.keyboard.press("1")
+    page.keyboard.press("4")
     page.wait_for_selector("[aria-label=Groups]")
     ready(page)
     for key in ("j", "j", "k"):
@@ -208,7 +216,7 @@ def test_a_click_in_a_chart_narrows_what_was_asked_for(show: Show) -> None:
 
 
 def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:
-    page = show("#/rollout?run=one&id=g3-r0")
+    page = show("#/rollout?run=one&id=g3-r0&show=tokens")
     page.locator("[data-token='0']").hover()
     values = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert values == {
@@ -235,12 +243,12 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> No
     page.keyboard.press("Escape")
     page.hover("[data-token='1']")
     page.wait_for_selector(".tip:visible")
-    page.keyboard.press("m")  # tokens give way to messages, and what is told of one of them goes with it
+    page.keyboard.press("m")  # tokens give way to the trace, and what is told of one of them goes with it
     page.wait_for_selector(".tip", state="hidden")
 
 
 def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show: Show) -> None:
-    page = show("#/rollout?run=hostile&id=g0-r0")
+    page = show("#/rollout?run=hostile&id=g0-r0&show=tokens")
     assert "count to 3" in page.inner_text(".turn >> nth=0")
     assert page.locator(".turn[aria-label]").count() == 2
     tool = page.locator(".tool")
@@ -349,34 +357,46 @@ def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Brow
 # -- the run itself
 
 
-def test_curves_show_what_was_measured_and_grow_with_the_run(browser: Browser, tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", num_steps=1)
-    metrics = RunDir(root).metrics
-    metrics.write_text("".join(f'{{"step": {step}, "reward": {step / 10}, "own": 2}}\n' for step in (1, 2)), "utf-8")
+def write_metrics(root: Path, *rewards: float, first: int = 1) -> None:
+    """One more line of metrics for each; a step takes two seconds and trains 400 tokens."""
+    with RunDir(root).metrics.open("a", encoding="utf-8") as file:
+        for step, reward in enumerate(rewards, first):
+            row = {"step": step, "reward": reward, "entropy": 1 / step, "own": 2, "step_time": 2, "num_tokens": 400}
+            file.write(json.dumps(row) + "\n")
 
-    def one_more_step(step: int, reward: float) -> None:
-        with metrics.open("a", encoding="utf-8") as file:
-            file.write(f'{{"step": {step}, "reward": {reward}, "own": 2}}\n')
+
+def test_curves_grow_with_the_run_and_have_other_axes_that_are_remembered(browser: Browser, tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", num_steps=1)
+    write_metrics(root, 0.1, 0.2)
 
     def grows_behind_the_answer(route: Route) -> None:
         answer = route.fetch()
-        one_more_step(3, 0.75)
+        write_metrics(root, 0.75, first=3)
         route.fulfill(response=answer)
 
     with serving(root) as inspected, opened(browser, inspected) as watched:
         page = watched.page
-        page.route("**/api/metrics?**names=**", grows_behind_the_answer, times=1)
+        page.route("**/api/curves?**", grows_behind_the_answer, times=1)
         page.evaluate("() => (location.hash = '#/curves?run=run')")
         page.wait_for_selector(".curves .chart canvas")
-        assert page.locator(".curves .chart-title").all_inner_texts() == ["reward"]
+        assert page.locator(".curves .chart-title").all_inner_texts()[0] == "Reward"
         page.wait_for_selector(".curves .chart-legend:has-text('0.75')")  # came after the answer, before a heartbeat
-        one_more_step(4, 0.875)
+        write_metrics(root, 0.875, first=4)
         look_for_news(page)
         page.wait_for_selector(".curves .chart-legend:has-text('0.875')")
-        page.click(".picker summary")
-        page.check(".picker-list label:has-text('own') input")
-        page.wait_for_function("() => document.querySelectorAll('.curves canvas').length >= 2")
-        assert "pick=reward%2Cown" in page.url
+        page.select_option("[aria-label='Horizontal axis']", "tokens")
+        reward = page.locator(".curves .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
+        page.wait_for_selector("[aria-label*='by trained tokens 400 to 1600']")
+        page.check("label:has-text('logarithmic') input")
+        page.locator("[aria-label=Smoothing]").evaluate("e => { e.value = '0.9'; e.dispatchEvent(new Event('input')) }")
+        page.reload()
+        page.goto(f"{inspected.origin}/#/curves?run=run&find=own")  # an address that says nothing of them
+        page.wait_for_selector(".curves .chart-title:has-text('own')")
+        assert page.locator(".curves .chart-title").all_inner_texts() == ["own"]
+        assert page.input_value("[aria-label='Horizontal axis']") == "tokens"
+        assert page.is_checked("label:has-text('logarithmic') input")
+        assert page.input_value("[aria-label=Smoothing]") == "0.9"
+        assert reward.count() == 0
 
 
 def test_the_timeline_zooms_has_an_address_and_says_who_waited_for_whom(browser: Browser, tmp_path: Path) -> None:
@@ -401,3 +421,126 @@ def test_the_timeline_zooms_has_an_address_and_says_who_waited_for_whom(browser:
         page.wait_for_function("heading => document.querySelector('main .heading').innerText === heading", arg=heading)
         go(page, "#/timeline?run=run&from=40&to=100")
         page.wait_for_selector(".waits summary:has-text('the trainer waited for samples: 0%')")
+
+
+# -- all runs, and one as a whole
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
+    """`good` and `flat` below one folder; `good` was evaluated before and after: of three held-out prompts one got better."""
+    folder = tmp_path_factory.mktemp("learned")
+    evaluations = [evaluation(0, 0.1), evaluation(20, 0.9)]
+    groups = [Group(rewards=[0.0, 1.0], step=1)]
+    good = write_whole_run(folder, "good", metrics=steps(20), evaluations=evaluations, groups=groups)
+    for step, text, reward in ((0, "I guess 3", 0.0), (20, "1 + 1 = 2", 1.0)):
+        held_out = [
+            Group(rewards=[1.0], prompt="0 + 0 =", text="0", step=step, status=GroupStatus.EVALUATED),
+            Group(rewards=[reward], prompt="1 + 1 =", text=text, step=step, status=GroupStatus.EVALUATED),
+        ]
+        write_store(good.evaluation(step), held_out)
+    write_whole_run(folder, "flat", metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0))
+    (good.logs / "attempt_1").mkdir()
+    (good.logs / "attempt_1" / "trainer.log").write_text("INFO begins\nERROR <b>broke</b>\n", encoding="utf-8")
+    with serving(folder=folder / "runs") as running:
+        yield running
+
+
+def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
+    browser: Browser, learned: Inspector
+) -> None:
+    with opened(browser, learned, "#/home") as watched:
+        page = watched.page
+        verdicts = {name: page.inner_text(f"article[aria-label={name}] .verdict") for name in ("good", "flat")}
+        assert verdicts["good"].startswith("Yes. The held-out reward rose.")
+        assert verdicts["flat"].startswith("No. All rewards are 0.")
+        drawn = (
+            "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(each => each)"
+        )
+        page.wait_for_function(f"({drawn})(document.querySelector('.spark'))")
+        page.click("article[aria-label=good] >> text=Before and after")
+        page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 as before")
+        first = page.locator(".pairs > .panel").first
+        assert [each.inner_text() for each in first.locator(".sides .block").all()] == ["I guess 3", "1 + 1 = 2"]
+        assert first.locator(".sides > .good .badge").inner_text() == "reward 1"
+        first.locator("text=differences").click()
+        page.wait_for_selector("h1:has-text('Compare')")
+
+
+def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:
+    with opened(browser, learned, "#/run?run=flat") as watched:
+        page = watched.page
+        assert page.get_attribute(".verdict", "data-verdict") == "zero-variance"
+        page.wait_for_selector(".overview .uplot")
+        page.locator(".findings a").first.click()
+        page.wait_for_function("() => location.hash.includes('group_std')")
+        page.keyboard.press("h")
+        page.check("[aria-label='compare good']")
+        page.check("[aria-label='compare flat']")
+        page.click("text=Curves of 2 runs")
+        page.wait_for_selector(".curves .chart-legend:has-text('good'):has-text('flat')")
+        go(page, "#/logs?run=good")
+        assert page.inner_text(".log .bad").strip() == "ERROR <b>broke</b>"
+        go(page, "#/config?run=good&with=flat")
+        page.fill("[aria-label='Find a setting']", "max_steps")
+        assert "20" in page.inner_text("tbody tr:has-text('training.max_steps')")
+        go(page, "#/run?run=good")
+        with page.context.expect_page() as opening:
+            page.click("a.button:has-text('Report')")
+        report = opening.value
+        watch(watched, report)
+        report.wait_for_selector("html[data-ready]")
+        assert report.evaluate("window.origin") == "null"  # it can ask nobody
+        assert report.locator("#chart-reward .chart-plot canvas").count() == 1
+
+
+def test_home_and_a_run_follow_what_is_written(browser: Browser, tmp_path: Path) -> None:
+    run = write_whole_run(tmp_path, "live", metrics=steps(7), state="stopped")
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, "#/run?run=live") as watched:
+        page = watched.page
+        page.wait_for_selector("text=The run was stopped after 7 of 7 steps")
+        write_metrics(run.root, 0.9, 0.95, first=8)
+        look_for_news(page)
+        page.wait_for_selector("text=The run was stopped after 9 of 7 steps")
+        go(page, "#/home")
+        write_whole_run(tmp_path, "later", metrics=steps(8))
+        page.wait_for_selector("article[aria-label=later] .verdict")
+
+
+# -- traces
+
+
+def test_a_trace_has_each_call_once_with_its_result_and_what_is_chosen_is_remembered(
+    browser: Browser, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    asked = [TaggedMessage(role="user", content="how long is the river?", origin=Origin.ENVIRONMENT)]
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    done = tool_rollout("g0-r0", "add")
+    first, last = done.turns
+    said = [
+        TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[call, {"id": "c2"}]),
+        TaggedMessage(role="tool", content="it is three", origin=Origin.TOOL, name="add", tool_call_id="c1"),
+    ]
+    record = replace(first.tool_calls[0], result="it is three", failed=False)
+    turns = [replace(first, messages=said, tool_calls=[record]), last]
+    with RolloutStore(RunDir(root).rollouts) as store:
+        append_group(store, 0, "", [replace(done, turns=turns, prompt_messages=asked)], [1.0], step=1)
+    with serving(root) as inspected, opened(browser, inspected, "#/groups?run=run") as watched:
+        page = watched.page
+        page.wait_for_selector(".grid-row:has-text('how long is the river?')")
+        go(page, "#/rollouts?run=run")
+        page.wait_for_selector(".grid-row:has-text('add(')")
+        assert "it is three" not in page.inner_text(".grid-row")
+        go(page, "#/rollout?run=run&id=g0-r0")
+        main = page.inner_text("main")
+        assert main.count("it is three") == 1
+        assert page.locator(".message-policy .tool[open] .tool-body:has-text('it is three')").count() == 1
+        assert "({})" not in main
+        assert '{"id":"c2"}' in main
+        page.click("button:has-text('Tokens')")
+        assert page.input_value("#color") == "log_ratio"
+        page.select_option("#color", "entropy")
+        go(page, "#/groups?run=run")
+        go(page, "#/rollout?run=run&id=g0-r0")
+        assert page.input_value("#color") == "entropy"

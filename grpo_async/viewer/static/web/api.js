@@ -1,7 +1,7 @@
 /* Asks the server, and the addresses of views. A failed answer is an ApiError with the server's message, and, for a query, the place of
    the mistake. Every view has an address: #/rollouts?run=NAME&q=reward<0.2&sort=-reward. */
 
-export const DEFAULT_VIEW = "groups";
+export const DEFAULT_VIEW = "home";
 
 export class ApiError extends Error {
   constructor(status, body) {
@@ -32,7 +32,7 @@ export async function get(name, parameters = {}, signal = undefined) {
     if (error.name === "AbortError") {
       throw error;
     }
-    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect-rollouts RUN --web" });
+    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect" });
   }
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) {
@@ -63,6 +63,30 @@ export function go(view, parameters) {
 /** The same view with other parameters, without a new entry in the history and without drawing it anew. */
 export function note(view, parameters) {
   history.replaceState(null, "", address(view, parameters));
+}
+
+/** Names of runs as one parameter; null: none. */
+export function besides(names) {
+  return names.join(",") || null;
+}
+
+/** Of the offline page about a run, or several. */
+export function reportAddress(run, beside = null) {
+  return `api/report${queryString({ run, beside })}`;
+}
+
+/** What was chosen last, also in other runs and after the next start. */
+export const memory = {
+  get: (name) => stored(() => localStorage.getItem(`grpo-async ${name}`)) ?? "",
+  set: (name, value) => stored(() => localStorage.setItem(`grpo-async ${name}`, value)),
+};
+
+function stored(work) {
+  try {
+    return work();
+  } catch {
+    return null; // a browser that stores nothing
+  }
 }
 
 /** A rollout as one parameter: "run:seq:id". `seq` of its group tells one from another of the same id, which a resume left behind. */

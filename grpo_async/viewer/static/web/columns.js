@@ -30,12 +30,13 @@ const GROUPS = [
     from: 860,
   }),
   numeric("length", "length", (row) => number(row.num_tokens_mean, 1), { title: "mean of the tokens that the policy sampled", from: 440 }),
-  numeric("truncated", "trunc", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
+  numeric("truncated", "truncated", (row) => (row.num_truncated ? percent(row.num_truncated / row.size) : "–"), {
+    width: "5.4rem",
     title: "fraction of truncated rollouts",
     from: 920,
   }),
   tools,
-  numeric("staleness", "stale", (row) => number(row.staleness), { title: STALENESS, from: 640 }),
+  numeric("staleness", "staleness", (row) => number(row.staleness), { width: "5.4rem", title: STALENESS, from: 640 }),
   numeric("duration", "time", (row) => Charts.duration(row.total_duration_s), { title: "of its longest rollout", from: 1160 }),
 ];
 
@@ -53,11 +54,11 @@ function rolloutColumns(rewardNames) {
     },
     numeric("reward", "reward", (row) => number(row.reward)),
     ...parts.map((name) => numeric(`rewards['${name.replaceAll("'", "''")}']`, oneLine(name, 20), (row) => number(row.rewards[name]), { width: "6rem", from: 1300 })),
-    numeric("advantage", "adv.", (row) => signed(row.advantage, 2), { title: "advantage", from: 640 }),
+    numeric("advantage", "advantage", (row) => signed(row.advantage, 2), { width: "5.6rem", from: 640 }),
     numeric("length", "length", (row) => number(row.num_tokens), { title: "tokens that the policy sampled", from: 440 }),
     numeric("turns", "turns", (row) => String(row.num_turns), { width: "4rem", from: 1320 }),
     tools,
-    numeric("staleness", "stale", (row) => number(row.staleness), { title: STALENESS, from: 860 }),
+    numeric("staleness", "staleness", (row) => number(row.staleness), { width: "5.4rem", title: STALENESS, from: 860 }),
     numeric("entropy", "entropy", (row) => number(row.entropy_mean), { title: "mean entropy of its tokens, nats", from: 1400 }),
     numeric("ratio_max", "max. ratio", (row) => number(row.ratio_max, 2), {
       width: "5.6rem",

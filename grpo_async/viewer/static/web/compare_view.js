@@ -23,7 +23,7 @@ export async function compareView({ main, parameters, signal }) {
   const [left, right] = sides;
   const isSame = left.summary.prompt_hash === right.summary.prompt_hash;
   const { pieces, same } = found;
-  const prompts = sides.map((side) => h("div", {}, promptOf(side.group, side.rollout).map(message)));
+  const prompts = sides.map((side) => h("div", {}, promptOf(side.group, side.rollout).map((each) => message(each))));
 
   const choose = (side) => {
     const rollouts = side.summaries.map((each) => [each.rollout_id, `${oneLine(each.rollout_id, 40)} · reward ${number(each.reward)}`]);

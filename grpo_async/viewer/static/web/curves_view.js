@@ -1,100 +1,106 @@
-/* The metrics of one run or several, each in a chart of its own; all share the cursor. */
+/* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { address, get, go } from "./api.js";
-import { button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, spacer } from "./dom.js";
+import { address, besides, get, go, memory, note } from "./api.js";
+import { button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, select, spacer } from "./dom.js";
 
-const USUAL = [
-  "reward",
-  "reward_std",
-  "frac_reward_zero_std",
-  "completions/mean_length",
-  "completions/clipped_ratio",
-  "entropy",
-  "kl",
-  "grad_norm",
-  "sampling/sampling_logp_difference/mean",
-  "sampling/importance_sampling_ratio/mean",
-  "clip_ratio/region_mean",
-  "async/staleness_mean",
-  "perf/trained_tokens_per_s",
-  "perf/generated_tokens_per_s",
-  "pipeline/trainer_idle_ratio",
-  "pipeline/generator_idle_ratio",
-];
-const FORMATS = { share: "percent", fraction: "percent", s: "seconds", seconds: "seconds", bytes: "bytes" };
+const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
+const FEW = 12; // runs that can be ticked without being looked for
 
 export async function curvesView({ app, main, parameters, signal }) {
-  const { run, pick } = parameters;
+  const { run } = parameters;
   const title = "Curves";
-  const runs = [...new Set([run, ...(parameters.with ? parameters.with.split(",") : [])])];
-  const found = await Promise.all(runs.map((name) => get("metrics", { run: name }, signal)));
-  const names = [...new Set(found.flatMap((each) => each.names))].sort();
-  const known = Object.assign({}, ...found.map((each) => each.known));
-  if (names.length === 0) {
-    fill(main, hiddenHeading(title), empty("No metrics yet.", "They appear after the first optimizer step."));
-    return { title };
-  }
-  const rewards = names.filter((name) => /^rewards\/.*\/mean$/.test(name));
-  const usual = [USUAL[0], ...(rewards.length > 1 ? rewards : []), ...USUAL.slice(1)];
-  const shown = (pick ? pick.split(",") : usual).filter((name) => names.includes(name));
-  const plots = h("div", { class: "tiles curves" });
+  const others = parameters.with ? parameters.with.split(",").filter((name) => name !== run) : [];
+  const settings = Object.fromEntries(["x", "smooth", "log"].map((name) => [name, parameters[name] ?? memory.get(name)]));
+  const addressed = () => ({ run, with: besides(others), find: filter.value, ...settings });
+  const plots = h("div", {});
   const charts = [];
   const leave = () => charts.splice(0).forEach((chart) => chart.destroy());
-  const to = (changes) => go("curves", { run, pick, with: parameters.with, ...changes });
-  const toggled = (list, name, isOn) => (isOn ? [...list, name] : list.filter((each) => each !== name)).join(",");
+  let found = null;
 
-  const list = h("div", { class: "picker-list tiles" });
-  const filter = h("input", { type: "search", "aria-label": "Find a metric", placeholder: "find a metric", autocomplete: "off", on: { input: () => drawPicker() } });
-  function drawPicker() {
-    const wanted = names.filter((name) => name.toLowerCase().includes(filter.value.toLowerCase()));
-    const box = (name) => checkbox(oneLine(name, 80), shown.includes(name), (isOn) => to({ pick: toggled(shown, name, isOn) }), { title: known[name].help });
-    fill(list, wanted.map(box));
-  }
-
-  const others = app.runs.map((each) => each.name).filter((name) => name !== run);
-  const beside = others.map((name) => checkbox(oneLine(name, 40), runs.includes(name), (isOn) => to({ with: toggled(runs.slice(1), name, isOn) })));
+  const change = (name, value) => {
+    settings[name] = value;
+    memory.set(name, value);
+    note("curves", addressed());
+    if (name === "x") {
+      read();
+    } else {
+      draw();
+    }
+  };
+  const filter = h("input", {
+    type: "search", "aria-label": "Find a plot", placeholder: "find a plot or a metric", autocomplete: "off", value: parameters.find || "",
+    on: { input: () => (note("curves", addressed()), draw()) },
+  });
+  const smooth = h("input", {
+    type: "range", min: "0", max: "0.98", step: "0.02", "aria-label": "Smoothing", value: settings.smooth || "0",
+    on: { input: (event) => change("smooth", Number(event.target.value) ? event.target.value : "") },
+  });
+  const tick = (name, isOn) => go("curves", { ...addressed(), with: besides(isOn ? [...others, name] : others.filter((each) => each !== name)) });
+  const boxes = (names) => names.map((name) => checkbox(oneLine(name, 40), others.includes(name), (isOn) => tick(name, isOn)));
+  const near = app.runs.map((each) => each.name).filter((name) => name !== run && !others.includes(name));
+  const beside = h("details", { class: "picker" }, h("summary", {}, others.length ? `beside ${plural(others.length, "other run")}` : "lay others over it"), h("div", { class: "picker-list tiles" }, boxes([...others, ...near])));
   fill(
     main,
     hiddenHeading(title),
     h(
       "div",
       { class: "row heading" },
-      h("details", { class: "picker" }, h("summary", {}, `${plural(shown.length, "metric")} of ${names.length}`), filter, list),
-      pick ? button("The usual ones", () => to({ pick: null })) : null,
-      beside.length ? h("div", { class: "row", role: "group", "aria-label": "Beside it" }, "Beside it: ", beside) : null,
+      filter,
+      select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
+      h("label", { class: "check" }, "smooth ", smooth),
+      checkbox("logarithmic", settings.log === "1", (isOn) => change("log", isOn ? "1" : "")),
+      near.length + others.length <= FEW ? boxes([...others, ...near]) : beside,
       spacer(),
       copyLink(),
     ),
     plots,
   );
-  drawPicker();
   app.list = address("curves", parameters);
-  let drawnSteps = null; // of this run's metrics: the pulse counts the same
 
-  async function draw() {
-    const answers = await Promise.all(runs.map((name) => get("metrics", { run: name, names: shown.join(",") }, signal)));
+  function draw() {
+    const wanted = filter.value.toLowerCase();
+    const fits = ({ options, metrics }) => [options.title, ...Object.keys(metrics)].some((name) => name.toLowerCase().includes(wanted));
+    const chapters = [...found.chapters, { title: "Further metrics", plots: found.others, isFolded: !wanted }];
+    const top = main.scrollTop;
     leave();
     fill(plots);
-    drawnSteps = answers[0].steps.length;
-    for (const name of shown) {
-      const { help = "", unit = "" } = known[name];
-      const place = h("section", { class: "panel", title: help });
-      plots.append(place);
-      const series = answers
-        .map((answer, index) => ({ label: runs.length > 1 ? oneLine(runs[index], 30) : "value", x: answer.steps, values: answer.series[name] }))
-        .filter((each) => each.values.some((value) => value !== null));
-      const about = FORMATS[unit] === "percent" || !unit ? help : `${help} (${unit})`;
-      charts.push(Charts.line(place, { title: name, unit: about, height: 150, group: "curves", format: FORMATS[unit], series }));
+    for (const { title: name, plots: all, isFolded } of chapters) {
+      const shown = wanted ? all.filter(fits) : all;
+      if (shown.length) {
+        const tiles = h("div", { class: "tiles curves" });
+        const chapter = h("details", { open: !isFolded }, h("summary", {}, h("h2", {}, name, isFolded ? ` (${shown.length})` : "")), tiles);
+        const fillOnce = () => chapter.open && !tiles.firstChild && shown.forEach((plot) => drawIn(tiles, plot));
+        plots.append(chapter);
+        fillOnce();
+        chapter.addEventListener("toggle", fillOnce);
+      }
+    }
+    main.scrollTop = top;
+    if (!plots.firstChild) {
+      fill(plots, wanted ? empty("No plot has that name.", button("Show all", () => ((filter.value = ""), draw()))) : empty("No metrics yet.", "They appear after the first optimizer step."));
     }
   }
-  await draw();
+
+  function drawIn(tiles, { options: { kind, ...options }, metrics }) {
+    const place = h("section", { class: "panel", title: Object.entries(metrics).map(([name, help]) => `${name}: ${help}`).join("\n") });
+    const how = { xLabel: found.axis, smooth: Number(settings.smooth) || 0, log: settings.log === "1" || options.log };
+    tiles.append(place);
+    charts.push(Charts[kind](place, { ...options, ...how, height: 150, group: "curves" }));
+  }
+
+  async function read() {
+    found = await get("curves", { run, beside: others.join(","), axis: settings.x || "step" }, signal);
+    draw();
+  }
+
+  await read();
   return {
     title,
     leave,
-    onPulse(pulse) {
-      // curves grow to the right: drawn anew they move nothing that is read
-      if (pulse.metrics !== drawnSteps) {
-        draw().catch(() => {}); // the next pulse tries again
+    onPulse({ metrics }) {
+      // curves grow to the right: drawn anew they move nothing that is read, and what the pointer is over stays as it is
+      if (metrics !== found.metrics && !plots.matches(":hover")) {
+        read().catch(() => {}); // the next pulse tries again
       }
     },
   };

@@ -53,7 +53,7 @@ export function text(content, className = "") {
 }
 
 export function oneLine(content, limit = 240) {
-  const flat = visible(content).replace(/\s+/g, " ").trim();
+  const flat = visible(content).trim().replace(/\s*\n\s*/g, " ↵ ").replace(/\s+/g, " ");
   return flat.length > limit ? `${flat.slice(0, limit - 1)}…` : flat;
 }
 
@@ -181,9 +181,9 @@ const STATUSES = {
   truncated: ["warning", "ended by a limit"],
 };
 
-export function badge(status) {
+export function badge(status, given = null) {
   const [level, title] = STATUSES[status] || ["", null];
-  return h("span", { class: `badge ${level}`.trim(), title }, status);
+  return h("span", { class: `badge ${given ?? level}`.trim(), title }, status);
 }
 
 export function supersededBadge(row) {

@@ -5,7 +5,7 @@ import {
   badge, button, checkbox, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range,
   select, signed, spacer, span, statistics, supersededBadge,
 } from "./dom.js";
-import { message, promptOf, toolCall } from "./messages.js";
+import { message, promptOf, trace } from "./messages.js";
 
 const ORDERS = {
   index: ["in their order", (a, b) => a.rollout_index - b.rollout_index],
@@ -54,14 +54,14 @@ export async function groupView({ app, main, parameters, signal }) {
         "div",
         { class: "row small" },
         h("strong", { class: "card-reward", title: "reward" }, number(each.reward)),
-        h("span", { class: `level ${level}`, title: "advantage" }, `adv. ${signed(each.advantage, 2)}`),
+        h("span", { class: `level ${level}` }, `advantage ${signed(each.advantage, 2)}`),
         hint(plural(each.num_tokens, "token")),
         each.num_tool_calls ? hint(plural(each.num_tool_calls, "tool call")) : null,
-        each.staleness ? hint(`stale ${each.staleness}`) : null,
+        each.staleness ? hint(`staleness ${each.staleness}`) : null,
       ),
       Object.keys(each.rewards).length > 1 ? named(each.rewards, (value) => number(value)) : null,
       each.error ? h("p", { class: "level bad said" }, oneLine(each.error, 600)) : null,
-      h("div", { class: "card-text" }, rollout.messages.map(message), rollout.turns.flatMap((turn) => turn.tool_calls).map(toolCall)),
+      h("div", { class: "card-text" }, trace(rollout)),
     );
   }
 
@@ -97,7 +97,7 @@ export async function groupView({ app, main, parameters, signal }) {
     ]),
     panel(
       h("h2", {}, "Prompt ", hint(String(group.prompt_id))),
-      (changed ? promptOf(group, rollouts[0]) : group.messages).map(message),
+      (changed ? promptOf(group, rollouts[0]) : group.messages).map((each) => message(each)),
       named(group.columns),
     ),
     h(

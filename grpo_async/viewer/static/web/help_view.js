@@ -7,14 +7,15 @@ const KEYS = {
   "/": "write a query",
   "j k": "next, previous row (rollout: turn)",
   Enter: "open the marked row",
-  Esc: "back: rollout, group, list",
+  Esc: "back: rollout, group, list, all runs",
+  h: "all runs",
   "g G": "first, last row",
   r: "show what was written since",
   "[ ]": "previous, next rollout of the group",
   c: "colour the tokens by the next value",
-  m: "tokens or messages",
+  m: "tokens or trace",
   "← →": "on a token: the one before, the next",
-  "1 … 5": "groups, rollouts, prompts, curves, timeline",
+  "1 … 9": "overview, curves, before and after, groups, rollouts, prompts, timeline, logs, settings",
   "?": "this page",
 };
 

@@ -1,19 +1,26 @@
 /* The shell: who may read, the bar with runs and views, keys, and which view the address asks for. */
 
 import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "./api.js";
-import { announce, button, empty, fill, h, link, select } from "./dom.js";
+import { announce, button, empty, fill, h, link, select, spacer } from "./dom.js";
 import { Pulse } from "./pulse.js";
+import { changeView } from "./change_view.js";
 import { compareView } from "./compare_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
+import { configView, logsView } from "./files_view.js";
 import { groupView } from "./group_view.js";
 import { helpView } from "./help_view.js";
+import { homeView } from "./home_view.js";
 import { promptView } from "./prompt_view.js";
 import { promptsView } from "./prompts_view.js";
 import { rolloutView } from "./rollout_view.js";
+import { runView } from "./run_view.js";
 import { timelineView } from "./timeline_view.js";
 
 const VIEWS = {
+  home: homeView,
+  run: runView,
+  change: changeView,
   groups: explorerView("groups"),
   rollouts: explorerView("rollouts"),
   group: groupView,
@@ -23,9 +30,21 @@ const VIEWS = {
   compare: compareView,
   curves: curvesView,
   timeline: timelineView,
+  logs: logsView,
+  config: configView,
   help: helpView,
 };
-const TABS = { groups: "Groups", rollouts: "Rollouts", prompts: "Prompts", curves: "Curves", timeline: "Timeline" };
+const TABS = {
+  run: "Overview",
+  curves: "Curves",
+  change: "Before and after",
+  groups: "Groups",
+  rollouts: "Rollouts",
+  prompts: "Prompts",
+  timeline: "Timeline",
+  logs: "Logs",
+  config: "Settings",
+};
 const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts", compare: "prompts" }; // of views about one thing
 
 const app = { runs: [], names: [], run: null, list: null };
@@ -58,12 +77,12 @@ async function start() {
   }
   Object.assign(app, { runs: found.runs, names: found.names });
   if (!location.hash) {
-    const { query, sort, superseded } = found.opening;
-    history.replaceState(null, "", address(DEFAULT_VIEW, { q: query, sort, superseded }));
+    const { view: opening, query, sort, superseded } = found.opening;
+    history.replaceState(null, "", address(opening, { q: query, sort, superseded }));
   }
   pulse = new Pulse(askForToken);
   const tabKeys = Object.keys(TABS).map((tab, index) => [index + 1, () => (location.hash = tabAddress(tab))]);
-  keys = { "?": () => go("help", { run: app.run }), "/": focusQuery, Escape: up, ...Object.fromEntries(tabKeys) };
+  keys = { h: () => go("home"), "?": () => go("help", { run: app.run }), "/": focusQuery, Escape: up, ...Object.fromEntries(tabKeys) };
   document.addEventListener("keydown", onKey);
   window.addEventListener("hashchange", show);
   await show();
@@ -93,11 +112,11 @@ async function show() {
   const { signal } = drawing;
   view?.leave?.();
   view = null;
-  app.run = parameters.run || app.run || app.runs[0].name;
+  app.run = parameters.run || app.run || app.runs[0]?.name;
   parameters.run = app.run;
   drawBar(name);
   if (!VIEWS[name]) {
-    fill(main, empty("There is no such view.", link(address(DEFAULT_VIEW), "To the groups")));
+    fill(main, empty("There is no such view.", link(address(DEFAULT_VIEW), "To the runs")));
     return;
   }
   main.className = `view-${name}`;
@@ -109,9 +128,9 @@ async function show() {
       return;
     }
     view = drawn;
-    document.title = `${drawn.title} · ${app.run}`;
+    document.title = name === DEFAULT_VIEW ? "grpo-async" : `${drawn.title} · ${app.run}`;
     announce(drawn.title);
-    pulse.watch(app.run, (found) => drawn.onPulse?.(found));
+    pulse.watch(name === DEFAULT_VIEW ? null : app.run, (found) => drawn.onPulse?.(found));
   } catch (error) {
     if (error.name !== "AbortError" && !signal.aborted) {
       showError(error);
@@ -128,7 +147,8 @@ function tabAddress(tab) {
   const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts", "prompts"];
   const { q, superseded } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
-  return address(tab, { run: app.run, q, superseded: tab === "prompts" ? null : superseded });
+  const run = ["run", "change"].includes(tab) ? app.run?.split("@")[0] : app.run;
+  return address(tab, { run, q, superseded: tab === "prompts" ? null : superseded });
 }
 
 function drawBar(name) {
@@ -136,11 +156,13 @@ function drawBar(name) {
   const tab = ([each, label]) => h("a", { href: tabAddress(each), "aria-current": each === active ? "page" : null }, label);
   const evaluations = (run) => run.evaluations.map((each) => [each.name, `${run.name}, evaluation at step ${each.step}`]);
   const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
-  const choose = (run) => (name in TAB_OF ? go(DEFAULT_VIEW, { run }) : go(name, { run, q: current().parameters.q }));
+  const choose = (run) => (name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
+  const isHome = name === DEFAULT_VIEW;
   fill(
     bar,
-    h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), pulse.element),
-    h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab)),
+    h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
+    isHome ? spacer() : h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), pulse.element),
+    isHome ? null : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab)),
     h("a", { class: "bar-help", href: address("help", { run: app.run }), title: "Queries and keys (?)" }, "Help"),
   );
 }
@@ -160,8 +182,8 @@ function up() {
   const { view: name } = current();
   if (view && view.up) {
     location.hash = view.up();
-  } else if (name !== "groups" && name !== "rollouts") {
-    location.hash = app.list || address(DEFAULT_VIEW, { run: app.run });
+  } else {
+    location.hash = name in TABS || !app.list ? address(DEFAULT_VIEW) : app.list;
   }
 }
 
@@ -192,7 +214,7 @@ function askForToken() {
       problem.textContent = "That is not the token of this start.";
     }
   };
-  const command = h("code", {}, "grpo-async inspect-rollouts --web");
+  const command = h("code", {}, "grpo-async inspect");
   const form = h(
     "form",
     { class: "token-form", on: { submit } },

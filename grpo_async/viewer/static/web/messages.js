@@ -1,30 +1,56 @@
-/* Prompts, messages and tool calls, as people read them. */
+/* Prompts, messages and tool calls, as people read them: who said what, and below it the calls with their results. */
 
-import { button, copyButton, h, oneLine, text, visible } from "./dom.js";
+import { button, copyButton, h, hint, oneLine, plural, text, visible } from "./dom.js";
 
 const FOLD_CHARACTERS = 6000; // a longer text shows its beginning first
+const SPEAKERS = ["policy", "tool", "environment"]; // else its role says who wrote it
 
 /** The prompt of a rollout, which an environment's reset may have changed. */
 export function promptOf(group, rollout) {
   return rollout.reset_messages || group.messages;
 }
 
-/** 'add({"a": 1})' of a tool call in a message. */
-function callText(call) {
-  const { name = "", arguments: given = {} } = call.function || {};
-  return `${name}(${JSON.stringify(given)})`;
+/** What was said in a rollout, turn by turn: each answer of the policy with its calls, and their results in them. */
+export function trace(rollout) {
+  const turns = [...rollout.turns];
+  const answered = new Set(); // ids of calls whose result stands in them
+  return rollout.messages.map((each) => {
+    if (each.origin !== "policy" || !turns.length) {
+      return answered.has(each.tool_call_id) ? null : message(each);
+    }
+    const turn = turns.shift();
+    const made = new Map(turn.tool_calls.map((call) => [call.tool_call_id, call]));
+    made.forEach((_, id) => answered.add(id));
+    const asked = each.tool_calls.filter((call) => !made.has(call.id)).map(callNotMade);
+    const since = turn.started_at && rollout.started_at ? `at ${Charts.duration(turn.started_at - rollout.started_at)}, ` : "";
+    return message(each, {
+      about: `${since}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
+      below: [
+        turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
+        turn.tool_calls.map((call) => toolCall(call, true)),
+        asked,
+      ],
+    });
+  });
 }
 
-/** One message: who, and what. */
-export function message(each) {
-  const who = each.name ? `${each.role} ${oneLine(each.name, 60)}` : each.role;
+/** One message: who, and what. `below`: what belongs to it. */
+export function message(each, { about = "", below = null } = {}) {
+  const speaker = SPEAKERS.includes(each.origin) ? each.origin : each.role;
+  const isSilent = each.content === "" && (below || each.tool_calls.length);
   return h(
     "section",
-    { class: `message message-${["policy", "tool", "environment"].includes(each.origin) ? each.origin : "other"}` },
-    h("header", {}, h("strong", {}, visible(who)), h("span", { class: "hint spacer" }, each.origin), copyButton("text", () => each.content)),
-    each.content || !each.tool_calls.length ? longText(each.content) : null,
-    each.tool_calls.map((call) => h("pre", { class: "said" }, visible(callText(call)))),
+    { class: `message message-${SPEAKERS.includes(each.origin) ? each.origin : "other"}` },
+    h("header", {}, h("strong", {}, visible(speaker)), each.name ? h("code", {}, oneLine(each.name, 60)) : null, h("span", { class: "hint spacer" }, about), copyButton("text", () => each.content)),
+    isSilent ? null : longText(each.content),
+    below || each.tool_calls.map(callNotMade),
   );
+}
+
+/** A call as the policy wrote it: 'add({"a": 1})'; what has no such form stands as it is. */
+function callNotMade(call) {
+  const { name, arguments: given } = call.function || {};
+  return h("pre", { class: "said" }, visible(name ? `${name}(${JSON.stringify(given ?? {})})` : JSON.stringify(call)), " ", hint("not made"));
 }
 
 export function longText(content) {
@@ -37,23 +63,23 @@ export function longText(content) {
   return box;
 }
 
-/** One tool call, folded: name, outcome and time in the line; arguments and result inside. */
-export function toolCall(call) {
+/** One tool call: name, arguments and time in the line; arguments and result inside. An agent's call has no time. */
+export function toolCall(call, isOpen = false) {
   const given = JSON.stringify(call.arguments, null, 2);
   const part = (title, content, shown) =>
-    h("div", { class: "tool-body" }, h("header", {}, h("h4", {}, title), copyButton(title.toLowerCase(), () => content)), shown);
+    h("div", { class: "tool-body" }, h("header", {}, h("h4", { class: "spacer" }, title), copyButton(title.toLowerCase(), () => content)), shown);
   return h(
     "details",
-    { class: `tool${call.failed ? " bad" : ""}` },
+    { class: `tool${call.failed ? " bad" : ""}`, open: isOpen },
     h(
       "summary",
       {},
       h("code", {}, visible(call.name || "(no name)")),
       h("span", { class: "cut hint spacer" }, oneLine(JSON.stringify(call.arguments), 120)),
       call.failed ? h("span", { class: "badge" }, "failed") : null,
-      h("span", { class: "hint" }, Charts.duration(call.duration_s)),
+      call.failed === null ? null : hint(Charts.duration(call.duration_s)),
     ),
-    part("Arguments", given, h("pre", { class: "said" }, visible(given))),
+    given.length > 80 ? part("Arguments", given, h("pre", { class: "said" }, visible(given))) : null,
     part(call.failed ? "Error" : "Result", call.result, longText(call.result)),
   );
 }

@@ -2,11 +2,14 @@
 
 import { address, get, place } from "./api.js";
 import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
-import { message } from "./messages.js";
+import { message, promptOf } from "./messages.js";
+
+const MOST_RUNS = 8; // that are looked through, the newest
 
 export async function promptView({ app, main, parameters, signal }) {
   const { run, hash, superseded } = parameters;
-  const names = [run, ...app.runs.map((each) => each.name).filter((name) => name !== run)];
+  const others = parameters.with ? parameters.with.split(",") : app.runs.slice(0, MOST_RUNS).map((each) => each.name);
+  const names = [run, ...others.filter((name) => name !== run)];
   const groupsOf = async (name) => (await get("prompt", { run: name, hash, superseded }, signal)).groups.map((group) => ({ ...group, run: name }));
   const groups = (await Promise.all(names.map(groupsOf))).flat();
   const up = () => app.list || address("groups", { run });
@@ -15,7 +18,7 @@ export async function promptView({ app, main, parameters, signal }) {
     return { title: "Prompt" };
   }
   const read = (each) => get("group", { run: each.run, id: each.group_id, seq: each.seq }, signal);
-  const { group } = await read(groups[0]);
+  const { group, rollouts } = await read(groups[0]);
   const isMany = new Set(groups.map((each) => each.run)).size > 1;
   const chosen = { left: groups[0], right: groups[groups.length - 1] };
 
@@ -53,7 +56,7 @@ export async function promptView({ app, main, parameters, signal }) {
   fill(
     main,
     heading("Same prompt", hint(plural(groups.length, "group")), spacer(), copyLink()),
-    panel(group.messages.map(message)),
+    panel(promptOf(group, rollouts[0] || {}).map((each) => message(each))),
     groups.length > 1 ? panel(chart) : null,
     table(heads, groups.map(row)),
     groups.length > 1

@@ -1,5 +1,5 @@
 /* Asks how much there is by now, and tells the view; it never redraws by itself. Every 2 s while something changes, ever more
-   seldom while nothing does, not at all while the tab is hidden. */
+   seldom while nothing does, not at all while the tab is hidden, or no run is looked at. */
 
 import { get } from "./api.js";
 import { h, oneLine, plural } from "./dom.js";
@@ -41,16 +41,16 @@ export class Pulse {
   }
 
   async ask() {
-    if (document.hidden || this.isLocked) {
+    const { run } = this;
+    if (document.hidden || this.isLocked || run === null) {
       return; // becoming visible begins again
     }
-    const { run } = this;
     try {
       const found = await get("pulse", { run });
       if (run !== this.run) {
         return;
       }
-      const amount = `${found.until} ${found.metrics}`;
+      const amount = `${found.until} ${found.metrics} ${found.num_evaluations}`;
       const isChanged = this.seen !== null && this.seen !== amount;
       this.wait = isChanged ? SHORTEST_MS : Math.min(LONGEST_MS, this.wait * 1.4);
       this.seen = amount;

@@ -1,11 +1,11 @@
 /* One rollout, turn by turn: its tokens in colours, its tool calls folded, its statistics beside. */
 
-import { address, get, note, place } from "./api.js";
+import { address, get, memory, note, place } from "./api.js";
 import {
   badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
   spacer, span, statistics, supersededBadge, text, visible,
 } from "./dom.js";
-import { longText, message, promptOf, toolCall } from "./messages.js";
+import { longText, message, promptOf, toolCall, trace } from "./messages.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
 const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
@@ -17,34 +17,37 @@ export async function rolloutView({ main, parameters, signal }) {
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
   const modes = data.modes.map((each) => each.name);
-  // advantage says most where there is one; without, how likely the tokens were
-  let color = modes.includes(parameters.color) ? parameters.color : rollout.advantage === null ? "probability" : "advantage";
-  let isMessages = parameters.show === "messages";
+  // what differs from token to token says most; one of several turns is read first
+  const usual = data.trainer_logprobs ? "log_ratio" : data.entropies ? "entropy" : "probability";
+  let color = [parameters.color, memory.get("color"), usual].find((each) => modes.includes(each));
+  let isTrace = (parameters.show || memory.get("show") || (rollout.turns.length > 1 ? "trace" : "tokens")) === "trace";
   const prompt = promptOf(group, rollout);
   const body = h("div", {});
   const tools = h("div", { class: "row token-tools" });
   let turnChosen = -1;
 
-  const remember = () => note("rollout", { run, id, seq, superseded, color, show: isMessages ? "messages" : null });
+  const remember = () => note("rollout", { run, id, seq, superseded, color, show: isTrace ? "trace" : "tokens" });
   const colourBy = (mode) => {
     color = colours.value = mode;
+    memory.set("color", mode);
     tokens.colour(mode);
     remember();
   };
   const colours = select({ id: "color" }, data.modes.map((mode) => [mode.name, mode.label]), color, colourBy);
-  const showMessages = (wanted) => {
-    isMessages = wanted;
+  const showTrace = (wanted) => {
+    isTrace = wanted;
+    memory.set("show", wanted ? "trace" : "tokens");
     remember();
     drawBody();
   };
 
   function drawBody() {
     tokens.hide(); // the token that it is about goes
-    const toggle = (label, wanted) => button(label, () => showMessages(wanted), { class: "chip", "aria-pressed": String(isMessages === wanted) });
-    const legend = isMessages ? null : [h("label", { for: "color" }, "Colour by"), colours, tokens.legend];
-    fill(tools, toggle("Tokens", false), toggle("Messages", true), legend);
-    if (isMessages) {
-      fill(body, [...prompt, ...rollout.messages].map(message), rollout.turns.flatMap((turn) => turn.tool_calls).map(toolCall));
+    const toggle = (label, wanted) => button(label, () => showTrace(wanted), { class: "chip", "aria-pressed": String(isTrace === wanted) });
+    const legend = isTrace ? null : [h("label", { for: "color" }, "Colour by"), colours, tokens.legend];
+    fill(tools, toggle("Tokens", false), toggle("Trace", true), legend);
+    if (isTrace) {
+      fill(body, h("div", { class: "panel" }, prompt.map((each) => message(each)), trace(rollout)));
     } else {
       tokens.spans.clear();
       fill(body, drawTurns());
@@ -60,7 +63,7 @@ export async function rolloutView({ main, parameters, signal }) {
         "details",
         { class: "panel turn", open: prompt.length === 1 && prompt[0].content.length < 600 },
         h("summary", {}, h("h2", {}, "Prompt ", hint(plural(data.prompt_ids.length, "token")))),
-        prompt.map(message),
+        prompt.map((each) => message(each)),
         read && h("details", { class: "small" }, h("summary", {}, "As the model read it"), h("pre", { class: "said" }, visible(read)), copyButton("text", () => read)),
       ),
       data.texts_missing ? h("p", { class: "hint" }, data.texts_missing) : null,
@@ -98,7 +101,7 @@ export async function rolloutView({ main, parameters, signal }) {
       ),
       turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
       tokens.block(first, sampled, `tokens of turn ${index + 1}`),
-      turn.tool_calls.map(toolCall),
+      turn.tool_calls.map((call) => toolCall(call)),
       last > sampled
         ? h(
             "details",
@@ -145,8 +148,8 @@ export async function rolloutView({ main, parameters, signal }) {
   return {
     title: `Rollout ${oneLine(rollout.rollout_id, 60)}`,
     keys: {
-      c: () => !isMessages && colourBy(modes[(modes.indexOf(color) + 1) % modes.length]),
-      m: () => showMessages(!isMessages),
+      c: () => !isTrace && colourBy(modes[(modes.indexOf(color) + 1) % modes.length]),
+      m: () => showTrace(!isTrace),
       "[": () => goTo(-1),
       "]": () => goTo(1),
       j: () => moveTurn(1),

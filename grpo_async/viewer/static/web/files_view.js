@@ -1,0 +1,62 @@
+/* What a run wrote for people: its logs and its settings. */
+
+import { address, get, go } from "./api.js";
+import { copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
+
+const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
+
+export async function logsView({ app, main, parameters, signal }) {
+  const { run, attempt, file } = parameters;
+  const title = "Logs";
+  const read = () => get("logs", { run, attempt, file }, signal);
+  const found = await read();
+  if (!found.attempts.length) {
+    fill(main, hiddenHeading(title), empty("There are no logs.", "A run writes them to logs/attempt_N."));
+    return { title };
+  }
+  const box = h("pre", { class: "panel log", tabindex: "0", "aria-label": found.file });
+  const show = (lines) => {
+    const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 30;
+    fill(box, lines.map((line) => h("span", { class: `said level ${(LEVELS.find(([pattern]) => pattern.test(line)) || [])[1] || ""}` }, `${visible(line)}\n`)));
+    if (isAtEnd) {
+      box.scrollTop = box.scrollHeight;
+    }
+  };
+  const choose = (name, values, value) =>
+    select({ "aria-label": name }, values.map((each) => [each, each]), value, (wanted) => go("logs", { run, attempt: found.attempt, [name]: wanted }));
+  fill(
+    main,
+    hiddenHeading(title),
+    h("div", { class: "row heading" }, choose("attempt", found.attempts, found.attempt), choose("file", found.files, found.file), hint(found.path), spacer(), copyButton("text", () => box.textContent), copyLink()),
+    box,
+  );
+  show(found.lines);
+  box.scrollTop = box.scrollHeight;
+  app.list = address("logs", parameters);
+  const onPulse = () => read().then(({ lines }) => show(lines)).catch(() => {}); // the next pulse tries again
+  return { title, onPulse };
+}
+
+export async function configView({ app, main, parameters, signal }) {
+  const { run } = parameters;
+  const title = "Settings";
+  const beside = parameters.with || "";
+  const { settings, different, path } = await get("config", { run, beside }, signal);
+  const others = app.runs.map((each) => each.name).filter((name) => name !== run);
+  const against = select({ "aria-label": "against" }, [["", "compare with …"], ...others.map((name) => [name, name])], "", (name) => go("config", { run, with: name }));
+  const place = h("div", {});
+  const filter = h("input", { type: "search", "aria-label": "Find a setting", placeholder: "find a setting", autocomplete: "off", on: { input: () => draw() } });
+  const code = ([name, ...values]) => [h("code", {}, oneLine(name, 200)), ...values.map((value) => h("code", { class: "said" }, visible(value)))];
+  const draw = () => fill(place, table(["setting", "value"], settings.filter(([name]) => name.includes(filter.value)).map(code)));
+  draw();
+  fill(
+    main,
+    hiddenHeading(title),
+    h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
+    beside ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...beside.split(",")], different.map(code))) : null,
+    place,
+    h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
+  );
+  app.list = address("config", parameters);
+  return { title };
+}

@@ -1,0 +1,121 @@
+/* All runs, those that said something last first: which of them learn. Ticked ones are laid over each other. */
+
+import { address, besides, get, reportAddress } from "./api.js";
+import { badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, plural, spacer } from "./dom.js";
+
+const EVERY_MS = 4000;
+const AT_ONCE = 4; // questions
+const PAGE = 30;
+
+export async function homeView({ app, main, signal }) {
+  const cards = new Map(); // name -> {element, at: when the run had written what it says}
+  const ticked = new Set();
+  const list = h("div", { class: "runs" });
+  const together = h("span", { class: "row" });
+  const count = hint();
+  let most = PAGE;
+  let timer = 0;
+
+  const drawTogether = () => {
+    const [run, ...others] = ticked;
+    const beside = besides(others);
+    const links = [
+      h("a", { class: "button", href: address("curves", { run, with: beside }) }, `Curves of ${ticked.size} runs`),
+      h("a", { class: "button", href: address("config", { run, with: beside }) }, "Settings that differ"),
+      h("a", { class: "button", href: reportAddress(run, beside), target: "_blank", rel: "noopener" }, "Report"),
+    ];
+    fill(together, ticked.size > 1 ? links : hint("Tick two or more to compare them."));
+  };
+  const tick = (name, isOn) => {
+    ticked[isOn ? "add" : "delete"](name);
+    drawTogether();
+  };
+
+  async function read({ name, updated_at: at }) {
+    const known = cards.get(name);
+    if (known && known.at === at && !known.isRunning) {
+      return;
+    }
+    const card = known || { element: h("article", { class: "panel", "aria-label": name }) };
+    cards.set(name, card);
+    const found = await get("card", { run: name }, signal).catch((error) => error);
+    if (found instanceof Error) {
+      fill(card.element, link(address("run", { run: name }), oneLine(name)), " ", hint(found.message));
+      return;
+    }
+    Object.assign(card, { at, isRunning: found.status === "running" });
+    drawCard(card.element, found, checkbox("", ticked.has(name), (isOn) => tick(name, isOn), { "aria-label": `compare ${name}` }));
+  }
+
+  /** Runs that began, ended or went on since are asked about again; nothing else is. */
+  async function refresh() {
+    const found = await get("runs", {}, signal);
+    app.runs = found.runs;
+    const shown = app.runs.slice(0, most);
+    const rest = [...shown];
+    const work = async () => {
+      while (rest.length) {
+        await read(rest.shift());
+      }
+    };
+    await Promise.all(Array.from({ length: AT_ONCE }, work));
+    if (signal.aborted) {
+      return;
+    }
+    fill(count, plural(app.runs.length, "run"), found.folder ? ` below ${found.folder}` : "");
+    const wanted = shown.map(({ name }) => cards.get(name).element);
+    if (wanted.some((element, at) => list.children[at] !== element) || list.children.length !== wanted.length) {
+      fill(list, wanted);
+    }
+    const more = app.runs.length > most ? button("Show more", () => ((most += PAGE), refresh())) : null;
+    const nothing = empty("No run yet.", h("code", {}, "grpo-async prepare-quickstart"), " and ", h("code", {}, "grpo-async train configs/quickstart.yaml"), " make one in a minute.");
+    fill(foot, app.runs.length ? more : nothing);
+  }
+
+  const foot = h("div", {});
+  fill(main, heading("Runs", count, spacer(), together), list, foot);
+  drawTogether();
+  await refresh();
+  const again = () => {
+    timer = setTimeout(() => (document.hidden ? null : refresh().catch(() => {}), again()), EVERY_MS);
+  };
+  again();
+  return { title: "Runs", leave: () => clearTimeout(timer) };
+}
+
+function drawCard(element, found, box) {
+  const { name: run, verdict, curve, held_out: held } = found;
+  const values = curve ? curve.values.filter((value) => value !== null) : [];
+  const picture = h("canvas", { class: "spark", role: "img", "aria-label": `reward, from ${number(values[0])} to ${number(values.at(-1))}` });
+  element.className = `panel run lined ${verdict.level}`;
+  const links = [
+    link(address("run", { run }), "Overview"),
+    found.num_evaluations > 1 ? link(address("change", { run }), "Before and after") : null,
+    link(address("curves", { run }), "Curves"),
+    link(address("groups", { run }), "Rollouts"),
+    link(address("logs", { run }), "Logs"),
+  ];
+  fill(
+    element,
+    h("header", { class: "row" }, box, h("h2", {}, link(address("run", { run }), oneLine(run, 80))), badge(found.status, found.level), spacer(), hint(ago(found.updated_at))),
+    h("p", { class: "said verdict", title: verdict.text }, verdict.text),
+    h(
+      "div",
+      { class: "run-numbers small" },
+      values.length > 1 ? picture : null,
+      h("div", {}, hint("reward "), values.length ? `${number(values[0], 2)} → ${number(values.at(-1), 2)}` : "–"),
+      held ? h("div", {}, hint("held out "), `${number(held[0], 2)} → ${number(held[1], 2)}`) : null,
+    ),
+    h("footer", { class: "row small" }, links, spacer(), hint(found.story)),
+  );
+  if (values.length > 1) {
+    Charts.spark(picture, values);
+  }
+}
+
+/** 1000 seconds -> "16 min ago". */
+function ago(at) {
+  const seconds = Math.max(0, Date.now() / 1000 - at);
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([each]) => seconds >= each) || [1, "s"];
+  return at ? `${Math.floor(seconds / size)} ${unit} ago` : "";
+}

@@ -1,0 +1,228 @@
+"""What the page says of runs as a whole: a line of the home, a run's own page, its curves, settings, logs, and its held-out prompts
+before and after. All of it is made of what the report is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from grpo_async.config.differences import flat
+from grpo_async.errors import RunError
+from grpo_async.findings import Row
+from grpo_async.run_directory import RunDir
+from grpo_async.store import RolloutRow
+from grpo_async.tracking.catalog import describe
+from grpo_async.utils.safe_text import tail
+from grpo_async.viewer.format import conversation, prompt_of
+from grpo_async.viewer.report.chapters import CHAPTERS, Line, Plot
+from grpo_async.viewer.report.headline import headline
+from grpo_async.viewer.report.plots import Drawing, curve, draw, held_out_plots
+from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
+from grpo_async.viewer.report.run_data import RunData, changed_settings
+from grpo_async.viewer.report.sections import LEVELS, WORDS, Learning, advice, learning
+from grpo_async.viewer.runs import modified_at
+from grpo_async.viewer.web.sources import NotFoundError, Source
+
+_CARD_POINTS = 80  # of the small curve
+_LOG_LINES = 1500
+_FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
+
+AXES: Mapping[str, tuple[str, str]] = {
+    "time": ("step_time", "seconds of training"),
+    "tokens": ("num_tokens", "trained tokens"),
+}
+"""Beside the step: the metric that is added up, and the name of the axis."""
+
+
+# -- a run
+
+
+def card(source: Source) -> dict[str, Any]:
+    """A run in a line: its state, its verdict, and the points of a small curve."""
+    return _card(source.run, *source.judged())
+
+
+def _card(run_dir: RunDir, run: RunData, learns: Learning) -> dict[str, Any]:
+    top, results = headline(run), run.evaluated()
+    return {
+        "name": run.label,
+        "level": top.level,
+        "status": top.status,
+        "story": top.story,
+        "step": run.last_step,
+        "max_steps": run.max_steps,
+        "model": run.setting("model.path"),
+        "updated_at": modified_at(run_dir),
+        "verdict": {"level": learns.level, "key": learns.verdict.key, "text": learns.verdict.text},
+        "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
+        "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
+        "num_evaluations": len(run_dir.evaluation_steps()),
+        "metrics": len(run.metrics),
+    }
+
+
+def page(source: Source) -> dict[str, Any]:
+    """Of the home, and all that the report says above its plots."""
+    run, _ = source.judged()
+    try:
+        known = store_evidence(source.table())
+    except RunError as error:  # all else is there
+        known = dict.fromkeys(("num_rollouts", "num_groups", "num_sampled", "num_unscored"), 0) | {"errors": []}
+        run = replace(run, problems=[*run.problems, str(error)])
+    counted = {name: known[name] for name in ("num_sampled", "num_unscored", "errors")}
+    run = replace(run, rollouts=RolloutOverview(**known), **counted)
+    learns, speed = learning(run), advice(run)
+    findings = [
+        {**asdict(each), "level": LEVELS[each.severity], "word": WORDS[each.severity]} for each in learns.findings
+    ]
+    return {
+        **_card(source.run, run, learns),
+        "statistics": headline(run).statistics,
+        "findings": findings,
+        "advice": speed.finding.text if speed.finding else speed.why_not,
+        "error": run.error,
+        "problems": run.problems,
+    }
+
+
+# -- curves
+
+
+def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
+    """The plots of the report, chapter by chapter, and one of each metric that none of them shows.
+
+    Args:
+        axis: step, time or tokens.
+    """
+    runs = [on_axis(source.judged()[0], axis) for source in sources]
+    chapters = [(each.title, [drawn for plot in each.plots for drawn in draw(plot, runs)]) for each in CHAPTERS]
+    chapters.insert(1, ("Held-out prompts", held_out_plots(runs)))
+    drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
+    names = {name for run in runs for name in run.names("")} - drawn - {"step"}
+    others = [each for name in sorted(names) for each in draw(_plain(name), runs)]
+    return {
+        "axis": AXES[axis][1] if axis in AXES else "step",
+        "metrics": len(runs[0].metrics),
+        "chapters": [{"title": title, "plots": list(map(_plot, plots))} for title, plots in chapters if plots],
+        "others": list(map(_plot, others)),
+    }
+
+
+def _plain(name: str) -> Plot:
+    info = describe(name)
+    unit = f"{info.help} ({info.unit})" if info.unit and info.unit not in _FORMATS else info.help
+    form = _FORMATS.get(info.unit, "number")
+    return Plot(name, name, unit, (Line(name, name),), format=form, include=())
+
+
+def _plot(drawing: Drawing) -> dict[str, Any]:
+    known = {name: describe(name).help for name in drawing.metrics if describe(name).is_known}
+    return {"name": drawing.name, "metrics": known, "options": drawing.data}
+
+
+def on_axis(run: RunData, axis: str) -> RunData:
+    """The run with seconds or tokens in the place of its steps.
+
+    step_time 2, 3, 2 -> the points of steps 1, 2, 3 stand at 2, 5 and 7 seconds, and the evaluation of step 0 at 0.
+    """
+    if axis not in AXES:
+        return run
+    name, total = AXES[axis][0], 0.0
+    places = {0: 0.0}
+    rows: list[Row] = []
+    for row in run.metrics:
+        total += row.get(name, 0.0)
+        places[int(row["step"])] = total
+        rows.append({**row, "step": total})
+    evaluations = [replace(each, step=round(places.get(each.step, total))) for each in run.evaluations]
+    return replace(run, metrics=rows, evaluations=evaluations)
+
+
+# -- files
+
+
+def settings(sources: Sequence[Source]) -> dict[str, Any]:
+    """What may be shown of the first run's configuration, and in what those of the others differ from it."""
+    configs = [source.judged()[0].config for source in sources]
+    different = changed_settings(configs)
+    return {
+        "settings": list(flat(configs[0]).items()),
+        "different": [[each.path, *each.values] for each in different],
+        "path": str(sources[0].run.config),
+    }
+
+
+def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
+    """The end of a log. `attempt`, `file`: "" is the newest attempt, and its trainer.log.
+
+    Raises:
+        NotFoundError: there is no such attempt or file.
+    """
+    folders = sorted(run.logs.glob("attempt_*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    attempts = [path.name for path in folders if path.is_dir()]
+    if not attempts:
+        return {"attempts": [], "files": [], "lines": []}
+    attempt = attempt or attempts[0]
+    files = _log_files(run.logs / attempt) if attempt in attempts else []
+    file = file or next((name for name in ("trainer.log", *files) if name in files), "")
+    if attempt not in attempts or (file and file not in files):
+        raise NotFoundError(f"there is no log {attempt}/{file}"[:200])
+    path = run.logs / attempt / file
+    lines = tail(path, _LOG_LINES) if file else []
+    return {"attempts": attempts, "attempt": attempt, "files": files, "file": file, "lines": lines, "path": str(path)}
+
+
+def _log_files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.log") if path.is_file() and not path.is_symlink())
+
+
+# -- held-out prompts before and after
+
+
+def before_after(source: Source, first: int, last: int, offset: int, limit: int) -> dict[str, Any]:
+    """The same held-out prompts in two evaluations, what changed most first.
+
+    Args:
+        first, last: steps; -1: the first evaluation, and the last.
+
+    Raises:
+        NotFoundError: there is no evaluation of that step.
+    """
+    steps = source.run.evaluation_steps()
+    if len(steps) < 2:
+        return {"steps": steps, "rows": []}
+    asked = (steps[0] if first < 0 else first, steps[-1] if last < 0 else last)
+    names = [f"{source.name.partition('@')[0]}@{step}" for step in asked]
+    before, after = (source.beside(name).table() for name in names)
+    found = before_and_after(before, after, *asked)
+    shown = [change_of(before, after, each) for each in found.changes[offset : offset + limit]]
+    return {
+        "steps": steps,
+        "asked": asked,
+        "counts": {"better": found.num_better, "worse": found.num_worse, "same": found.num_same},
+        "rows": [
+            {
+                "prompt": conversation(prompt_of(each.last.group, each.last.rollout)),
+                "columns": each.last.group.columns,
+                "sides": [_side(*side) for side in zip(names, asked, (each.first, each.last), strict=True)],
+            }
+            for each in shown
+        ],
+    }
+
+
+def _side(name: str, step: int, example: Example) -> dict[str, Any]:
+    rollout: RolloutRow = example.rollout
+    return {
+        "run": name,
+        "step": step,
+        "seq": example.group.seq,
+        "id": rollout.rollout_id,
+        "reward": rollout.reward,
+        "status": rollout.status,
+        "num_tokens": rollout.num_tokens,
+        "text": example.completion,
+    }
