@@ -10,21 +10,27 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import math
+import netrc
 import os
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.chat.turn import ChatError
+from grpo_async.checks.memory import ModelSize
 from grpo_async.checks.model_files import model_problem, text_config
+from grpo_async.checks.run_place import check_run_place, disk_room
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
-from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
 from grpo_async.inference.api import token_from_environment
+from grpo_async.inference.control import ServerControl
+from grpo_async.inference.monitor import why_hopeless
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
 _NUM_ROWS = 3
 _NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
+_ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
 _TRACKERS = {
     "tensorboard": ("tensorboardX", "tensorboard"),
@@ -78,15 +85,17 @@ def check_inputs(
     train_rows, held_out_rows = found.check_data()
     components = found.check_components(train_rows, held_out_rows)
     if components is not None and has_model:
-        prompts = found.measured_prompts(train_rows)
-        deep = deep or found.may_be_too_long(prompts)
+        prompts = found.measured_prompts(train_rows, held_out_rows)
+        deep = deep or any(map(found.may_be_too_long, prompts.values()))
         if components.tool_sets or deep:
             found.check_text(components, prompts, deep=deep)
+    if has_model and trains and deep:
+        found.check_room()
     for name in ("baseline_column", "group_by"):
         column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
         if rows and column is not None and column not in rows[0]:
             found.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
-    found.check_rewards(components, train_rows)
+    found.check_rewards(components, train_rows, held_out_rows)
     found.check_own_functions()
     if components is not None:
         asyncio.run(components.aclose())
@@ -189,6 +198,16 @@ class _Findings:
             remedy = "set cpu, or start the run where there is a GPU"
             self.problems.extend(f"{key}: cuda, but {reason}; {remedy}" for key in keys)
 
+    def check_room(self) -> None:
+        """On the disk of run.dir."""
+        run_dir = RunDir(self.config.run_path)
+        with self.collecting():
+            check_run_place(run_dir)
+            if (size := ModelSize.read(self.config.model.path)) is not None:
+                status, text = disk_room(self.config, run_dir, size)
+                if status != "pass":
+                    (self.problems if status == "fail" else self.notes).append(f"run.dir: {text}")
+
     # ---- data ----
 
     def check_data(self) -> tuple[Rows | None, Rows | None]:
@@ -281,15 +300,16 @@ class _Findings:
         if problem := _cannot_bind(section.host, section.port):
             self.problems.append(f"rollout.agent.host: {problem}; it is where the endpoint is to listen")
 
-    def measured_prompts(self, rows: Rows | None) -> list[Prompt]:
-        """Evenly over the data; none where a rollout function or an agent makes its own."""
+    def measured_prompts(self, train: Rows | None, held_out: Rows | None) -> dict[str, list[Prompt]]:
+        """Of each source, evenly over its rows; none where a rollout function or an agent makes its own."""
         from grpo_async.data import make_prompt
 
-        prompts: list[Prompt] = []
-        if rows and self.config.rollout_function is None and self.config.rollout.agent is None:
-            with self.collecting():
-                chosen = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED)))
-                prompts += [make_prompt(row, 0, self.config.data.train.system_prompt) for row in chosen]
+        prompts: dict[str, list[Prompt]] = {}
+        if self.config.rollout_function is None and self.config.rollout.agent is None:
+            for (key, source), rows in zip(self.sources.items(), (train, held_out), strict=False):
+                with self.collecting():
+                    chosen = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED))) if rows else ()
+                    prompts[key] = [make_prompt(row, 0, source.system_prompt) for row in chosen]
         return prompts
 
     def may_be_too_long(self, prompts: Sequence[Prompt]) -> bool:
@@ -297,47 +317,45 @@ class _Findings:
         longest = self.config.inference.max_model_len
         return any(sum(len(each.content.encode(errors="replace")) for each in p.messages) >= longest for p in prompts)
 
-    def check_text(self, components: Components, prompts: Sequence[Prompt], *, deep: bool) -> None:
+    def check_text(self, components: Components, prompts: Mapping[str, Sequence[Prompt]], *, deep: bool) -> None:
         """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
         inference.max_model_len."""
         config = self.config
-        train, longest = config.data.train, config.inference.max_model_len
         try:
             renderer, folder = load_renderer(config), Path(config.model.path)
             for schemas in components.tool_sets:
                 self.note(renderer.check_tools(schemas))
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
-            if not deep or not prompts:
-                return
-            lengths = list(map(token_counter(renderer, components), prompts))
+            for key, some in prompts.items() if deep else ():
+                self._check_lengths(key, list(map(token_counter(renderer, components), some)))
         except (ConfigError, ChatError) as error:
             self.problems.append(str(error))
-            return
-        if train.max_prompt_tokens is not None:
-            lengths = [length for length in lengths if length <= train.max_prompt_tokens]
-            if not lengths:
-                self.problems.append(
-                    f"data.train.max_prompt_tokens: {train.max_prompt_tokens} leaves no prompt; raise it"
-                )
-        if too_long := sum(length >= longest for length in lengths):
-            (self.problems if too_long == len(lengths) else self.notes).append(
-                f"data.train: {too_long} of {len(lengths)} prompts measured have {longest} tokens or more, and "
+
+    def _check_lengths(self, key: str, lengths: list[int]) -> None:
+        """Those of prompts of a source, in tokens, against what a sequence may have."""
+        most, longest = self.sources[key].max_prompt_tokens, self.config.inference.max_model_len
+        kept = [length for length in lengths if most is None or length <= most]
+        if lengths and not kept:
+            self.problems.append(f"{key}.max_prompt_tokens: {most} leaves no prompt; raise it")
+        if too_long := sum(length >= longest for length in kept):
+            (self.problems if too_long == len(kept) else self.notes).append(
+                f"{key}: {too_long} of {len(kept)} prompts measured have {longest} tokens or more, and "
                 f"inference.max_model_len is {longest}: nothing can be generated for them; raise it, or drop them with "
-                "data.train.max_prompt_tokens"
+                f"{key}.max_prompt_tokens"
             )
 
     # ---- rewards and other functions ----
 
-    def check_rewards(self, components: Components | None, rows: Rows | None) -> None:
+    def check_rewards(self, components: Components | None, train: Rows | None, held_out: Rows | None) -> None:
         config = self.config
         try:
             rewards = load_rewards(config.rewards)
         except ConfigError as error:
             self.problems.append(str(error))
             return
-        if rows:
-            self.problems.extend(reward_problems(config, rewards, rows[0]))
+        for key, rows in zip(self.sources, (train, held_out), strict=False):
+            self.problems.extend(reward_problems(config, rewards, rows[0], key) if rows else ())
         environments = components.environments if components else None
         own = components.reward_weights.keys() if components is not None else set()
         names = {reward.name for reward in rewards}
@@ -379,6 +397,8 @@ class _Findings:
                 self.problems.append(f"inference.tls.{name}: {path} cannot be read ({place})")
         if node_rank == 0:
             self._check_weights_host()
+            self._check_trackers()
+        self._ask_servers()
         if config.inference.urls and token_from_environment() is None:
             self.notes.append(
                 "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
@@ -392,6 +412,54 @@ class _Findings:
             return
         if problem := _cannot_bind(host):
             self.problems.append(f"weights.host: {problem}; it is the trainer's own address")
+
+    def _check_trackers(self) -> None:
+        for number, section in enumerate(self.config.tracking if self.trains else ()):
+            if section.type == "prometheus" and (problem := _cannot_bind(section.host, section.port)):
+                self.problems.append(f"tracking.{number}.port: {problem}; set another, or 0 for any free one")
+            elif section.type == "wandb" and section.mode == "online" and not _has_wandb_login():
+                self.notes.append(
+                    f"tracking.{number}: neither $WANDB_API_KEY nor {_netrc()} has a login of Weights & Biases; the run would end "
+                    "at its start: `wandb login`, or mode: offline"
+                )
+
+    def _ask_servers(self) -> None:
+        """Those that others have started: they may come later, but not be something else."""
+        tls = self.config.inference.tls
+        for url in self.config.inference.urls:
+            is_healthy = False
+            with (
+                self.collecting(),
+                ServerControl(
+                    url, token=token_from_environment(), timeout_s=_ASK_S, authority=tls.trusted if tls else None
+                ) as server,
+            ):
+                try:
+                    server.health(timeout_s=_ASK_S)
+                    is_healthy = True
+                    server.info(retries=0)
+                except InferenceError as error:
+                    if hopeless := why_hopeless(error, is_healthy=is_healthy):
+                        self.problems.append(f"inference.urls: {url}: {hopeless}")
+                    else:
+                        self.notes.append(
+                            f"inference.urls: {url} does not serve now ({error}); the run waits for it for "
+                            "inference.startup_timeout_s"
+                        )
+
+
+def _netrc() -> Path:
+    return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+
+
+def _has_wandb_login() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
+    try:
+        return netrc.netrc(_netrc()).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def _cannot_bind(host: str, port: int = 0) -> str:
@@ -423,42 +491,21 @@ def _is_small(source: Source) -> bool:
         return False  # reading it says what is wrong
 
 
-def reward_problems(config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str]) -> list[str]:
+def reward_problems(
+    config: ExperimentConfig, rewards: Sequence[RewardFunction], columns: Collection[str], source: str = "data.train"
+) -> list[str]:
     """One sentence for each reward function that lacks something it needs, and would fail every group, and for each column that no
-    function would get."""
+    function would get. `source`: whose columns they are."""
     if config.rollout_function is not None or config.rollout.agent is not None:
         return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
     hidden = [
-        f"data.train: the column `{name}` would hide what rewards get under this name; leave it out with drop: [{name}], or rename "
+        f"{source}: the column `{name}` would hide what rewards get under this name; leave it out with drop: [{name}], or rename "
         f"it with columns: {{{name}: gold_{name}}}"
         for name in sorted(OFFERED & set(given))
     ]
     return hidden + [
         f"reward {reward.name!r} {problem}"
         for reward in rewards
-        if (problem := reward.lack(given, has_environments=bool(config.environments))) is not None
+        if (problem := reward.lack(given, has_environments=bool(config.environments), source=source)) is not None
     ]
-
-
-def check_run_place(run_dir: RunDir) -> None:
-    """The run directory, or the nearest folder above it that exists, can be written to.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    try:
-        place = next(path for path in (run_dir.root, *run_dir.root.absolute().parents) if path.exists())
-        fault = _fault_of(place)
-    except OSError as error:
-        place, fault = run_dir.root, str(error.strerror)
-    if fault:
-        raise ConfigError(f"run.dir: {run_dir.root} cannot be made: {place} {fault}; set run.dir to a folder of yours")
-
-
-def _fault_of(place: Path) -> str:
-    if not place.is_dir():
-        return "is a file, not a folder"
-    if os.statvfs(place).f_flag & os.ST_RDONLY:
-        return "is on a read-only disk"
-    return "" if os.access(place, os.W_OK | os.X_OK) else "is not writable by you"

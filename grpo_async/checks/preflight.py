@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -20,9 +19,10 @@ from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
-from grpo_async.checks.memory import ITEM_BYTES, ModelSize
+from grpo_async.checks.memory import ModelSize
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, as_json, run_check
+from grpo_async.checks.run_place import disk_room
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import (
     BadResponseError,
@@ -39,14 +39,12 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
-from grpo_async.utils.text import format_bytes
 from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
 _NUM_TOKENS = 8  # of the completion that is tried
 _MIN_CONTEXT = 16
-_TIGHT = 0.9  # of what is there
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a place
@@ -368,26 +366,9 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
 
 
 def check_disk(context: PreflightContext) -> Iterator[Found]:
-    """The run directory's disk holds the checkpoints and the exported model.
-
-    A checkpoint holds the T parameters that are trained and AdamW's two moments: 3 T m bytes. `checkpoint.keep_last` of them stay,
-    one more is there while it is written; what is there already (a resume) counts. The export is N m.
-    """
-    config, root = context.config, context.run_dir.root
-    size = ModelSize.of(text_config(Path(config.model.path)), context.num_parameters)
-    item = ITEM_BYTES[config.model.dtype]
-    model, each = size.parameters * item, 3 * size.trained(config) * (item if config.model.lora is None else 4)
-    still = max(0, config.checkpoint.keep_last + 1 - len(context.run_dir.checkpoint_steps()))
-    needed, free = still * each + model, shutil.disk_usage(root).free
-    parts = f"{still} checkpoint(s) of {format_bytes(each)} and the model of {format_bytes(model)}"
-    message = f"{parts} need {format_bytes(needed)}; {root} has {format_bytes(free)} free"
-    advice = "free space, lower checkpoint.keep_last, or set run.dir to another disk"
-    if needed > free:
-        yield "fail", f"{message}: not enough; {advice}"
-    elif needed > _TIGHT * free:
-        yield "warn", f"{message}, and rollouts are written too; {advice}"
-    else:
-        yield "pass", message
+    """See run_place."""
+    size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
+    yield disk_room(context.config, context.run_dir, size)
 
 
 _CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], ...] = (

@@ -125,7 +125,7 @@ class Monitor:
         except InferenceError as error:
             if self._is_closed:
                 return
-            if hopeless := _why_hopeless(error, is_healthy=is_healthy):
+            if hopeless := why_hopeless(error, is_healthy=is_healthy):
                 self._fleet.give_up(server, hopeless)
             else:
                 self._fleet.not_found(server, str(error))
@@ -174,7 +174,7 @@ class Monitor:
         self._errors_since.pop(server.index, None)
 
 
-def _why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
+def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
     """What to change when it is no use to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
     if isinstance(error, RequestRejectedError) and error.status in (401, 403):
         return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"

@@ -110,7 +110,7 @@ class RewardFunction:
         """Whether the function cannot do without `environments`."""
         return ENVIRONMENTS in self._parameters.required
 
-    def lack(self, columns: Iterable[str], *, has_environments: bool = False) -> str | None:
+    def lack(self, columns: Iterable[str], *, has_environments: bool = False, source: str = "data.train") -> str | None:
         """What is missing and what to do about it, as the end of a sentence that begins with the function's name; None if
         nothing is: "needs the column(s) ['answer'], but the data has ['solution']; rename with ..."."""
         columns = sorted(columns)
@@ -120,7 +120,7 @@ class RewardFunction:
             return "needs `environments`, but the run has none; give it a section `environments`, or give the parameter a default"
         if missing:
             return (
-                f"needs the column(s) {missing}, but the data has {columns}; rename with `data.train.columns`, "
+                f"needs the column(s) {missing}, but the data has {columns}; rename with `{source}.columns`, "
                 f"or set them in `{self._setting}.arguments`"
             )
         return None

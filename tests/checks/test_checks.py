@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from grpo_async.checks import run_place
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
+from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
+from tests.support.local_server import local_server
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
 
@@ -186,6 +193,54 @@ def test_what_would_fail_later_is_told_before_anything_starts(
     with pytest.raises(ConfigError) as caught:
         check_inputs(config, engine=EMBEDDED)
     assert told.replace("{folder}", str(tmp_path)) in str(caught.value)
+
+
+def test_what_only_the_held_out_rows_have_or_lack_is_told_before_anything_starts(tmp_path: Path) -> None:
+    held_out = _write(tmp_path / "held.jsonl", [{"prompt": "9 + 9 ="}])
+    config = make_config(tmp_path, evaluation={"data": {"type": "jsonl", "path": str(held_out)}})
+    with pytest.raises(
+        ConfigError, match=r"needs the column\(s\) \['answer'\].*rename with `evaluation\.data\.columns`"
+    ):
+        check_inputs(config, engine=EMBEDDED)
+
+
+def test_a_port_that_is_taken_is_told_and_a_login_that_is_missing_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb = {"type": "wandb", "project": "p"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = make_config(tmp_path, tracking=[wandb, {"type": "prometheus", "port": port}])
+        with pytest.raises(ConfigError, match=rf"tracking\.1\.port: 127\.0\.0\.1 port {port} cannot be bound"):
+            check_inputs(config, engine=EMBEDDED)
+    config = make_config(tmp_path, tracking=[wandb])
+    assert any(note.startswith("tracking.0: neither $WANDB_API_KEY") for note in check_inputs(config, engine=EMBEDDED))
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
+    assert not any("WANDB" in note for note in check_inputs(config, engine=EMBEDDED))
+
+
+def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_noted(tmp_path: Path) -> None:
+    external = EngineChoice(engine="external", reason="a test says so")
+    with local_server(refuses={"/rollout/info": 404}) as server:
+        config = make_config(tmp_path, inference={"urls": [server.url]})
+        with pytest.raises(ConfigError, match=rf"inference\.urls: {server.url}: it is no server of grpo-async"):
+            check_inputs(config, engine=external)
+    notes = check_inputs(config, engine=external)
+    assert any(note.startswith(f"inference.urls: {server.url} does not serve now (") for note in notes)
+
+
+def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, rewards=[{"function": "grpo_async.rewards.format:think_format"}])
+    _write(tmp_path / "train.jsonl", [{"prompt": "1 + 2 ="}])
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500}))
+    save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
+    monkeypatch.setattr(run_place.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
+    check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
+    with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoint\(s\) of 11\.4 MiB .* not enough"):
+        check_inputs(config, engine=EMBEDDED, deep=True)
 
 
 @pytest.mark.parametrize("column", ["completions", "trainer_state"])
