@@ -54,6 +54,8 @@ _JSON_LOGS_HELP = """\
   phase       name: what is going on
   preflight   checks: [{name, status: pass|warn|fail, detail}]
   step        step, max_steps, eta_s, metrics: {name: number or null}
+  example     step, prompt, completions: [{reward, text}]: every few
+              steps the best and the worst completion of a prompt
   evaluation  when: before|after|"step N", metrics
   servers     servers: [{index, url, state, version, running, waiting,
               kv_usage, restarts, words: what is wrong with one that

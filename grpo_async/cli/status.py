@@ -48,5 +48,5 @@ def status(
     if as_json:
         typer.echo(json.dumps(found.as_json()))
     else:
-        console.print(reader.describe(found), soft_wrap=not console.is_terminal)
+        reader.print_status(console, found)
     raise typer.Exit(found.exit_code)

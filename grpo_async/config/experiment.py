@@ -74,7 +74,7 @@ class ExperimentConfig(StrictModel):
     record: RecordSection = RecordSection()
     """What the run leaves to look at."""
     tracking: list[TrackerSection] = Field(default_factory=list)
-    """Where metrics go beside metrics.jsonl."""
+    """Where metrics go beside metrics.jsonl, with a table of held-out completions after each evaluation, and the verdict."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
 

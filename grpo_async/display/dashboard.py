@@ -30,9 +30,10 @@ from grpo_async.display.progress import (
     evaluations_text,
     join,
 )
+from grpo_async.findings import Verdict
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.utils.safe_text import one_line
-from grpo_async.utils.text import duration, format_number
+from grpo_async.utils.text import both_ends, duration, format_number
 
 _BORDER = "bright_black"
 _MIN_BOX = (20, 5)
@@ -45,7 +46,10 @@ _CHART_STYLES = ("bold cyan", "green", "magenta", "yellow", "yellow", "blue", "r
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row 0..3][column 0..1] of a braille cell
 _BRAILLE = 0x2800
+_LABELS = 15  # cells of a line of names and texts that are no text
 _LABEL_CELLS = 10  # of "-1.23e-05" and the axis
+_WRAPS = ("learning", "warning", "advice", "groups", "held out", "last push", "checkpoint", "note")
+"""Rows of the run that may take several lines."""
 Row = tuple[str, str, str]
 """Name, style, text."""
 
@@ -63,15 +67,14 @@ def dashboard(
     steps = f"step {progress.step}/{progress.max_steps}"
     if width < _MIN_BOX[0] or height < _MIN_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
-    run, pipeline = _run(progress, now), list(_pipeline(progress))
+    run, pipeline = _run(progress, now, width), list(_pipeline(progress))
     num_servers = max(1, len(progress.servers))
-    num_lines = sum(1 + len(text) // max(1, width - 15) for _, _, text in run)
     rows = _divide(
         {
-            "charts": (3, 60),
-            "pipeline": (4, max(4, len(pipeline))),
+            "charts": (2, 60),
+            "pipeline": (3, max(3, len(pipeline))),
             "servers": (min(2, num_servers), num_servers),
-            "run": (8, num_lines),
+            "run": (min(10, len(run)), _num_lines(run, _WRAPS, width)),
             "messages": (4, min(40, max(4, len(progress.messages)))),
         },
         height - 3,  # upper edge, head, lower edge
@@ -87,8 +90,8 @@ def dashboard(
             case "pipeline":
                 return Text("pipeline", style="bold"), _labelled(pipeline, wraps=())
             case "run":
-                wraps = [label for label, _, _ in run] if num_rows >= num_lines else ["advice"]
-                return Text("run", style="bold"), _labelled(run, wraps=wraps)
+                shown, wraps = _that_fit(run, num_rows, width)
+                return Text("run", style="bold"), _labelled(shown, wraps=wraps)
         newest = list(progress.messages)[-num_rows:]
         lines = (_line(f"{ago(each.at, now):>12}  {each.text}", "yellow" if each.is_warning else "") for each in newest)
         return Text("messages", style="bold"), Group(*lines)
@@ -260,7 +263,9 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
     fractions, idle = progress.trainer_fractions(), progress.value("pipeline/generator_idle_ratio")
     generated = progress.text("perf/generated_tokens_per_s", "generated {:.0f}")
     yield "tokens/s", "", join([generated, progress.text("perf/trained_tokens_per_s", "trained {:.0f}")])
-    yield "trainer", _warm(fractions.get("idle")), join((f"{name} {part:.0%}" for name, part in fractions.items()), " ")
+    trainer = join(["trainer", *(f"{name} {part:.0%}" for name, part in fractions.items())], " ") if fractions else None
+    servers = None if idle is None else f"servers idle {idle:.0%}"
+    yield "time", _warm(max(fractions.get("idle", 0.0), idle or 0.0)), join([trainer, servers])
     ages = [f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()]
     queue = [
         progress.text("buffer/queued_groups", "{:.0f} groups"),
@@ -272,7 +277,6 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
     length = progress.text("completions/mean_length", "mean {:.0f} tokens")
     truncated = progress.text("rollout/truncated", "{:.0%} truncated")
     others = [
-        ("servers", _warm(idle), "" if idle is None else f"idle {idle:.0%}  generate {1 - idle:.0%}"),
         ("queue", "", join(queue)),
         ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency")),
         ("lengths", "", join([length, truncated])),
@@ -281,9 +285,9 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
     yield from ((name, style, text) for name, style, text in others if text)
 
 
-def _warm(idle: float | None) -> str:
+def _warm(idle: float) -> str:
     """Coloured where much is idle."""
-    return "" if idle is None or idle < 0.3 else "yellow" if idle < 0.6 else "red"
+    return "" if idle < 0.3 else "yellow" if idle < 0.6 else "red"
 
 
 def _servers_title(progress: Progress) -> Text:
@@ -339,7 +343,7 @@ def server_text(server: ServerStatus, *, has_host: bool) -> Text:
     return line.append(f"  {server.words}" if server.words else "", style="red")
 
 
-def _run(progress: Progress, now: float) -> list[Row]:
+def _run(progress: Progress, now: float, width: int) -> list[Row]:
     """What is needed most first: what has no room is not shown."""
     warning, note = progress.last_message(is_warning=True), progress.last_message(is_warning=False)
     advice = "" if progress.advice is None else progress.advice.text
@@ -357,15 +361,54 @@ def _run(progress: Progress, now: float) -> list[Row]:
     when = "" if saved.at is None else f", {ago(saved.at, now)}"
     newest = "none yet" if saved.step is None else f"step {saved.step}{when}"
     return [
-        ("learning", "", "not judged yet" if progress.verdict is None else progress.verdict.text),
+        ("learning", "", _learning(progress.verdict)),
         ("warning", "yellow" if warning else "dim", f"{ago(warning.at, now)}: {warning.text}" if warning else "none"),
         ("advice", "bold" if advice else "dim", advice or "none yet"),
+        *_example(progress, width - _LABELS),
         ("groups", "", groups or "none yet"),
         ("held out", "", evaluations_text(progress) or "no evaluation yet"),
         ("last push", "", pushed or "none yet"),
         ("checkpoint", "", join([newest, None if saved.writing is None else f"writing step {saved.writing}"])),
         ("note", "", f"{ago(note.at, now)}: {note.text}" if note else "none"),
     ]
+
+
+def _learning(verdict: Verdict | None) -> str:
+    """By how much comes first: of a line that is cut the beginning stays."""
+    if verdict is None:
+        return "not judged yet"
+    change = verdict.numbers.get("change")
+    return join([None if change is None else f"{change:+.3f}", verdict.text])
+
+
+def _example(progress: Progress, room: int) -> Iterator[Row]:
+    """What the policy writes: a prompt, a good completion and a bad one, the middle of longer ones left out."""
+    if (example := progress.example) is None:
+        return
+    (best, *others), room = example.completions, max(room, 3)
+    yield "prompt", "dim", both_ends(f"{example.prompt} (step {example.step})", room)
+    for name, style, (reward, text) in (
+        ("best" if others else "completion", "green", best),
+        *(("worst", "red", other) for other in others),
+    ):
+        yield name, style, both_ends(f"{reward:.3f}  {text}", room)
+
+
+def _num_lines(rows: Iterable[Row], wraps: Collection[str], width: int) -> int:
+    """Those of `wraps` take as many lines as they need, the others one."""
+    return sum(1 + (len(text) // max(1, width - _LABELS) if name in wraps else 0) for name, _, text in rows)
+
+
+def _that_fit(rows: Sequence[Row], num_lines: int, width: int) -> tuple[Sequence[Row], Collection[str]]:
+    """The rows to show, and the names of those that may take several lines. Where not all have room, a note and the prompt go
+    first."""
+    if _num_lines(rows, _WRAPS, width) <= num_lines:
+        return rows, _WRAPS
+    wraps = ("advice",)
+    for name in ("note", "prompt"):
+        if _num_lines(rows, wraps, width) > num_lines:
+            rows = [row for row in rows if row[0] != name]
+    return rows, wraps
 
 
 def _labelled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:

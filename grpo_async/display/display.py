@@ -24,7 +24,7 @@ from rich.text import Text
 
 from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
-from grpo_async.display.progress import Progress, evaluation_line, step_line
+from grpo_async.display.progress import Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import plain
@@ -33,7 +33,8 @@ _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25
 _END_S = 5.0
 EVENTS = (
-    "start", "phase", "preflight", "step", "evaluation", "servers", "advice", "learning", "note", "warning", "error", "end",
+    "start", "phase", "preflight", "step", "example", "evaluation", "servers", "advice", "learning", "note",
+    "warning", "error", "end",
 )  # fmt: skip
 """All of them; what each has is in the help of the commands (cli.options)."""
 
@@ -76,6 +77,12 @@ class Display:
             self.progress.add_step(step, max_steps, metrics)
             eta_s = self.progress.seconds_left
         self._show("step", step=step, max_steps=max_steps, eta_s=eta_s, metrics=dict(metrics))
+
+    def example(self, example: Example) -> None:
+        """What the policy wrote in a step, good and bad."""
+        with self.progress.lock:
+            self.progress.example = example
+        self._show("example", **example.as_dict())
 
     def evaluation(self, when: str, metrics: Mapping[str, float]) -> None:
         """Held-out results; `when` is before, after or "step 20"."""
@@ -151,6 +158,9 @@ class LineView(View):
                 print_line(self._console, fields["name"])
             case "step":
                 print_line(self._console, step_line(self._progress))
+            case "example":
+                for line in example_lines(Example.of(fields)):
+                    print_line(self._console, line)
             case "evaluation":
                 print_line(self._console, evaluation_line(fields["when"], fields["metrics"]))
             case "note":

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import fmean
 from typing import Any
@@ -103,6 +103,25 @@ class RunMessage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A prompt of a step and completions of it with their rewards: the best and the worst, or one where these are equal."""
+
+    step: int
+    prompt: str
+    completions: Sequence[tuple[float, str]]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Example:
+        """From a message or from status.json; text is made safe for a terminal."""
+        completions = [(float(each["reward"]), one_line(str(each["text"]))) for each in content["completions"]]
+        return cls(step=int(content["step"]), prompt=one_line(str(content["prompt"])), completions=completions)
+
+    def as_dict(self) -> dict[str, Any]:
+        completions = [{"reward": reward, "text": text} for reward, text in self.completions]
+        return {"step": self.step, "prompt": self.prompt, "completions": completions}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LastPush:
     """The newest push of weights that a step reported; `at` by time.time()."""
 
@@ -140,6 +159,7 @@ class Progress:
     advice_step: int = 0
     verdict: Verdict | None = None
     """Whether it learns, as it was judged last."""
+    example: Example | None = None
     push: LastPush | None = None
     checkpoints: Checkpoints = Checkpoints()
     curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
@@ -245,7 +265,7 @@ def join(parts: Iterable[str | None], separator: str = "  ") -> str:
 
 
 def step_line(progress: Progress) -> str:
-    """One line about the newest step: `step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  ...`."""
+    """One line about the newest step: `step 12/60  reward 0.530 (all groups, +0.020)  loss 0.0123  entropy 0.31  ...`."""
     reward, change = progress.reward, progress.reward_change
     mean, most = (progress.text(f"async/staleness_{which}", "{:.3g}") for which in ("mean", "max"))
     changed = "" if change is None else f", {change:+.3f}"
@@ -253,6 +273,11 @@ def step_line(progress: Progress) -> str:
         [
             f"step {progress.step}/{progress.max_steps}",
             None if reward is None else f"reward {reward:.3f} (all groups{changed})",
+            progress.text("loss", "loss {:.3g}"),
+            progress.text("entropy", "entropy {:.3g}"),
+            progress.text("kl", "kl {:.3g}"),
+            progress.text("completions/mean_length", "length {:.0f}"),
+            progress.text("rollout/truncated", "truncated {:.0%}"),
             progress.text("perf/generated_tokens_per_s", "{:.0f} tok/s generated"),
             progress.text("perf/trained_tokens_per_s", "{:.0f} tok/s trained"),
             f"staleness {mean}/{most}" if mean and most else None,
@@ -266,6 +291,12 @@ def step_line(progress: Progress) -> str:
             None if progress.seconds_left is None else f"{duration(round(progress.seconds_left))} left",
         ]
     )
+
+
+def example_lines(example: Example) -> list[str]:
+    """`prompt of step 12: 3 + 4 =`, then a line for each completion: `  reward 1.000: 7`."""
+    completions = (f"  reward {reward:.3f}: {text}" for reward, text in example.completions)
+    return [f"prompt of step {example.step}: {example.prompt}", *completions]
 
 
 def restarts_text(progress: Progress) -> str | None:

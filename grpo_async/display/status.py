@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from grpo_async.display.dashboard import dashboard, server_text
 from grpo_async.display.display import print_line
 from grpo_async.display.progress import (
     Checkpoints,
+    Example,
     LastPush,
     Progress,
     RunMessage,
@@ -33,6 +33,7 @@ from grpo_async.findings import Evidence, Finding, Severity, Verdict, judge
 from grpo_async.findings.evidence import new_metrics
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.console import print_rows
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
@@ -120,17 +121,11 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     return RunStatus(state=found.state, content=content, why=found.why, means=means, run_dir=run_dir)
 
 
-def describe(status: RunStatus, *, now: float | None = None) -> Table:
-    """A table for people; everything in it is text that no terminal obeys."""
-    now = time.time() if now is None else now
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, text in _rows(status, now):
-        if text:
-            colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
-            table.add_row(name, Text(one_line(text), style=colour if name == "state" else ""))
-    return table
+def print_status(console: Console, status: RunStatus) -> None:
+    """For people; everything in it is text that no terminal obeys."""
+    colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
+    rows = _rows(status, time.time())
+    print_rows(console, ((name, Text(one_line(text), style=colour if name == "state" else "")) for name, text in rows))
 
 
 def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
@@ -179,6 +174,8 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     left = progress.max_steps - progress.step
     if isinstance(eta := content.get("eta_s"), int | float) and left > 0:
         progress.step_times.append(eta / left)
+    if example := content.get("example"):
+        progress.example = Example.of(example)
     if push := content.get("last_push"):
         progress.push = LastPush(**push)
     progress.checkpoints = Checkpoints(**(content.get("checkpoint") or {}))

@@ -112,6 +112,8 @@ class StatusFile(View):
                     "average": progress.reward_average,
                 },  # mean of all groups; of 5 steps
                 "metrics": dict(progress.metrics),  # of the newest step, as in metrics.jsonl
+                "example": progress.example
+                and progress.example.as_dict(),  # of some step: a good completion and a bad one
                 "ledger": _ledger(progress.metrics),  # groups and tokens by what became of them
                 "servers": [asdict(server) for server in progress.servers],
                 "last_push": None if progress.push is None else asdict(progress.push),

@@ -13,6 +13,7 @@ from rich.text import Text
 from grpo_async.checks.memory import describe_peak
 from grpo_async.display.progress import join
 from grpo_async.records import LEDGER_STATUSES
+from grpo_async.utils.console import print_rows
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped, duration, finite
 
@@ -32,13 +33,7 @@ _MAX_NAME = 18
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
     """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for name, value in _rows(summary, run_dir):
-        if value:
-            table.add_row(name, Text(plain(value)))
-    console.print(table)
+    print_rows(console, ((name, Text(plain(value))) for name, value in _rows(summary, run_dir)))
     _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
     for command in _next_commands(summary, run_dir, report):

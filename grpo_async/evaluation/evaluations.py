@@ -99,6 +99,7 @@ class RunEvaluations:
         self._running: _Running | None = None
         self._unsealed: RolloutStore | None = None  # of the evaluation before
         self._unreported: dict[str, float] = {}
+        self._completions: list[Mapping[str, str | float | None]] = []
         self._num_skipped = 0
         self._num_failed = 0
         if evaluator is not None:
@@ -201,6 +202,11 @@ class RunEvaluations:
             },
         }
 
+    def take_completions(self) -> list[Mapping[str, str | float | None]]:
+        """Rows of EvaluationResult.completions of evaluations that have ended since the last call, for trackers."""
+        taken, self._completions = self._completions, []
+        return taken
+
     def close(self) -> None:
         """Close the rows of an evaluation that was broken off, and seal those of the last. Safe to call twice."""
         running, self._running = self._running, None
@@ -281,6 +287,7 @@ class RunEvaluations:
         self._release(running)  # not before: without a score, a checkpoint that is not evaluated may be removed
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)
+        self._completions += result.completions if self._config.tracking else ()
         shown = {"start": "before", "end": "after"}.get(running.when, f"step {running.step}")
         self._listeners.tell(shown, result.flat())
 

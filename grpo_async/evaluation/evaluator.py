@@ -31,10 +31,14 @@ from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.utils.text import both_ends
+from grpo_async.viewer.format import conversation
 
 logger = logging.getLogger(__name__)
 
 _NOTED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
+_NUM_SHOWN, _MAX_TEXT = 16, 8000
+"""Prompts in the table of completions, always the same ones, and characters of a text there."""
 _MAX_GROUPS = 64
 """Values of `evaluation.group_by`: each has a dozen metrics of its own."""
 
@@ -97,9 +101,14 @@ class Evaluator:
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
+        rows: dict[int, dict[str, str | float | None]] = {}
+
         async def one(number: int) -> list[CompletionOutcome]:
             async with slots:  # for rollouts with limits
-                return await self._make(task, number)
+                group, outcomes = await self._make(task, number)
+            if number < _NUM_SHOWN and group.completions:
+                rows[number] = {"step": task.step, **_row(group, outcomes[0])}
+            return outcomes
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -110,9 +119,10 @@ class Evaluator:
         made = [each.result() for each in running]
         self._check_failures([outcome.error for each in made for outcome in each if outcome.error is not None])
         prompts = [PromptOutcomes(outcomes=each, group=group) for each, group in zip(made, self._groups, strict=True)]
-        return evaluation_result(
+        result = evaluation_result(
             prompts, samples=self._samples, pass_reward=self._pass_reward, duration_s=time.monotonic() - began
         )
+        return replace(result, completions=[rows[number] for number in sorted(rows)])
 
     def _check_failures(self, failures: Sequence[str]) -> None:
         total = len(self._prompts) * self._samples
@@ -122,8 +132,8 @@ class Evaluator:
                 raise RunError(said)
             logger.warning("%s; its numbers are those of the others", said)
 
-    async def _make(self, task: EvaluationTask, number: int) -> list[CompletionOutcome]:
-        """The completions of one prompt. A failure is theirs alone."""
+    async def _make(self, task: EvaluationTask, number: int) -> tuple[RolloutGroup, list[CompletionOutcome]]:
+        """The completions of one prompt, and what became of them. A failure is theirs alone."""
         prompt = self._prompts[number]
         request = GroupRequest(
             name=f"eval-v{task.step}-{number}",
@@ -144,9 +154,9 @@ class Evaluator:
             self._errors.note("evaluation", error)
             message = f"{request.name}: {error or type(error).__name__}"
             self._keep(task, group, GroupStatus.FAILED, None)
-            return [CompletionOutcome(error=message)] * self._samples
+            return group, [CompletionOutcome(error=message)] * self._samples
         self._keep(task, group, GroupStatus.EVALUATED, scored)
-        return outcomes
+        return group, outcomes
 
     def _count(self, _index: int, num_tokens: int, _version: int) -> None:
         self.num_tokens += num_tokens
@@ -191,6 +201,18 @@ class Evaluator:
     def _keep(self, task: EvaluationTask, group: RolloutGroup, status: GroupStatus, scored: ScoredGroup | None) -> None:
         if task.store is not None:
             task.store.append(group, status, task.step, scored=scored)
+
+
+def _row(group: RolloutGroup, outcome: CompletionOutcome) -> dict[str, str | float | None]:
+    """The first completion of a prompt."""
+    completion = group.completions[0]
+    messages = completion.prompt_messages or group.prompt.messages
+    return {
+        "prompt": both_ends(conversation(messages), _MAX_TEXT),
+        "completion": both_ends(conversation(completion.completion_messages()), _MAX_TEXT),
+        "reward": outcome.reward,
+        **{f"rewards/{name}": value for name, value in outcome.parts.items()},
+    }
 
 
 def _outcome(

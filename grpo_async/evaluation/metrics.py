@@ -6,7 +6,7 @@ A completion that failed, or that no reward scored, takes part in no mean of rew
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -51,11 +51,13 @@ class PromptOutcomes:
 class EvaluationResult:
     """`metrics` are over all prompts; `by_group` has those of each value of `evaluation.group_by`, empty without it.
     `prompt_rewards`: the mean reward of each prompt, in the order of the data, None where none of its completions has one: two
-    evaluations of the same prompts are compared by them."""
+    evaluations of the same prompts are compared by them. `completions`: rows of a table for people, of the first prompts one each:
+    step, prompt, completion, reward, rewards/NAME."""
 
     metrics: dict[str, float]
     by_group: dict[str, dict[str, float]] = field(default_factory=dict)
     prompt_rewards: list[float | None] = field(default_factory=list)
+    completions: Sequence[Mapping[str, str | float | None]] = ()
 
     def flat(self) -> dict[str, float]:
         """{"reward": 0.5} and {"gsm8k": {"reward": 0.25}} -> {"reward": 0.5, "reward/gsm8k": 0.25}."""

@@ -25,6 +25,7 @@ from grpo_async.cluster.members import Member
 from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
+from grpo_async.display.progress import Example
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan
@@ -274,6 +275,8 @@ class Supervisor:
                 self._display.phase(name)
             case {"kind": "step", "step": int(step), "max_steps": int(max_steps), "metrics": dict(metrics)}:
                 self._display.step(step, max_steps, metrics)
+            case {"kind": "example", "step": int(), "prompt": str(), "completions": list()}:
+                self._display.example(Example.of(message))
             case {"kind": "evaluation", "when": str(when), "metrics": dict(metrics)}:
                 self._display.evaluation(when, metrics)
             case {"kind": "preflight", "checks": list(checks)}:

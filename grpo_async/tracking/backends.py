@@ -7,14 +7,17 @@ summarised (`catalog`), where they can take that.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
+import shlex
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
@@ -29,17 +32,33 @@ from grpo_async.config.record_sections import (
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
-from grpo_async.utils.network import is_loopback
+from grpo_async.utils.network import host_in_url, is_loopback
+from grpo_async.utils.safe_text import visible_line
 
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS_END_S = 5.0
+_COMPLETIONS = "held_out/completions"
+_MLFLOW_TABLES = "mlflow.loggedArtifacts"
+_MAX_CELL = 1000  # characters of a text in TensorBoard, which shows all of a table at once
+
+
+Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
+"""Of a table; `Trackers` sees to it that all have the same columns."""
 
 
 class Tracker(Protocol):
-    """One place that numbers go to."""
+    """One place that numbers go to. `shown_by`: how people look at it, a command or an address."""
+
+    shown_by: str
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        """What held-out prompts got in the evaluations that have ended since the last time."""
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        """Whether the run learns: in a word, and in sentences."""
 
     def close(self, *, failed: bool) -> None:
         """`failed`: the run ended with an error."""
@@ -49,17 +68,32 @@ class Tensorboard:
     """Event files."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(
-            logdir=str(run_dir.trackers / "tensorboard")
-        )
+        folder = str(run_dir.trackers / "tensorboard")
+        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(logdir=folder)
+        self.shown_by = f"tensorboard --logdir {shlex.quote(folder)}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
+    def log_completions(self, step: int, rows: Rows) -> None:
+        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        self._writer.add_text(_COMPLETIONS, text, global_step=step)
+        self._writer.flush()
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        self._writer.add_text("verdict", text, global_step=step)
+        self._writer.flush()
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
+
+
+def _cell(value: str | float | None) -> str:
+    """Of a table in Markdown: one line, and no mark that ends it."""
+    return visible_line("" if value is None else str(value), _MAX_CELL).replace("|", "\\|")
 
 
 class Wandb:
@@ -67,6 +101,7 @@ class Wandb:
 
     def __init__(self, section: WandbTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
         wandb = _library("wandb", "wandb")
+        self._table = wandb.Table
         run_dir.trackers.mkdir(exist_ok=True)
         self._run = wandb.init(
             project=section.project,
@@ -78,12 +113,21 @@ class Wandb:
             config=public_config(config),
             dir=str(run_dir.trackers),
         )
+        offline = f"wandb sync {shlex.quote(str(Path(self._run.dir).parent))}"
+        self.shown_by = offline if section.mode == "offline" else str(self._run.url)
         for entry in CATALOG:
             if "{" not in entry.name and entry.reduction.value in ("min", "max", "mean"):
                 self._run.define_metric(entry.name, summary=entry.reduction.value)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({_COMPLETIONS: table}, step=step)
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        self._run.summary.update({"learning": key, "verdict": text})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -96,7 +140,9 @@ class Trackio:
     def __init__(self, section: TrackioTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
         # read when the library is imported
         folder = os.environ.setdefault("TRACKIO_DIR", str((run_dir.trackers / "trackio").resolve()))
-        self._run = _library("trackio", "trackio").init(
+        trackio = _library("trackio", "trackio")
+        self._table = trackio.Table
+        self._run = trackio.init(
             project=section.project,
             name=config.run.name,
             space_id=section.space_id,
@@ -106,10 +152,17 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        logger.info("trackio: TRACKIO_DIR=%s trackio show --project %s", folder, section.project)
+        local = f"TRACKIO_DIR={shlex.quote(folder)} trackio show --project {shlex.quote(section.project)}"
+        self.shown_by = f"https://huggingface.co/spaces/{section.space_id}" if section.space_id else local
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self._run.log({_COMPLETIONS: self._table(data=[dict(row) for row in rows])}, step=step)
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        self._run.log({"verdict": self._table(data=[{"step": step, "learning": key, "verdict": text}])}, step=step)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish()
@@ -124,6 +177,7 @@ class Mlflow:
         uri = section.uri or os.environ.get("MLFLOW_TRACKING_URI") or folder
         if uri.startswith("file:") or "://" not in uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x asks for this before it writes files
+        self.shown_by = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
         entities = _library("mlflow.entities", "mlflow")
         self._metric = entities.Metric
         self._client = _library("mlflow", "mlflow").MlflowClient(tracking_uri=uri)
@@ -145,12 +199,25 @@ class Mlflow:
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
         )
 
+    def log_completions(self, step: int, rows: Rows) -> None:
+        """What `log_table` writes, which wants pandas. Its page has a table of the first of these files and of the newest."""
+        file = f"completions/step_{step}.json"
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._client.log_dict(self._run_id, table, file)
+        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
+        self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps([*known[:1], {"path": file, "type": "table"}]))
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        self._client.set_tag(self._run_id, "learning", key)
+        self._client.set_tag(self._run_id, "verdict", text)
+
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 class Prometheus:
-    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`."""
+    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`. It takes numbers only: neither
+    texts nor tables."""
 
     def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
         library = _library("prometheus_client", "prometheus")
@@ -165,11 +232,15 @@ class Prometheus:
             logger.warning("tracking: prometheus listens on %s without a token: who reaches it can read", section.host)
         self._server, self._thread = library.start_http_server(section.port, addr=section.host, registry=registry)
         self.port: int = self._server.server_port
-        logger.info("tracking: prometheus reads from http://%s:%d/metrics", section.host, self.port)
+        self.shown_by = f"http://{host_in_url(section.host)}:{self.port}/metrics"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self._newest |= {"step": float(step), **metrics}
+
+    def log_completions(self, step: int, rows: Rows) -> None: ...
+
+    def log_verdict(self, step: int, key: str, text: str) -> None: ...
 
     def collect(self) -> Iterator[Any]:
         """What the library asks for when it is scraped. Two names that differ in odd characters only share a family."""

@@ -15,7 +15,7 @@ from functools import partial
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.backends import Tracker, open_tracker
+from grpo_async.tracking.backends import Rows, Tracker, open_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,30 @@ class Trackers:
     """
 
     def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_S) -> None:
+        self.shown_by = [f"{name}: {tracker.shown_by}" for name, tracker in trackers]
+        """How people look at each: a command, or an address."""
         self._close_s = close_s
         self._callers = [_Caller(name, tracker) for name, tracker in trackers]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand a step's metrics to every tracker and return at once; values that are not finite are left out."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._call(step, lambda tracker: tracker.log(step, finite))
+
+    def log_completions(self, step: int, rows: Rows) -> None:
+        """A table of what held-out prompts got. What a row lacks is empty there."""
+        names = dict.fromkeys(name for row in rows for name in row)
+        if rows:
+            table = [{name: row.get(name) for name in names} for row in rows]
+            self._call(step, lambda tracker: tracker.log_completions(step, table))
+
+    def log_verdict(self, step: int, key: str, text: str) -> None:
+        """Whether the run learns, by what is known at this step (findings.Verdict)."""
+        self._call(step, lambda tracker: tracker.log_verdict(step, key, text))
+
+    def _call(self, step: int, function: Callable[[Tracker], None]) -> None:
         for caller in self._callers:
-            caller.log(step, finite)
+            caller.call(step, function)
 
     def close(self, *, failed: bool = False) -> None:
         """Let each write what it has, and end it. Allowed more than once. `failed`: the run ended with an error."""
@@ -62,11 +78,11 @@ class _Caller:
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def call(self, step: int, function: Callable[[Tracker], None]) -> None:
         if self._closing:
             return
         try:
-            self._calls.put_nowait(partial(self._tracker.log, step, metrics))
+            self._calls.put_nowait(partial(function, self._tracker))
         except queue.Full:
             self._warn(f"it is {_MAX_WAITING} steps behind; step {step} is left out")
 

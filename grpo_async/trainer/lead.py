@@ -25,17 +25,19 @@ from grpo_async.checks.report import Check
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
-from grpo_async.findings import Evidence, judge
+from grpo_async.findings import Evidence, Verdict, judge
 from grpo_async.inference.api import token_from_environment
 from grpo_async.inference.fleet import Server
 from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
+from grpo_async.records import ScoredGroup
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
+from grpo_async.trainer.example import example_of
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.trainer.stall import StallGuard
@@ -57,6 +59,8 @@ _NUM_PROBES = 4
 _PREFLIGHTS = 3
 """A server that dies while it is checked is checked again when it is back, this many times in all."""
 _WAIT_SLICE_S = 20.0
+_EXAMPLE_STEPS = 5
+"""Every so many steps, and after the first, people are shown what the policy writes."""
 _LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
 _FAR_MORE = 1.5  # than an estimate that is good to about a third
 
@@ -233,11 +237,18 @@ class _Leader:
         trackers = self._trackers = open_trackers(config, self._assignment.run_dir) if is_run else Trackers(())
         self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 
-        def on_step(step: int, metrics: dict[str, float]) -> None:
+        for text in trackers.shown_by:
+            self._control.send("note", text=text)
+
+        def on_step(step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
             metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": float(peak_bytes(context.device))}
             log.write(step, metrics)
             trackers.log(step, metrics)
             self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
+            if (step == self._start + 1 or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
+                self._control.send("example", step=step, **example)
+            if "eval/step" in metrics and config.tracking:
+                self._track_evaluation(step)
             if step == self._start + 1:
                 self._tell_memory(step)
 
@@ -433,6 +444,13 @@ class _Leader:
         if left < _LITTLE * most or (memory["on_gpu"] and most > _FAR_MORE * memory["estimated"]):
             self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
+    def _track_evaluation(self, step: int) -> Verdict:
+        """Trackers get what evaluations that have ended generated, and whether the run learns by now, which is returned."""
+        verdict = judge(Evidence.read(self._assignment.run_dir))
+        self._trackers.log_completions(step, self._evaluations.take_completions())
+        self._trackers.log_verdict(step, verdict.key, verdict.text)
+        return verdict
+
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
         run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
@@ -449,7 +467,7 @@ class _Leader:
                 for failure in self._fleet.failures
             ],
             **self._meter.summary(),
-            "learning": judge(Evidence.read(run_dir)).as_dict(),
+            "learning": self._track_evaluation(steps).as_dict(),
             "evaluation": self._evaluations.summary(),
             "ledger": ledger,
             "ledger_closed": is_closed(ledger),

@@ -58,7 +58,7 @@ class LeaderLoop:
         source: samples.
         sync: pushes the weights to the servers.
         read: reads clock and server counters.
-        on_step: gets (step, metrics) after each step.
+        on_step: gets (step, metrics, the groups that it took) after each step.
         meter: metrics of the pipeline.
         progress: further state to keep in checkpoints.
         counters: of the checkpoint that this run goes on from.
@@ -75,7 +75,7 @@ class LeaderLoop:
         source: AsyncRolloutSource,
         sync: FleetSync,
         read: Callable[[], CounterSnapshot],
-        on_step: Callable[[int, dict[str, float]], None],
+        on_step: Callable[[int, dict[str, float], Sequence[ScoredGroup]], None],
         meter: PipelineMeter,
         progress: dict[str, Any],
         evaluations: RunEvaluations | None = None,
@@ -218,7 +218,7 @@ class LeaderLoop:
             if self._evaluations is not None:
                 self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
             with self._timeline.span("log", "trainer", step=step):
-                self._on_step(step, metrics)
+                self._on_step(step, metrics, groups)
             self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
             if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:

@@ -61,6 +61,12 @@ def clipped(text: str, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def both_ends(text: str, most: int) -> str:
+    """At most so many characters (3 at least), the middle left out: "abcdefghij", 7 -> "abc…hij"."""
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+
+
 def backticked(names: Iterable[object]) -> str:
     """Names as a message quotes them: a, b -> "`a`, `b`"; none -> "(none)"."""
     return ", ".join(f"`{name}`" for name in names) or "(none)"

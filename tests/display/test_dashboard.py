@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.dashboard import Chart, columns, dashboard
-from grpo_async.display.progress import Checkpoints, Curve, LastPush, Progress
+from grpo_async.display.progress import Checkpoints, Curve, Example, LastPush, Progress
 from grpo_async.findings import Finding, Severity, Verdict
 from tests.display.support import METRICS
 
@@ -37,10 +37,14 @@ def _progress(num_servers: int = 2) -> Progress:
     progress.set_servers([_server(index) if index != 1 else down for index in range(num_servers)])
     progress.push = LastPush(at=NOW - 4, seconds=0.2, step=12, num_bytes=3.1e9, bytes_per_s=1.5e9)
     progress.checkpoints = Checkpoints(step=10, at=NOW - 75, writing=20)
+    wrong = {"reward": 0.0, "text": "8, since " + "I think " * 60 + "so it is 8"}
+    progress.example = Example.of(
+        {"step": 10, "prompt": "3 + 4 =", "completions": [{"reward": 1.0, "text": "it is\n7"}, wrong]}
+    )
     progress.evaluations = {"before": {"reward": 0.3}, "step 10": {"reward": 0.456}}
     text = "trainer idle 41%, server KV 38%: raise rollout.max_in_flight 64 -> 96, or move one GPU to a server"
     rose = "Yes: the reward on held-out prompts rose from 0.3 to 0.456: +0.156 (95 %: +0.100 to +0.212; 100 prompts)."
-    progress.verdict = Verdict(is_learning=True, key="learns", text=rose)
+    progress.verdict = Verdict(is_learning=True, key="learns", text=rose, numbers={"change": 0.156})
     progress.advice = Finding(key="generation", severity=Severity.NOTE, what="", text=text)
     progress.add_message("the inference server 1 was killed by SIGKILL; restart 1 of 3 in 1 s", is_warning=True)
     progress.add_message("node 1 is here")
@@ -75,17 +79,24 @@ def test_everything_that_matters_is_there(width: int, height: int) -> None:
         *("x · training", "step 12/60", "20%", "1:36 left", "2.0 s/step"),  # 48 steps x 2 s = 96 s
         *("reward  0.580 (all groups)", "average 0.500", "std 0.250", "change +0.120"),  # 0.58 - mean of 0.38 .. 0.54
         *("generated 123456", "trained 987"),
-        *("idle 12% train 72% push 10% save 5%", "idle 30%  generate 70%"),
+        *(
+            "trainer idle 12% train 72% push 10% save 5%  servers idle 30%",
+            "best       1.000  it is 7",
+            "worst      0.000  8, since",
+        ),
         *("13 groups", "16 in flight", "staleness mean 0.75  max 3  0: 50%"),
         *("1 of 2 serve  1 restart", "0 10.0.0.0:8000  serving", "v12", "run 60/128  wait 3", "38%"),
         *("1 10.0.0.1:8000  down", "restarts 1  killed by SIGKILL"),
         *("trained 1000", "filtered 1000", "stale 1000", "failed 1000", "cancelled 1000"),
         *("4 s ago  took 0.20 s  3.1 GB  1.5 GB/s  step 12", "step 10, 1:15 ago  writing step 20"),
-        "learning   Yes: the reward on held-out prompts rose from 0.3",
+        "learning   +0.156  Yes: the reward on held-out prompts rose",
         *("before 0.300  step 10 0.456", "raise rollout.max_in_flight 64", "96, or move one GPU"),
         *("the inference server 1 was killed by", "logs: runs/x/logs/latest"),
     ):
         assert part in text, f"{part!r} is missing:\n{text}"
+    assert "…" in next(line for line in text.splitlines() if "worst" in line), "the middle is left out"
+    assert "so it is 8" in text
+    assert ("3 + 4 = (step 10)" in text) is (height > 24), "the prompt gives way first"
     assert any("\u2800" < character <= "\u28ff" for character in text), "a curve of braille dots"
 
 
@@ -121,6 +132,7 @@ def test_hostile_text_stays_inside_the_frame(width: int, height: int) -> None:
     progress.set_servers([_server(0, state="down", url=bad, words=bad, kv_usage=float("nan"))])
     progress.add_message(bad, is_warning=True)
     progress.evaluations = {bad: {"reward": 1.0}}
+    progress.example = Example.of({"step": 1, "prompt": bad, "completions": [{"reward": 0.5, "text": bad}]})
     progress.advice = Finding(key="x", severity=Severity.NOTE, what="", text=bad)
     text = _text(progress, width, height)
     assert max(len(line) for line in text.splitlines()) <= width

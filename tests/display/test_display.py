@@ -13,7 +13,7 @@ from rich.console import Console
 from grpo_async.checks.report import Check
 from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Progress, evaluation_line, evaluations_text
+from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
 from grpo_async.run_directory import RunDir
@@ -45,6 +45,8 @@ def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
             10, 60, {"reward": float("nan"), "sync/push_s": 0.5, "servers/serving": 2.0, "servers/restarts": 0.0}
         )
         display.step(11, 60, {**METRICS, "reward": 0.51})
+        completions = [{"reward": 1.0, "text": "it is\n7"}, {"reward": 0.0, "text": "8\x1b[2J"}]
+        display.example(Example.of({"step": 11, "prompt": "3 + 4\n=", "completions": completions}))
         display.step(12, 60, {**METRICS, "servers/serving": 1.0, "servers/restarts": 3.0})
         display.evaluation("after", {"reward": 0.9, "mean_length": 20.0})
     assert _text(console).splitlines() == [
@@ -52,10 +54,15 @@ def test_each_step_is_one_plain_line_and_missing_metrics_are_left_out() -> None:
         "training",
         "step 10/60  push 0.50 s",
         # 49 steps x 2 s = 98 s
-        "step 11/60  reward 0.510 (all groups)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  "
-        "trainer idle 12%  push 0.04 s  2.0 s/step  1:38 left",
-        "step 12/60  reward 0.530 (all groups, +0.020)  1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  "
-        "in flight 16  trainer idle 12%  push 0.04 s  servers 1  restarts 3  2.0 s/step  1:36 left",
+        "step 11/60  reward 0.510 (all groups)  loss -0.0123  entropy 0.31  kl 0.002  length 42  truncated 3%  "
+        "1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
+        "2.0 s/step  1:38 left",
+        "prompt of step 11: 3 + 4 =",
+        "  reward 1.000: it is 7",
+        "  reward 0.000: 8",
+        "step 12/60  reward 0.530 (all groups, +0.020)  loss -0.0123  entropy 0.31  kl 0.002  length 42  truncated 3%  "
+        "1234 tok/s generated  987 tok/s trained  staleness 0.75/1  queued 3  in flight 16  trainer idle 12%  push 0.04 s  "
+        "servers 1  restarts 3  2.0 s/step  1:36 left",
         "held-out after training: reward 0.900  mean_length 20.000",
     ]
 

@@ -20,8 +20,8 @@ from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output, OutputMode
-from grpo_async.display.progress import Progress
-from grpo_async.display.status import MetricsTail, describe, read_status, watch
+from grpo_async.display.progress import Example, Progress
+from grpo_async.display.status import MetricsTail, print_status, progress_of, read_status, watch
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
@@ -41,6 +41,9 @@ SERVER = {
     "waiting": 1,
     "kv_usage": 0.5,
 }
+
+
+EXAMPLE = Example(step=3, prompt="3 + 4 =", completions=[(1.0, "7"), (0.0, "8")])
 
 
 @pytest.fixture
@@ -78,6 +81,7 @@ def _fill(status: Display) -> None:
     status.phase("training")
     status.step(3, 10, STEP)
     status.evaluation("before", {"reward": 0.25})
+    status.example(EXAMPLE)
     status.servers([SERVER])
     advice = Finding(
         key="generation", severity=Severity.NOTE, what="", text="more servers", setting="a.b", current=1, suggested=2
@@ -130,6 +134,7 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     assert content["last_push"]["bytes_per_s"] is None
     assert (content["checkpoint"]["step"], content["checkpoint"]["writing"]) == (2, 3)
     assert content["evaluations"] == {"before": {"reward": 0.25}}
+    assert progress_of(content).example == EXAMPLE, "for `status --watch`"
     expected = {
         "bound_by": "generation",
         "text": "more servers",
@@ -193,7 +198,7 @@ def test_what_is_no_status_is_said(run_dir: RunDir) -> None:
 
 def _table(run_dir: RunDir) -> str:
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(describe(read_status(run_dir)))
+    print_status(console, read_status(run_dir))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

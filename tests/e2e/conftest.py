@@ -42,6 +42,7 @@ def golden_run(quickstart_files: None, tmp_path_factory: pytest.TempPathFactory)
         "loss.epsilon_high=0.02",
         "record.advise_every_steps=2",
         "record.report=true",
+        "tracking=[{type: tensorboard}]",
         "training.max_steps=4",
     )
     run = make_run(tmp_path_factory.mktemp("golden"), "quickstart.yaml", settings)

@@ -37,7 +37,9 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run:
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps] == [1, 2, 3, 4]
     assert all(0.0 <= event["metrics"]["servers/kv_usage"] <= 1.0 for event in steps)
-    assert {"phase", "preflight", "evaluation", "servers", "advice"} <= set(names)
+    assert {"phase", "preflight", "example", "evaluation", "servers", "advice"} <= set(names)
+    example = next(event for event in events if event["event"] == "example")
+    assert (example["step"], [sorted(each) for each in example["completions"]][:1]) == (1, [["reward", "text"]])
     assert any(event["servers"][0]["state"] == "serving" for event in events if event["event"] == "servers")
     assert events[-1]["exit_code"] == 0
     assert events[-1]["summary"]["steps"] == 4
@@ -45,6 +47,15 @@ def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run:
     assert [peak > 100 << 20 for peak in memory["peaks"]] == [True]
     assert memory["estimated"] > 0
     assert any(event["event"] == "note" and "after step 1" in event["text"] for event in events)
+
+
+def test_trackers_get_what_held_out_prompts_got_and_the_verdict(golden_run: GoldenRun) -> None:
+    folder = golden_run.run.folder / "trackers" / "tensorboard"
+    assert f"tensorboard: tensorboard --logdir {folder}" in golden_run.json_logs
+    written = b"".join(file.read_bytes() for file in folder.iterdir())
+    assert b"| step | prompt | completion | reward |" in written
+    assert all(f"\n| {step} | ".encode() in written for step in (0, 3, 4, 6))
+    assert golden_run.run.summary()["learning"]["text"].encode() in written
 
 
 def test_a_quiet_run_prints_its_summary_only(golden_run: GoldenRun) -> None:

@@ -40,7 +40,11 @@ class _Source:
         elif isinstance(reward, Exception):
             self.futures[-1].set_exception(reward)
         else:
-            result = EvaluationResult(metrics={"reward": reward, "mixed": 0.0}, by_group={"a": {"reward": 1.0}})
+            result = EvaluationResult(
+                metrics={"reward": reward, "mixed": 0.0},
+                by_group={"a": {"reward": 1.0}},
+                completions=[{"prompt": "1 + 1 ="}],
+            )
             self.futures[-1].set_result(result)
 
     def await_evaluation(
@@ -58,6 +62,7 @@ class _Run:
         self.config = make_config(
             folder,
             training={"max_steps": 10},
+            tracking=[{"type": "tensorboard"}],
             rollout={"max_in_flight": 40},
             evaluation={"data": {"type": "jsonl", "path": "held.jsonl"}, "every_steps": 2, **section},
         )
@@ -102,6 +107,8 @@ def test_before_training_all_slots_are_used_and_the_first_step_reports_the_resul
         "eval/majority_baseline": 0.1,
         "eval/step": 0.0,
     }
+    assert run.evaluations.take_completions() == [{"prompt": "1 + 1 ="}]
+    assert run.evaluations.take_completions() == []
     assert run.after(2) == {}
 
 

@@ -107,6 +107,18 @@ def test_means_are_over_the_prompts_that_have_a_reward() -> None:
     assert producer.most_leased == 2
 
 
+def test_the_first_completion_of_each_of_the_first_prompts_is_a_row_of_a_table() -> None:
+    result = _run(_evaluator(_Producer(failing=[2]), count=20, samples=2))
+    assert len(result.completions) == 16
+    texts = {"step": 5, "prompt": "1 + 1 ="}
+    assert result.completions[:3] == [
+        {**texts, "completion": "0", "reward": None, "rewards/_reward": None, "rewards/Maze": None},
+        {**texts, "completion": "1", "reward": 3.0, "rewards/_reward": 1.0, "rewards/Maze": 1.0},
+        {**texts, "completion": "", "reward": None},
+    ]
+    assert "completions" not in result.as_dict(), "they stand in the store of the evaluation"
+
+
 def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> None:
     """3 samples: at most 7 at once are 2 prompts; at most 1 at once is one prompt all the same."""
     for bound, most in ((7, 6), (1, 3)):

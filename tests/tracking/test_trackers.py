@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
@@ -19,12 +20,21 @@ from grpo_async.config.record_sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers
-from grpo_async.tracking.backends import Prometheus
+from grpo_async.tracking.backends import Prometheus, Rows
 from tests.e2e.support import wait_for
+
+ROWS: list[dict[str, str | float | None]] = [
+    {"step": 4, "prompt": "3 + 4 =", "completion": "it is\n7 | seven", "reward": 1.0, "rewards/exact": 1.0},
+    {"step": 4, "prompt": "1 + 1 =", "completion": "eleven", "reward": None},
+]
+DATA = [list(ROWS[0].values()), [*ROWS[1].values(), None]]
+VERDICT = ("learns", "Yes. The reward on held-out prompts rose.")
 
 
 class _Recording:
     """A tracker that fails, or waits until it is released."""
+
+    shown_by = "nobody"
 
     def __init__(self, *, error: Exception | None = None, released: threading.Event | None = None) -> None:
         self.steps: list[int] = []
@@ -36,6 +46,10 @@ class _Recording:
         if self._error is not None:
             raise self._error
         self.steps.append(step)
+
+    def log_completions(self, step: int, rows: Rows) -> None: ...
+
+    def log_verdict(self, step: int, key: str, text: str) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -60,7 +74,21 @@ def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
     (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
     content = file.read_bytes()
     assert content.count(b"reward") == 2
+    assert trackers.shown_by == [f"tensorboard: tensorboard --logdir {tmp_path}/trackers/tensorboard"]
     assert b"policy_loss" not in content
+
+
+def test_tensorboard_gets_a_table_of_completions_and_the_verdict(tmp_path: Path) -> None:
+    trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
+    trackers.log_completions(4, [])  # no evaluation has ended
+    trackers.log_completions(5, ROWS)
+    trackers.log_verdict(5, *VERDICT)
+    trackers.close()
+    (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
+    content = file.read_bytes()
+    assert b"| step | prompt | completion | reward | rewards/exact |\n| --- |" in content
+    assert b"| 4 | 3 + 4 = | it is 7 \\| seven | 1.0 | 1.0 |\n| 4 | 1 + 1 = | eleven |  |  |" in content
+    assert VERDICT[1].encode() in content
 
 
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
@@ -69,10 +97,17 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     monkeypatch.setenv("WANDB_SILENT", "true")
     trackers = open_trackers(_config({"type": "wandb", "project": "p", "mode": "offline"}), RunDir(tmp_path))
     trackers.log(1, {"reward": 0.5})
+    trackers.log_completions(1, ROWS)
+    trackers.log_verdict(1, *VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
+    assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
     # its own process writes the file, some time after finish() has returned
-    wait_for(lambda: b"reward" in file.read_bytes(), what="the metrics to be written", timeout_s=30.0)
+    wait_for(lambda: VERDICT[1].encode() in file.read_bytes(), what="the verdict to be written", timeout_s=30.0)
+    (table,) = file.parent.glob("files/media/table/held_out/completions_*.table.json")
+    content = json.loads(table.read_text())
+    assert content["columns"] == list(ROWS[0])
+    assert content["data"] == DATA
     assert b"api_key" in file.read_bytes()
     assert b"sk-12345" not in file.read_bytes()
 
@@ -112,6 +147,14 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
         trackers.close()
     logs = SQLiteStorage.get_logs("p", "tracked")
     assert [(row["step"], row["reward"]) for row in logs] == [(1, 0.5), (2, 1.0)]
+    assert trackers.shown_by == [f"trackio: TRACKIO_DIR={tmp_path}/trackio trackio show --project p"]
+    trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
+    trackers.log_completions(3, ROWS)
+    trackers.log_verdict(3, *VERDICT)
+    trackers.close()
+    *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
+    assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
+    assert verdict["verdict"]["_value"] == [{"step": 3, "learning": VERDICT[0], "verdict": VERDICT[1]}]
 
 
 def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
@@ -121,6 +164,8 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     for step in (1, 2):
         trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
         trackers.log(step, {"eval/pass@4": 0.25 * step})
+        trackers.log_completions(step, ROWS)
+        trackers.log_verdict(step, *VERDICT)
         trackers.close()
     (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
     assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
@@ -129,6 +174,12 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
     trackers.close(failed=True)
     assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
+    run = meta.parent
+    tables = json.loads((run / "tags" / "mlflow.loggedArtifacts").read_text())
+    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 2)]
+    content = json.loads((run / "artifacts" / tables[-1]["path"]).read_text())
+    assert content == {"columns": list(ROWS[0]), "data": DATA}
+    assert ((run / "tags" / "learning").read_text(), (run / "tags" / "verdict").read_text()) == VERDICT
     (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
     assert "api_key" in config.read_text()
     assert "sk-12345" not in config.read_text()

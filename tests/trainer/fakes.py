@@ -98,7 +98,7 @@ def make_loop(
         source=source,
         sync=sync or FakeSync(),
         read=read,
-        on_step=lambda step, metrics: lines.append(metrics),
+        on_step=lambda step, metrics, groups: lines.append(metrics),
         meter=PipelineMeter(read()),
         **{"progress": {}, **more},
     )
