@@ -138,9 +138,9 @@ class _Findings:
     def check_model(self) -> None:
         config = self.config
         folder = self._check_folder("model.path", config.model.path)
-        if folder is not None:
+        if (described := folder or _downloaded(config.model.path)) is not None:
             with self.collecting():
-                text, longest = text_config(folder), config.inference.max_model_len
+                text, longest = text_config(described), config.inference.max_model_len
                 if self.trains:
                     check_family(text, config.model.path, longest)
                 if self.engine.engine == "embedded":
@@ -159,7 +159,8 @@ class _Findings:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
         folder = Path(path)
         if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
-            self.notes.append(f"{key}: {path} is no local folder; it is taken as a hub name and not checked here")
+            looked_at = "of which config.json alone is checked here" if _downloaded(path) else "and not checked here"
+            self.notes.append(f"{key}: {path} is no local folder; it is taken as a hub name {looked_at}")
             return None
         problem = model_problem(path)
         if problem is not None:
@@ -446,6 +447,18 @@ class _Findings:
                             f"inference.urls: {url} does not serve now ({error}); the run waits for it for "
                             "inference.startup_timeout_s"
                         )
+
+
+def _downloaded(name: str) -> Path | None:
+    """The folder in the cache that has the config.json of a model on the hub; None: there is none."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # it can be no name on the hub
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _netrc() -> Path:

@@ -243,6 +243,19 @@ def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch:
         check_inputs(config, engine=EMBEDDED, deep=True)
 
 
+def test_of_a_model_on_the_hub_what_was_downloaded_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = make_config(tmp_path, model={"path": "some/moe"})
+    assert any("hub name and not checked here" in note for note in check_inputs(config, engine=EMBEDDED))
+    snapshot = tmp_path / "models--some--moe" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    with pytest.raises(ConfigError, match="embedded cannot serve qwen3_moe, which is a mixture of experts"):
+        check_inputs(config, engine=EMBEDDED)
+
+
 @pytest.mark.parametrize("column", ["completions", "trainer_state"])
 def test_a_column_that_would_hide_what_rewards_get_is_refused(tmp_path: Path, column: str) -> None:
     config = make_config(tmp_path)
