@@ -92,6 +92,9 @@ class BaseLoss(StrictModel):
     this."""
     beta: float = Field(default=0.0, ge=0.0, le=1e6)
     """Weight of the KL divergence (k3) from `reference`; 0 = none, and no reference is loaded."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL of a token by its ratio (gspo: of its sample), with gradient: unbiased also for tokens of an older policy
+    (DeepSeek-V3.2, arXiv 2512.02556). As TRL's setting of this name."""
     reference: ModelName = "initial"
     """Reference policy of the KL: `initial` = the model that the run began with (with LoRA: the model without its adapters, at no
     cost), or the folder of a model."""

@@ -122,7 +122,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("loss", "the objective that was minimised"),
     _metric("policy_loss", "policy loss with the KL, without entropy bonus and router loss"),
     _metric("router_loss", "load balancing loss of a mixture of experts", better=_LOWER),
-    _metric("kl", "KL divergence from the reference, k3 estimator", "nats"),
+    _metric("kl", "KL divergence from the reference, k3 estimator; weighed by the ratio (loss.use_bias_correction_kl)", "nats"),
     _metric("entropy", "mean entropy of the policy at the trained tokens", "nats"),
     _metric("grad_norm", "norm of the gradient before clipping"),
     _metric("lr", "learning rate", reduction=_LAST),

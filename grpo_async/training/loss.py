@@ -343,7 +343,10 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
         exp(ref - logprob) - (ref - logprob) - 1
 
-    Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487.
+    The estimator is unbiased for tokens of the policy itself, its gradient is not even then. `loss.use_bias_correction_kl`
+    multiplies it by the ratio pi / pi_old, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
+    Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487; times a ratio of 1 the same
+    value, and the gradient -0.6487 + 0.1487 = -0.5, that of logprob - ref.
     """
     difference = ref_logprobs - logprobs
     return torch.exp(difference) - difference - 1.0
@@ -512,6 +515,8 @@ class Objective:
         if section.beta != 0.0:
             assert ref_logprobs is not None
             kl = kl_k3(inputs.logprobs, ref_logprobs)
+            if section.use_bias_correction_kl:
+                kl = kl * self._ratio(inputs)
             loss = loss + section.beta * kl
         policy_loss = (loss * inputs.weights).sum()
         total = policy_loss
@@ -535,6 +540,13 @@ class Objective:
             has_low_entropy=has_low_entropy,
             router_loss=None if router_loss is None else router_loss.detach(),
         )
+
+    def _ratio(self, inputs: LossInputs) -> torch.Tensor:
+        """Of policy and proximal policy, by token or, for gspo, by sample; with gradient. (N,)"""
+        log_ratio = inputs.logprobs - inputs.old_logprobs
+        if isinstance(self.section, GspoLoss):
+            log_ratio = sequence_mean(log_ratio, inputs.sample_index)
+        return ratio_of(log_ratio)
 
     def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, old: OldPolicy | None) -> torch.Tensor:
         """sampler: its own. recomputed: the policy at the start of the step, which with one update is the one of this forward.

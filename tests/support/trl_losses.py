@@ -43,6 +43,7 @@ def trl_loss(
     epsilon_high: float = 0.28,
     delta: float | None = None,
     beta: float = 0.0,
+    use_bias_correction_kl: bool = True,
     temperatures: tuple[float, float] = (1.0, 1.05),
     correction: str | None = None,
     cap: float | None = 3.0,
@@ -62,7 +63,7 @@ def trl_loss(
         model=SimpleNamespace(training=True),
         args=SimpleNamespace(
             delta=delta,
-            use_bias_correction_kl=False,
+            use_bias_correction_kl=use_bias_correction_kl,
             sapo_temperature_pos=temperatures[0],
             sapo_temperature_neg=temperatures[1],
             steps_per_generation=1,

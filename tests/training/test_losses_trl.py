@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
         num_kept=has_high.sum(),
     )
     _assert_same_order(micro_batch, batch)
-    objective = Objective(section, num_minibatches=2)  # so that the proximal logprobs are the old ones
+    objective = Objective(section, num_updates=2)  # so that the proximal logprobs are the old ones
     output = objective(
         PolicyOutput(logprobs=batch.logprobs[kept], entropy=entropy),
         micro_batch,
@@ -168,10 +169,22 @@ LOSSES: list[tuple[BaseLoss, dict[str, Any]]] = [
 IDS = [section.type for section, _ in LOSSES]
 
 
+@pytest.mark.parametrize("weighed", [None, False], ids=["as-by-default", "not-weighed"])
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-def test_kl_with_a_reference(section: BaseLoss, trl: dict[str, Any]) -> None:
-    both = _assert_equal(section.model_copy(update={"beta": 0.07}), beta=0.07, **trl)
+def test_kl_with_a_reference(section: BaseLoss, trl: dict[str, Any], weighed: bool | None) -> None:
+    """By default both weigh it by the ratio."""
+    chosen = {} if weighed is None else {"use_bias_correction_kl": weighed}
+    both = _assert_equal(section.model_copy(update={"beta": 0.07, **chosen}), beta=0.07, **chosen, **trl)
     assert "kl" in both
+
+
+def test_the_defaults_of_the_kl_are_those_of_trl() -> None:
+    from trl import GRPOConfig
+
+    theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    assert {name: getattr(ClippedLoss(), name) for name in ("beta", "use_bias_correction_kl")} == {
+        name: theirs[name] for name in ("beta", "use_bias_correction_kl")
+    }
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)

@@ -112,7 +112,7 @@ def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
 def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
     """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, token 3 has low entropy,
     so token 2 alone has a policy loss: rho = 1, -2 / 4 = -0.5. Together -0.5 + 4 x 0.1 x 0.148721 / 4 = -0.485128."""
-    section = loss_section(beta=0.1, off_policy_mask=0.2, top_entropy_quantile=0.75)
+    section = loss_section(beta=0.1, use_bias_correction_kl=False, off_policy_mask=0.2, top_entropy_quantile=0.75)
     policy = _policy([-1.0] * 4)
     batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
     old = OldPolicy(
