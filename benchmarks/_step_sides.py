@@ -139,7 +139,7 @@ class OurSide:
         shard_policy(self.policy, make_mesh(device.type, world_size=num_ranks), compute_dtype=dtype)
         self.optimizer = make_optimizer(self.policy, OptimizerSection(lr=LR))
         self._objective = Objective(
-            ClippedLoss(type="dapo", epsilon=EPSILON, epsilon_high=EPSILON), num_minibatches=options.minibatches
+            ClippedLoss(type="dapo", epsilon=EPSILON, epsilon_high=EPSILON), num_updates=options.minibatches
         )
 
     def step(self, samples: Sequence[RolloutSample]) -> StepOutcome:

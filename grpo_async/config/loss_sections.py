@@ -83,8 +83,8 @@ class BaseLoss(StrictModel):
     that have others."""
     proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
     """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
-    the start of the step; costs a forward pass where training.minibatches is more than 1. log_linear: between the two by the age of
-    each token's version, without a forward pass (A-3PO)."""
+    the start of the step; costs a forward pass where a step has several updates (training.minibatches, num_iterations). log_linear:
+    between the two by the age of each token's version, without a forward pass (A-3PO)."""
     correction: ImportanceSamplingSection | None = None
     """Importance weights between sampler and proximal policy; needs a `proximal` other than sampler."""
     off_policy_mask: float | None = Field(default=None, gt=0.0)

@@ -217,7 +217,7 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
-    loss, num_minibatches = config.loss, config.training.minibatches
+    loss = config.loss
     if loss.proximal == "sampler" and loss.correction is not None:
         yield (
             "loss.correction: weighs the difference between sampler and proximal policy, and with loss.proximal: sampler there is "
@@ -228,12 +228,12 @@ def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
             "loss.proximal: log_linear goes by the age of tokens, and with rollout.max_staleness: 0 all are new, so it would be "
             "the sampler itself; set sampler or recomputed"
         )
-    has_use = loss.correction is not None or num_minibatches > 1 or isinstance(loss, CustomLoss)
+    has_use = loss.correction is not None or config.training.num_updates > 1 or isinstance(loss, CustomLoss)
     if loss.proximal == "recomputed" and not has_use:
         yield (
-            "loss.proximal: recomputed makes every ratio 1 while training.minibatches is 1, and without loss.correction nothing "
-            "else tells sampler and trainer apart: no clip would act, stale tokens would count as new ones; add a correction, or "
-            "leave proximal out"
+            "loss.proximal: recomputed makes every ratio 1 while training.minibatches and training.num_iterations are 1, and "
+            "without loss.correction nothing else tells sampler and trainer apart: no clip would act, stale tokens would count as "
+            "new ones; add a correction, or leave proximal out"
         )
 
 

@@ -72,6 +72,9 @@ class TrainingSection(StrictModel):
     """Optimizer steps of the run."""
     minibatches: Count = 1
     """Optimizer updates that the samples of one step are divided into. The version still counts steps."""
+    num_iterations: Count = 1
+    """Passes over the samples of a step (mu in GRPO, arXiv 2402.03300), each with an update for every minibatch, at the same
+    learning rate. Ratios stay those against the policy before the first (`loss.proximal`). The version still counts steps."""
     weight_sync_steps: int = Field(default=1, ge=1)
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
@@ -95,6 +98,23 @@ class TrainingSection(StrictModel):
     """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
     stall_timeout_s: Seconds = 1800.0
     """When neither a step is finished nor a token generated for so long, the run stops, saying what waits for what."""
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> Self:
+        if self.max_steps is None and self.epochs is None:
+            # the model is frozen for its users; here it is still being made
+            object.__setattr__(self, "max_steps", _DEFAULT_STEPS)
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        """Of a step with groups enough: minibatches x num_iterations."""
+        return self.minibatches * self.num_iterations
+
+    def num_prompts(self, num_rows: int) -> int | None:
+        """How many prompts a run of `epochs` over so many rows starts, ceil(epochs x num_rows); None: `max_steps` alone ends it."""
+        # 1.1 x 10 is 11.000000000000002
+        return None if self.epochs is None else math.ceil(round(self.epochs * num_rows, 6))
 
 
 class CheckpointSection(StrictModel):

@@ -290,20 +290,22 @@ class LeaderLoop:
             self._loss_scale.update(result.updates)
         result.metrics["training/padding_fraction"] = 1.0 - num_tokens / num_computed
         collected = result.token_statistics
-        return result, {} if collected is None else tokens.by_rollout(collected, result.updates)
+        return result, {} if collected is None else tokens.by_rollout(collected, result.trained)
 
     def _close_groups(
         self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenStats], step: int
     ) -> list[RolloutSample]:
         """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
-        made = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if is_made]
-        skipped = [minibatch for minibatch, is_made in zip(minibatches, result.updates, strict=True) if not is_made]
+        made = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if is_made]
+        skipped = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if not is_made]
         for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
             if parts:
                 groups = [group for part in parts for group in part.groups]
                 self._source.close_groups(groups, status, step=step, stats=statistics)
         if made and skipped:
-            logger.warning("step %d: %d of %d updates were skipped: not finite", step, len(skipped), len(minibatches))
+            logger.warning(
+                "step %d: %d of %d minibatches were skipped: not finite", step, len(skipped), len(minibatches)
+            )
         return [sample for minibatch in made for sample in minibatch.samples]
 
     def _check_finite(self, result: StepResult, step: int) -> None:

@@ -387,22 +387,22 @@ class Objective:
 
     Args:
         section: `loss`.
-        num_minibatches: updates of a step.
+        num_updates: of a step.
         router_weight: `model.router_aux_loss`.
 
     Raises:
         ConfigError: the user's own loss cannot be used.
     """
 
-    def __init__(self, section: BaseLoss, *, num_minibatches: int = 1, router_weight: float = 0.0) -> None:
+    def __init__(self, section: BaseLoss, *, num_updates: int = 1, router_weight: float = 0.0) -> None:
         self.section = section
-        self._num_minibatches = num_minibatches
+        self._num_updates = num_updates
         self._router_weight = router_weight
         self._policy_loss = _policy_loss(section)
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Objective:
-        return cls(config.loss, num_minibatches=config.training.minibatches, router_weight=config.model.router_aux_loss)
+        return cls(config.loss, num_updates=config.training.num_updates, router_weight=config.model.router_aux_loss)
 
     @property
     def needs_reference(self) -> bool:
@@ -411,7 +411,7 @@ class Objective:
     @property
     def needs_old_policy(self) -> bool:
         """Whether a step begins with a forward without gradient over all its micro-batches."""
-        recomputes = self.section.proximal == "recomputed" and self._num_minibatches > 1
+        recomputes = self.section.proximal == "recomputed" and self._num_updates > 1
         return recomputes or self.section.top_entropy_quantile < 1.0
 
     @property
@@ -557,7 +557,7 @@ class Objective:
             case "log_linear":
                 return log_linear_logprobs(logprobs, batch.sampler_logprobs, batch.staleness)
             case "recomputed":
-                if self._num_minibatches == 1:
+                if self._num_updates == 1:
                     return logprobs.detach()
                 assert old is not None
                 return old.logprobs

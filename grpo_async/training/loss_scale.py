@@ -26,7 +26,7 @@ class LossScale:
         self._num_finite = counters.get("loss_scale_steps", 0)  # in a row
 
     def update(self, updates: Sequence[bool]) -> None:
-        """A step is over. `updates`: for each, whether it was finite. [num_minibatches]"""
+        """A step is over. `updates`: for each, whether it was finite."""
         if not all(updates):
             self.value, self._num_finite = max(1, self.value // 2), 0
             return

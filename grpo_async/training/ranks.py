@@ -36,7 +36,8 @@ from grpo_async.weights.verify import TrainerScores
 
 @dataclass(frozen=True, slots=True)
 class StepCommand:
-    """Pack this rank's samples and train on them, one minibatch after another: an optimizer update for each minibatch."""
+    """Pack this rank's samples and train on them, one minibatch after another: an optimizer update for each minibatch, and all over
+    again `training.num_iterations` times."""
 
     minibatches: Sequence[RankSamples]
     lr: float
@@ -192,6 +193,7 @@ class TrainerContext:
             lr=lr,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             device=self.device,
+            num_iterations=self.config.training.num_iterations,
             tokens=tokens,
             clock=self.clock,
             loss_scale=loss_scale,

@@ -1,7 +1,7 @@
 """One training step: for each minibatch forward and backward over the micro-batches of this rank, one clip, one update.
 
     [old log-probabilities of everything, where the objective needs them]
-      -> for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
+      -> num_iterations times, for each minibatch: (reference, forward, backward) for each micro-batch -> clip -> update
 
 Gradients are summed, not averaged: the weights of the tokens already hold the one denominator of the minibatch. FSDP averages
 over ranks, so the loss is multiplied by their number. An update whose loss or gradient is not finite changes nothing and is
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,10 @@ class StepResult:
 
     loss: float  # mean over the updates made; of all of them when none was
     grad_norm: float  # before clipping, mean likewise
-    num_tokens: int  # trained: those of the updates made
-    updates: tuple[bool, ...]  # for each minibatch, whether its update was made or skipped as not finite
+    num_tokens: int  # of the minibatches that were trained, each counted once
+    updates: tuple[bool, ...]  # whether each was made or skipped as not finite. [num_iterations x num_minibatches]
     metrics: dict[str, float]
+    num_iterations: int = 1
     token_statistics: Sequence[torch.Tensor] | None = None
     """What each rank collected of its tokens (training.token_statistics), where that was asked for; on rank 0 only. [num_ranks]"""
 
@@ -46,6 +47,12 @@ class StepResult:
     def is_finite(self) -> bool:
         """False when no update at all was made."""
         return any(self.updates)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """For each minibatch, whether any update of it was made. [num_minibatches]"""
+        count = len(self.updates) // self.num_iterations
+        return tuple(any(self.updates[index::count]) for index in range(count))
 
     @property
     def num_skipped(self) -> int:
@@ -62,6 +69,7 @@ def train_step(
     lr: float,
     max_grad_norm: float,
     device: torch.device,
+    num_iterations: int = 1,
     tokens: TokenCollector | None = None,
     clock: StepClock = NO_CLOCK,
     loss_scale: float = 1.0,
@@ -73,7 +81,8 @@ def train_step(
         reference: of the KL divergence; needed where `objective.needs_reference`.
         lr: learning rate of all updates of this step.
         max_grad_norm: total norm over all ranks that gradients are clipped to.
-        tokens: collects the statistics of this rank's tokens, where they are stored.
+        num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
+        tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
         clock: times forward, backward, optimizer.
         loss_scale: a power of two; see `training.loss_scale`.
     """
@@ -86,47 +95,52 @@ def train_step(
     else:
         old_policies = [[None] * len(micro_batches) for micro_batches in minibatches]
     updates: list[UpdateMetrics] = []
-    for micro_batches, old_of_batches in zip(minibatches, old_policies, strict=True):
-        sums = UpdateSums(objective, device)
-        for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_of_batches, strict=True)):
-            batch = cpu_batch.to(device)
-            _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
-            ref_logprobs = None
-            if objective.needs_reference:
-                assert reference is not None
-                # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing may
-                # run through them between a forward and its backward
-                with clock.part("reference", micro_batch=number):
-                    ref_logprobs = reference.logprobs(batch)
-            with clock.part("forward", micro_batch=number):
-                output: PolicyOutput = policy(
-                    batch,
-                    entropy_gradient=objective.needs_entropy_gradient,
-                    token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
-                    loss_scale=loss_scale,
-                )
-            if output.anchor is not None:
+    ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference stays what it is while a step lasts
+    for iteration in range(num_iterations):
+        collector = tokens if iteration == 0 else None
+        for index, (micro_batches, old_of_batches) in enumerate(zip(minibatches, old_policies, strict=True)):
+            sums = UpdateSums(objective, device)
+            for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_of_batches, strict=True)):
+                batch = cpu_batch.to(device)
+                _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
+                ref_logprobs = ref_of_batches.get((index, number))
+                if objective.needs_reference and ref_logprobs is None:
+                    assert reference is not None
+                    # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing
+                    # may run through them between a forward and its backward
+                    with clock.part("reference", micro_batch=number):
+                        ref_logprobs = reference.logprobs(batch)
+                    if num_iterations > 1:
+                        ref_of_batches[index, number] = ref_logprobs
+                with clock.part("forward", micro_batch=number):
+                    output: PolicyOutput = policy(
+                        batch,
+                        entropy_gradient=objective.needs_entropy_gradient,
+                        token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
+                        loss_scale=loss_scale,
+                    )
+                if output.anchor is not None:
+                    with clock.part("backward", micro_batch=number):
+                        torch.autograd.backward(output.anchor)
+                    continue
+                terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
                 with clock.part("backward", micro_batch=number):
-                    torch.autograd.backward(output.anchor)
-                continue
-            terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
-            with clock.part("backward", micro_batch=number):
-                torch.autograd.backward(terms.total * (world_size * loss_scale))
-            sums.add(terms)
-            if tokens is not None:
-                tokens.add(terms)
-        if tokens is not None and len(updates) == len(minibatches) - 1:
-            tokens.begin_copy()  # before the transfer of the last update, which so waits for both
-        with clock.part("clip gradients"):
-            metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
-        clock.synchronised()
-        with clock.part("optimizer"):
-            if metrics.is_finite:
-                clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        updates.append(metrics)
-    return _result(updates, objective, lr=lr)
+                    torch.autograd.backward(terms.total * (world_size * loss_scale))
+                sums.add(terms)
+                if collector is not None:
+                    collector.add(terms)
+            if collector is not None and index == len(minibatches) - 1:
+                collector.begin_copy()  # before the transfer of this update, which so waits for both
+            with clock.part("clip gradients"):
+                metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
+            clock.synchronised()
+            with clock.part("optimizer"):
+                if metrics.is_finite:
+                    clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            updates.append(metrics)
+    return _result(updates, objective, lr=lr, num_iterations=num_iterations)
 
 
 def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -> None:
@@ -176,17 +190,25 @@ def _ask_old_policy(
     return results
 
 
-def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float) -> StepResult:
+def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float, num_iterations: int) -> StepResult:
     made = [update for update in updates if update.is_finite]
     metrics = step_metrics(made or updates, objective)
-    metrics |= {"lr": lr, "training/skipped_updates": float(len(updates) - len(made))}
-    return StepResult(
+    result = StepResult(
         loss=metrics["loss"],
         grad_norm=metrics["grad_norm"],
-        num_tokens=sum(update.num_tokens for update in made),
+        num_tokens=0,
         updates=tuple(update.is_finite for update in updates),
         metrics=metrics,
+        num_iterations=num_iterations,
     )
+    num_tokens = [update.num_tokens for update in updates[: len(result.trained)]]  # of each minibatch
+    trained = [count for count, is_trained in zip(num_tokens, result.trained, strict=True) if is_trained]
+    metrics |= {
+        "lr": lr,
+        "num_tokens": float(sum(trained or num_tokens)),
+        "training/skipped_updates": float(len(updates) - len(made)),
+    }
+    return replace(result, num_tokens=sum(trained))
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""What the trainer found for each trained token, from the ranks that computed it to the rollouts that the tokens belong to.
+"""What the trainer found for each trained token in the first pass over it, from the ranks that computed it to the rollouts that
+the tokens belong to.
 
     rank 0     TokenPlan         whose tokens each rank will have, in which order; `room` travels in the step's command
     each rank  TokenCollector    writes them one after another on the device, (5, room); one copy to the host
@@ -117,19 +118,19 @@ class TokenPlan:
         """For the collector of every rank; 0 where nothing is stored, so that nothing need be collected."""
         return max(self._num_tokens) if self._places else 0
 
-    def by_rollout(self, collected: Sequence[torch.Tensor], updates: Sequence[bool]) -> dict[str, TokenStats]:
-        """Of each sample that is stored, by its rollout's id; the tokens of an update that was not made are flagged SKIPPED.
+    def by_rollout(self, collected: Sequence[torch.Tensor], trained: Sequence[bool]) -> dict[str, TokenStats]:
+        """Of each sample that is stored, by its rollout's id; the tokens of a minibatch that was not trained are flagged SKIPPED.
 
         Args:
             collected: what `TokenCollector.on_host` gave on each rank. [num_ranks]
-            updates: for each minibatch, whether its update was made. [num_minibatches]
+            trained: StepResult.trained. [num_minibatches]
         """
         found = {}
         for place in self._places:
             # a copy: views would keep the numbers of the whole step until the last of its groups is written
             numbers = collected[place.rank][:, place.start : place.stop].numpy().copy()
             flags = numbers[_FLAGS].astype(np.uint8)
-            if not updates[place.minibatch]:
+            if not trained[place.minibatch]:
                 flags |= np.uint8(TokenFlag.SKIPPED)
             rows: dict[str, Any] = dict(zip(_ROWS, [*numbers[:_FLAGS], flags], strict=True))
             found[place.rollout_id] = TokenStats(**rows)

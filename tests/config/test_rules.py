@@ -27,7 +27,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         # the objective
         ({"loss": {"correction": {}}}, "with loss.proximal: sampler there is none; set loss.proximal: recomputed"),
         ({"loss": {"proximal": "log_linear"}, "rollout": {"max_staleness": 0}}, "with rollout.max_staleness: 0 all are new"),
-        ({"loss": {"proximal": "recomputed"}}, "makes every ratio 1 while training.minibatches is 1"),
+        ({"loss": {"proximal": "recomputed"}}, "makes every ratio 1 while training.minibatches and training.num_iterations are 1"),
         (
             {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
             "gspo's ratio is the same for all of them; set level: sequence",

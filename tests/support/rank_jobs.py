@@ -95,7 +95,7 @@ def one_step(
         policy,
         optimizer,
         minibatches,
-        objective=Objective(section, num_minibatches=num_minibatches),
+        objective=Objective(section, num_updates=num_minibatches),
         reference=reference,
         lr=1e-3,
         max_grad_norm=0.5,

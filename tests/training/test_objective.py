@@ -50,7 +50,7 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("values", "num_minibatches", "reference", "old", "entropy_gradient"),
+    ("values", "num_updates", "reference", "old", "entropy_gradient"),
     [
         ({}, 1, False, False, False),
         ({"beta": 0.1}, 1, True, False, False),
@@ -63,9 +63,9 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
     ],
 )
 def test_the_needs_follow_from_the_settings(
-    values: dict[str, Any], num_minibatches: int, reference: bool, old: bool, entropy_gradient: bool
+    values: dict[str, Any], num_updates: int, reference: bool, old: bool, entropy_gradient: bool
 ) -> None:
-    objective = Objective(loss_section(**values), num_minibatches=num_minibatches)
+    objective = Objective(loss_section(**values), num_updates=num_updates)
     assert objective.needs_reference == reference
     assert objective.needs_old_policy == old
     assert objective.needs_entropy_gradient == entropy_gradient
@@ -80,9 +80,9 @@ def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -
         ({"proximal": "recomputed"}, 2, start, 0.25),
         ({"proximal": "log_linear"}, 1, None, 0.5),
     ]
-    for values, num_minibatches, old, log_ratio in cases:
+    for values, num_updates, old, log_ratio in cases:
         policy = _policy([-1.0])
-        objective = Objective(loss_section(epsilon_high=9.0, **values), num_minibatches=num_minibatches)
+        objective = Objective(loss_section(epsilon_high=9.0, **values), num_updates=num_updates)
         output = objective(policy, _batch([-2.0], [2.0]), old=old)
         expected = -2.0 * math.exp(log_ratio) / 4  # -rho A x weight 1/4
         assert output.total.item() == pytest.approx(expected)

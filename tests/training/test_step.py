@@ -60,7 +60,7 @@ def _step(
     section: BaseLoss,
     **more: Any,
 ) -> StepResult:
-    objective = Objective(section, num_minibatches=len(minibatches))
+    objective = Objective(section, num_updates=len(minibatches) * more.get("num_iterations", 1))
     settings: dict[str, Any] = {"reference": None, "lr": 1e-2, "max_grad_norm": 0.5, "device": CPU, **more}
     return train_step(policy, optimizer, minibatches, objective=objective, **settings)
 
@@ -106,6 +106,33 @@ def test_the_recomputed_policy_is_that_of_the_start_of_the_step_in_all_its_updat
         assert not inputs.old_logprobs.requires_grad
     torch.testing.assert_close(first.logprobs, start[0])
     assert not torch.allclose(second.logprobs, start[1], atol=1e-3)  # the first update has moved the policy
+
+
+def test_several_passes_are_updates_of_the_same_samples_against_the_policy_before_the_first(tiny_model: Path) -> None:
+    """Two passes over two minibatches, recomputed: four steps of one update each on tokens whose sampler is that policy."""
+    samples = random_samples(8, spread=0.2)
+    halves = [_pack(samples[:4]), _pack(samples[4:])]
+    policy, optimizer = _build(tiny_model)
+    with torch.no_grad():
+        start = [policy(half[0]).logprobs for half in halves]
+    result = _step(policy, optimizer, halves, loss_section(proximal="recomputed"), num_iterations=2)
+    assert (result.updates, result.trained) == ((True,) * 4, (True, True))
+    num_tokens = sum(sample.num_trained_tokens for sample in samples)
+    assert (result.num_tokens, result.metrics["num_tokens"]) == (num_tokens, num_tokens)
+    assert result.metrics["clip_ratio/region_mean"] > 0.0  # the policy has moved away
+    other, other_optimizer = _build(tiny_model)
+    as_sampled = [[replace(half[0], sampler_logprobs=logprobs)] for half, logprobs in zip(halves, start, strict=True)]
+    alone = [_step(other, other_optimizer, [half], loss_section()) for half in (*as_sampled, *as_sampled)]
+    for weight, expected in zip(_weights(policy), _weights(other), strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-7)
+    assert result.loss == pytest.approx(sum(step.loss for step in alone) / 4, rel=1e-5)
+
+
+def test_a_minibatch_is_trained_when_one_of_its_updates_was_made() -> None:
+    result = StepResult(
+        loss=0.0, grad_norm=0.0, num_tokens=0, updates=(True, False, False, False), metrics={}, num_iterations=2
+    )
+    assert (result.trained, result.num_skipped) == ((True, False), 3)
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_others_are_made(tiny_model: Path) -> None:
@@ -187,6 +214,9 @@ def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny
     result = _step(policy, optimizer, [[*batches, *nothing]], loss_section(beta=0.1), reference=Recorded())
     assert events == ["reference", "policy"] * (len(batches) + 1)
     assert result.metrics["kl"] > 0.0
+    events.clear()  # it stays what it is while a step lasts
+    _step(policy, optimizer, [batches], loss_section(beta=0.1), reference=Recorded(), num_iterations=3)
+    assert (events.count("reference"), events.count("policy")) == (len(batches), 3 * len(batches))
 
 
 def test_metrics_have_the_names_that_go_with_the_objective(tiny_model: Path) -> None:

@@ -77,7 +77,7 @@ def _step(
     plan, packed = _plan_and_pack(minibatches, **settings)
     tokens = TokenCollector(plan.room, CPU) if plan.room else None
     result = _train(policy, optimizer, packed, section, tokens)
-    return ({} if tokens is None else plan.by_rollout([tokens.on_host()], result.updates)), result, policy
+    return ({} if tokens is None else plan.by_rollout([tokens.on_host()], result.trained)), result, policy
 
 
 def _train(
@@ -87,7 +87,7 @@ def _train(
     section: BaseLoss,
     tokens: TokenCollector | None,
 ) -> StepResult:
-    objective = Objective(section, num_minibatches=len(packed))
+    objective = Objective(section, num_updates=len(packed))
     return train_step(
         policy, optimizer, packed, objective=objective, reference=None, lr=1e-2, max_grad_norm=0.5, device=CPU, tokens=tokens
     )  # fmt: skip
