@@ -86,6 +86,7 @@ class SampleBuffer:
         self._noted: list[ScoredGroup] = []
         self._condition = threading.Condition()
         self._failure: BaseException | None = None
+        self._has_ended = False
         self._interrupted = False
         self._woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,7 +156,8 @@ class SampleBuffer:
             return noted
 
     def take(self, num_groups: int, *, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
-        """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id.
+        """Block until `num_groups` groups, at least one of them with samples, can be handed out; sorted by group id. After `end`:
+        as many as there are, and [] when there is nothing more to train.
 
         Raises:
             DeadlineError: nothing moved for `watch.timeout_s` seconds.
@@ -173,7 +175,7 @@ class SampleBuffer:
                     self._groups.extend(taken)
                 raise
             taken += self._drop_stale(popped, trainer_version)
-            if len(taken) < num_groups:
+            if popped and len(taken) < num_groups:
                 continue
             if any(group.samples for group in taken):
                 for group in taken:
@@ -182,15 +184,18 @@ class SampleBuffer:
             for group in taken:  # nothing to learn from in a whole round: take the next one
                 self._note_taken(group, fate="empty")
                 self._on_drop(group, GroupStatus.FILTERED, self.note(group))
+            if not popped:
+                return []
             taken = []
 
     def _pop(self, most: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
+        """At least one group; none after `end`, when nothing is left."""
         seen = watch.progress()
         last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
                 popped = self._pop_now(most)
-                if popped:
+                if popped or self._has_ended:
                     return popped
                 left = last_change + watch.timeout_s - time.monotonic()
                 if not self._woken:
@@ -270,6 +275,12 @@ class SampleBuffer:
         """Make the waiting `take`, or the next one that waits, call its `on_change`."""
         with self._condition:
             self._woken = True
+            self._condition.notify_all()
+
+    def end(self) -> None:
+        """Nothing will be put any more: the data is at its end."""
+        with self._condition:
+            self._has_ended = True
             self._condition.notify_all()
 
     def interrupt(self) -> None:

@@ -256,6 +256,12 @@ class _Findings:
             self.problems.append(str(error))
             return None, None
         self.notes.extend(loaded.notes)
+        training, num_rows = self.config.training, len(loaded.train)
+        if self.trains and training.epochs is not None and self.config.data.train.max_prompt_tokens is None:
+            self.notes.append(
+                f"training.epochs: {training.epochs:g} x {num_rows} rows are {training.num_prompts(num_rows)} groups, at most "
+                f"{self.config.with_rows(num_rows).num_steps} steps"
+            )
         return loaded.train, loaded.evaluation
 
     # ---- tools, environments, the rollout function, the agent ----

@@ -59,7 +59,7 @@ class ModelSize:
         return None if parameters is None else cls.of(text_config(Path(path)), parameters)
 
     def trained(self, config: ExperimentConfig) -> int:
-        """Parameters: all, or those of adapters, about N r / hidden."""
+        """Parameters: all, or those of adapters, about N r / hidden, and of embeddings and heads that are trained beside them."""
         lora = config.model.lora
         return self.parameters if lora is None else min(self.parameters, self.parameters * lora.rank // self.hidden)
 

@@ -106,6 +106,23 @@ class ExperimentConfig(StrictModel):
         return self
 
     @property
+    def num_steps(self) -> int:
+        """The most steps of the run; 0 until the rows that `training.epochs` goes by are counted (`with_rows`)."""
+        return self.training.max_steps or 0
+
+    def with_rows(self, num_rows: int) -> ExperimentConfig:
+        """With the steps that `training.epochs` over so many rows take at most, where it is set.
+
+        Worked example: 2 epochs of 50 rows at 16 groups per step: 100 / 16 -> 7 steps, the last one of 4 groups.
+        """
+        num_prompts = self.training.num_prompts(num_rows)
+        if num_prompts is None:
+            return self
+        steps = math.ceil(num_prompts / self.rollout.groups_per_step)
+        training = self.training.model_copy(update={"max_steps": min(steps, self.training.max_steps or steps)})
+        return self.model_copy(update={"training": training})
+
+    @property
     def max_groups_ahead(self) -> int:
         """(max_staleness + 1) x groups_per_step: most groups that are started and not yet trained."""
         return (self.rollout.max_staleness + 1) * self.rollout.groups_per_step

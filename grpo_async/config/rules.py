@@ -153,7 +153,7 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
             f"launch.num_trainer_ranks: {config.launch.world_size} on all machines is more than the samples of a step "
             f"({rollout.groups_per_step} groups x {rollout.group_size})"
         )
-    if config.optimizer.warmup_steps > training.max_steps:
+    if training.max_steps is not None and config.optimizer.warmup_steps > training.max_steps:
         yield (
             f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
             "set both for a short run"

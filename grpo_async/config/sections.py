@@ -9,11 +9,12 @@ rollout function, agent, rewards), `loss_sections` (advantage, loss), `server_se
 from __future__ import annotations
 
 import ipaddress
+import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from grpo_async.config.base import Count, FilePath, Processes, Seconds, Seed, StrictModel
 from grpo_async.config.interaction_sections import AgentSection
@@ -21,6 +22,7 @@ from grpo_async.config.interaction_sections import AgentSection
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
 _Line = Annotated[str, StringConstraints(pattern=r"^[^\n]*$")]
+_DEFAULT_STEPS = 100
 
 
 class RunSection(StrictModel):
@@ -68,8 +70,13 @@ class RolloutSection(StrictModel):
 
 
 class TrainingSection(StrictModel):
-    max_steps: int = Field(default=100, ge=1)
-    """Optimizer steps of the run."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Steps of the run; null = 100, or with `epochs` as many as they take."""
+    epochs: float | None = Field(default=None, gt=0.0, le=1e6)
+    """The run ends when every row of data.train was used so many times (or at max_steps, where that comes first): ceil(epochs x
+    rows) prompts are started, each once. A group that is filtered, stale or failed is not made up for; the ledger counts it. What
+    is left for the last step may be fewer than rollout.groups_per_step groups. Schedules end with the steps that this takes when
+    nothing is dropped."""
     minibatches: Count = 1
     """Optimizer updates that the samples of one step are divided into. The version still counts steps."""
     num_iterations: Count = 1

@@ -1,4 +1,4 @@
-"""An endless stream of prompts that can be continued after a resume, and asked for any earlier prompt again.
+"""A stream of prompts, without end or of some epochs, that can be continued after a resume, and asked for any earlier prompt again.
 
 Position p of epoch e has the prompt_id `e * len(rows) + p`, so the id alone says which row it is: the order of an epoch is a
 pure function of (seed, epoch). Worked example, 3 rows, shuffled: epoch 0 = rows 2, 0, 1 has ids 0, 1, 2; epoch 1 = rows
@@ -37,10 +37,11 @@ def make_prompt(row: Mapping[str, Any], prompt_id: int, system_prompt: str | Non
 
 
 class PromptStream:
-    """Prompts in epoch after epoch, without end.
+    """Prompts in epoch after epoch.
 
     Args:
         rows: checked rows, as `load_rows` returns them; at least one.
+        num_prompts: after which the stream is at its end; None: never.
         seed: together with the epoch, decides the order.
         shuffle: False: every epoch goes through the rows in their order.
         system_prompt: put before every prompt as a system message.
@@ -57,6 +58,7 @@ class PromptStream:
         seed: int,
         shuffle: bool,
         system_prompt: str | None = None,
+        num_prompts: int | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         if not rows:
@@ -65,14 +67,25 @@ class PromptStream:
         self._seed = seed
         self._shuffle = shuffle
         self._system_prompt = system_prompt
+        self._num_prompts = num_prompts
         self._fingerprint = _fingerprint(rows, system_prompt)
         self._next_prompt_id = 0
         self._orders: dict[int, Sequence[int]] = {}  # epoch -> row numbers
         if state is not None:
             self._restore(state)
 
+    @property
+    def is_at_end(self) -> bool:
+        """Whether there is no next prompt."""
+        return self._num_prompts is not None and self._next_prompt_id >= self._num_prompts
+
+    def epoch(self, num_open: int) -> float:
+        """How often the data was used by now, when `num_open` of the prompts that were given are not closed yet. 12 prompts given
+        of 5 rows, 2 open: 2.0."""
+        return (self._next_prompt_id - num_open) / len(self._rows)
+
     def next(self) -> Prompt:
-        """The next prompt of the stream."""
+        """The next prompt of the stream; not at its end."""
         prompt = self.prompt(self._next_prompt_id)
         self._next_prompt_id += 1
         return prompt

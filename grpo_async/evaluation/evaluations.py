@@ -142,7 +142,7 @@ class RunEvaluations:
             self._listeners.phase("evaluating")
             self._begin(self._start, due=0, when="start", max_in_flight=self._all_slots)
             self._await()
-        elif due is not None and self._start < self._config.training.max_steps:
+        elif due is not None and self._start < self._config.num_steps:
             logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
             self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
 
@@ -154,7 +154,7 @@ class RunEvaluations:
         if self._running is not None and self._running.future.done():
             self._collect(self._running)
         every = self._section.every_steps
-        if every is not None and step % every == 0 and step < self._config.training.max_steps:
+        if every is not None and step % every == 0 and step < self._config.num_steps:
             if self._running is not None:
                 why = f"the evaluation of step {self._running.step} was still running"
                 self._skip(step, why + "; evaluation.every_steps is short for it")
@@ -165,11 +165,11 @@ class RunEvaluations:
         metrics.update(self._unreported)
         self._unreported = {}
 
-    def end_running(self) -> None:
-        """The last step is done: wait for the evaluation that still runs, if any."""
+    def end_running(self, step: int) -> None:
+        """`step`, the last one, is done: wait for the evaluation that still runs, if any."""
         if self._running is not None:
             self._listeners.phase("waiting for an evaluation to end")
-            self._await_last()
+            self._await_last(step)
 
     def after_training(self, step: int) -> None:
         """Evaluate the final policy, which is served, after `step` steps. A failure is told and recorded, no more: the model is
@@ -178,7 +178,7 @@ class RunEvaluations:
             return
         self._listeners.phase("evaluating")
         self._begin(step, due=step, when="end", max_in_flight=self._all_slots)
-        self._await_last()
+        self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:
         """For summary.json; None without evaluation."""
@@ -302,7 +302,7 @@ class RunEvaluations:
         if store is not None:
             store.seal_rest(wait_s=wait_s)
 
-    def _await_last(self) -> None:
+    def _await_last(self, step: int) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result any more."""
         running = self._running
         try:
@@ -311,7 +311,7 @@ class RunEvaluations:
             if running is None or not self._log.has_failed(running.step):
                 raise  # it is no failure of the evaluation; those are recorded and told
         if self._unreported:
-            self._listeners.track(self._config.training.max_steps, self._unreported)
+            self._listeners.track(step, self._unreported)
             self._unreported = {}
 
 

@@ -39,7 +39,7 @@ def run_with_display(
     run_dir = given.run_dir
     display = output.display(
         run_name=config.run.name,
-        max_steps=config.training.max_steps,
+        max_steps=config.num_steps,
         run_dir=run_dir,
         resume_step=given.resume_step,
         lines_only=given.preflight_only,

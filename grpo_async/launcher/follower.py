@@ -69,9 +69,7 @@ def follow(
         joined = join(config, place, run_dir, member=member, say=output.say)
         plan = amend(_plan(config, joined, run_dir, private, engine))
         output.say(plan.describe())
-        display = output.display(
-            run_name=config.run.name, max_steps=config.training.max_steps, run_dir=run_dir, lines_only=True
-        )
+        display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
         display.views.append(_Relay(joined.meeting))
         with display:
             return asyncio.run(Follower(config, joined, plan, display).run())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -210,10 +211,11 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         if problem is not None:
             raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
     # else evaluation or export are still to be done
-    if step >= config.training.max_steps and _has_finished(run_dir, config):
+    finished = _finished_steps(run_dir, config)
+    if finished is not None and step >= finished:
+        setting = "max_steps" if config.training.epochs is None else "epochs"
         raise ConfigError(
-            f"--resume: the run in {run_dir.root} has finished its {config.training.max_steps} steps; "
-            "raise training.max_steps to train on"
+            f"--resume: the run in {run_dir.root} has finished its {finished} steps; raise training.{setting} to train on"
         )
     notes = [
         f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
@@ -260,18 +262,31 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
     )
 
 
-def _has_finished(run_dir: RunDir, config: ExperimentConfig) -> bool:
-    """Also an earlier attempt with a lower `training.max_steps` leaves a summary that says so."""
+def _finished_steps(run_dir: RunDir, config: ExperimentConfig) -> int | None:
+    """How many steps a run had that is finished; None where it is not, or not as long as `config` wants it: also an earlier attempt
+    with fewer steps or epochs leaves a summary that says so."""
     if not run_dir.summary.is_file():
-        return False
+        return None
     summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    return summary.get("status") == "finished" and int(summary.get("steps", 0)) >= config.training.max_steps
+    steps, training = int(summary.get("steps", 0)), config.training
+    if summary.get("status") != "finished":
+        return None
+    if training.epochs is None:
+        return config.num_steps if steps >= config.num_steps else None
+    last = _last_config(run_dir).training
+    is_longer = last.epochs is None or training.epochs > last.epochs
+    return None if is_longer or (training.max_steps or math.inf) > (last.max_steps or math.inf) else steps
+
+
+def _last_config(run_dir: RunDir) -> ExperimentConfig:
+    """Of the attempt before."""
+    from grpo_async.config.loader import load_config
+
+    return load_config(run_dir.config)
 
 
 def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
-    from grpo_async.config.loader import load_config
-
-    changed = differences([each.model_dump(mode="json") for each in (load_config(run_dir.config), config)])
+    changed = differences([each.model_dump(mode="json") for each in (_last_config(run_dir), config)])
     fixed = [each for each in changed if _is_below(each.path, _FIXED)]
     if fixed:
         raise ConfigError(

@@ -233,7 +233,7 @@ class ProducerParts:
                     seed=config.run.seed,
                     chat_template_kwargs=config.model.chat_template_arguments,
                 ),
-                max_steps=config.training.max_steps,
+                max_steps=config.num_steps,
                 served_version=self.served_version,
                 seed=seed,
                 timeout_s=section.timeout_s,

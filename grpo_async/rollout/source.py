@@ -117,6 +117,7 @@ class AsyncRolloutSource:
         heartbeat: Callable[[], None],
         on_change: Callable[[], None],
     ) -> list[ScoredGroup] | None:
+        """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
             setting="training.queue_timeout_s",
@@ -193,7 +194,7 @@ class AsyncRolloutSource:
         )
 
     def gauges(self) -> dict[str, float]:
-        gauges = {"buffer/queued_groups": float(len(self._buffer))}
+        gauges = {"buffer/queued_groups": float(len(self._buffer)), "epoch": self._worker.epoch}
         for kind, counts in self._ledger.snapshot().items():
             gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
         gauges.update({f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._errors.counts.items()})

@@ -124,15 +124,21 @@ class RolloutWorker:
         """The policy version that the server serves."""
         return self._server_version
 
+    @property
+    def epoch(self) -> float:
+        """Prompts that are closed, in epochs. From any thread."""
+        return self._stream.epoch(len(self._outstanding))
+
     async def run(self) -> None:
-        """Start groups for ever.
+        """Start groups while there are prompts.
 
         Consumes: prompts. Waits for: a place (admission). Unblocked by: weight pushes, closed groups. Ended by cancellation,
-        which cancels every group in flight and closes it as cancelled.
+        which cancels every group in flight and closes it as cancelled; or by the end of the data, when every group is closed or
+        queued.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                while True:
+                while self._reissue or not self._stream.is_at_end:
                     began = time.time()
                     await self._admission.admit()
                     waited_until = time.time()
@@ -150,6 +156,8 @@ class RolloutWorker:
                     entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
+        else:
+            self._buffer.end()
         finally:
             self._drop_not_running()
 

@@ -82,7 +82,8 @@ _metric = MetricInfo
 _MIN, _MAX, _SUM, _LAST = Reduction.MIN, Reduction.MAX, Reduction.SUM, Reduction.LAST
 
 CATALOG: tuple[MetricInfo, ...] = (
-    _metric("step", "finished optimizer steps", reduction=_LAST),
+    _metric("step", "finished training steps", reduction=_LAST),
+    _metric("epoch", "prompts whose group is closed (trained, filtered, stale or failed) / rows of the data", reduction=_LAST),
     # rewards
     _metric("reward", "mean reward of all scored completions of the step: of trained, filtered and stale groups", better=_HIGHER),
     _metric("reward_std", "standard deviation of these rewards"),

@@ -135,8 +135,9 @@ class _Leader:
         self._guard: StallGuard
 
     def run(self) -> None:
-        assignment, config, control, context = self._assignment, self._config, self._control, self._context
+        assignment, control, context = self._assignment, self._control, self._context
         side = self._side = self._build_rollout_side()
+        config = self._config = context.config = side.config
         if assignment.resume_step is not None:
             step = assignment.resume_step
             load_tensors(assignment.run_dir, step, context.policy, context.optimizer, seed=config.run.seed)
@@ -244,7 +245,7 @@ class _Leader:
             metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": float(peak_bytes(context.device))}
             log.write(step, metrics)
             trackers.log(step, metrics)
-            self._control.send("step", step=step, max_steps=config.training.max_steps, metrics=metrics)
+            self._control.send("step", step=step, max_steps=config.num_steps, metrics=metrics)
             if (step == self._start + 1 or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
                 self._control.send("example", step=step, **example)
             if "eval/step" in metrics and config.tracking:
@@ -382,11 +383,11 @@ class _Leader:
         finished = loop.run(first_step=self._start + 1)
         self._phases.begin("saving")
         loop.activity.begin("ending the run")
-        if finished < self._config.training.max_steps:
+        if not loop.is_complete:
             loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
             source.stop_generating()
         else:
-            self._evaluations.end_running()
+            self._evaluations.end_running(finished)
             source.stop_generating()
             try:
                 self._await_server()
@@ -454,7 +455,7 @@ class _Leader:
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
         run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
-        is_finished = steps == self._config.training.max_steps
+        is_finished = self._loop.is_complete
         summary = {
             "status": "finished" if is_finished else "stopped",
             "steps": steps,

@@ -104,6 +104,8 @@ class LeaderLoop:
         self._pushed_version = -1
         self._saved_step = saved_step
         self._version = 0  # of the weights in this process
+        self.is_complete = False
+        """Whether `run` came to the end of the run: its last step, or that of the data."""
         self.activity = Activity(timeline)
         """What this thread does; the stall guard reads it."""
 
@@ -170,19 +172,20 @@ class LeaderLoop:
         return self._context.score(sequences, rounding)
 
     def run(self, *, first_step: int) -> int:
-        """Train to `training.max_steps` or until the source says stop; returns the number of finished steps.
+        """Train to the last step, the end of the data, or until the source says stop; returns the number of finished steps.
 
         Raises:
             RunError: too many steps in a row were not finite, generation died, a deadline passed.
         """
         config = self._config
         self.activity.take_seconds()  # what was before is in no step
-        for step in range(first_step, config.training.max_steps + 1):
+        for step in range(first_step, config.num_steps + 1):
             self.activity.begin(f"in step {step}")
             self._context.checkpoints.poll()
             began = time.time()
             groups = self._take(step)
-            if groups is None:
+            if not groups:
+                self.is_complete = groups is not None
                 return step - 1
             metrics = self._source.group_metrics(groups)
             minibatches = split_groups(groups, config.training.minibatches)
@@ -194,7 +197,7 @@ class LeaderLoop:
                 empty = [group for group in groups if not group.samples]
                 self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
                 trained = self._close_groups(minibatches, result, statistics, step)
-            is_due = step % config.training.weight_sync_steps == 0 or step == config.training.max_steps
+            is_due = step % config.training.weight_sync_steps == 0 or step == config.num_steps
             if (is_due or self._push_is_held) and self._evaluation_holds_push:
                 self._push_is_held = True
                 metrics["sync/held"] = 1.0
@@ -221,12 +224,14 @@ class LeaderLoop:
                 self._on_step(step, metrics, groups)
             self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
             self._check_finite(result, step)
-            if step % config.checkpoint.every_steps == 0 and step < config.training.max_steps:
+            if step % config.checkpoint.every_steps == 0 and step < config.num_steps:
                 self.save(step)
-        return config.training.max_steps
+        self.is_complete = True
+        return config.num_steps
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
-        """The groups of a step. When generation has failed for good, the steps so far are saved before its error goes on."""
+        """The groups of a step; see AsyncRolloutSource.take. When generation has failed for good, the steps so far are saved before
+        its error goes on."""
         waiting = f"waiting for the samples of step {step}"
         try:
             with self.activity.during(waiting, "wait for samples", "waiting", step=step):

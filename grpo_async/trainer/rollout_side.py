@@ -41,6 +41,7 @@ class RolloutSide:
     """What rank 0 generates with.
 
     Attributes:
+        config: with the steps that `training.epochs` take.
         evaluator: None when the config has no evaluation.
         first_prompts: a few of the data.
         tool_sets: the sets of tools that rollouts may be offered.
@@ -48,6 +49,7 @@ class RolloutSide:
             anything is generated.
     """
 
+    config: ExperimentConfig
     source: AsyncRolloutSource
     evaluator: Evaluator | None
     first_prompts: Sequence[Prompt]
@@ -85,7 +87,7 @@ def load_rollout_inputs(
         train_zero_variance=config.rollout.zero_variance == "train",
         train_truncated=config.rollout.overlong == "train",
         environment_weights=components.reward_weights,
-        max_steps=config.training.max_steps,
+        max_steps=config.with_rows(len(data.train)).num_steps,
         timeline=timeline,
     )
     return RolloutInputs(components=components, data=data, rewards=rewards, scorer=scorer)
@@ -105,10 +107,11 @@ def build_rollout_side(
     Raises:
         ConfigError: data or reward functions cannot be used.
     """
-    rollout = config.rollout
     start = state.step if state else 0
     inputs = load_rollout_inputs(config, renderer, timeline)
     components, data, scorer = inputs.components, inputs.data, inputs.scorer
+    config = config.with_rows(len(data.train))
+    rollout = config.rollout
     for note in data.notes:
         logger.info("%s", note)
     stream = PromptStream(
@@ -116,6 +119,7 @@ def build_rollout_side(
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         system_prompt=data.train_system_prompt,
+        num_prompts=config.training.num_prompts(len(data.train)),
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
@@ -124,7 +128,7 @@ def build_rollout_side(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
         version=start,
-        last_version=config.training.max_steps,
+        last_version=config.num_steps,
     )
 
     def supersede() -> None:
@@ -136,7 +140,7 @@ def build_rollout_side(
         max_staleness=rollout.max_staleness,
         on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
         next_step=start + 1,
-        last_step=config.training.max_steps,
+        last_step=config.num_steps,
         timeline=timeline,
     )
     client = make_client(config, fleet)
@@ -188,6 +192,7 @@ def build_rollout_side(
         for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
     ]
     return RolloutSide(
+        config=config,
         source=source,
         evaluator=build_evaluator(config, data, parts, scorer),
         first_prompts=first,

@@ -176,7 +176,7 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         f"# {config.run.name}",
         "",
-        f"`{base}`, trained for {step} of {config.training.max_steps} steps by reinforcement learning (loss `{config.loss.type}`, "
+        f"`{base}`, trained for {step} of {config.num_steps} steps by reinforcement learning (loss `{config.loss.type}`, "
         f"{rollout.groups_per_step} prompts with {rollout.group_size} completions per step, policies up to "
         f"{rollout.max_staleness} steps old).",
         *merged,

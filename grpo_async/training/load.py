@@ -22,7 +22,7 @@ from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.families import check_family
-from grpo_async.training.lora import add_adapters, initialise_adapters
+from grpo_async.training.lora import add_adapters, initialise_adapters, saved_modules
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.nf4 import quantize_layers
 from grpo_async.training.parameters import NamedTensor, TensorRead, list_sources, plan_reads
@@ -79,7 +79,7 @@ def build_policy(
         ) from error
     if section.lora is not None:
         if section.lora.quantization is not None:
-            quantize_layers(model)
+            quantize_layers(model, keep=saved_modules(model, section.lora))
         add_adapters(model, section.lora)
     recompute_activations(model, section.activation_checkpointing)
     model.train()

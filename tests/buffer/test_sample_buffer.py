@@ -195,3 +195,21 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
         assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
     assert time.monotonic() - began < 5.0
     timer.join()
+
+
+def test_after_the_end_of_the_data_what_is_left_is_a_smaller_round_and_then_there_is_none() -> None:
+    """Of the last round the groups that can be trained; those that cannot are closed, and so is a round of such alone."""
+    fixture = _Fixture()
+    fixture.put(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
+    fixture.buffer.end()
+    assert fixture.take(2) == [0, 2]
+    assert fixture.take(2) == []
+    assert fixture.dropped == [(1, "stale", 1), (3, "filtered", 1)]
+    assert fixture.take(2) == []
+
+
+def test_the_end_of_the_data_wakes_who_waits_for_more() -> None:
+    fixture = _Fixture()
+    fixture.put(make_scored(0))
+    threading.Timer(0.1, fixture.buffer.end).start()
+    assert fixture.take(2, timeout_s=30.0) == [0]

@@ -203,3 +203,16 @@ def test_spawned_servers_speak_https_with_a_certificate_that_clients_trust(
     section = _config(inference=inference).inference
     assert section.scheme == scheme
     assert (section.tls and section.tls.trusted) == (trusted and Path(trusted))
+
+
+def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:
+    def training(**values: Any) -> ExperimentConfig:
+        return _config(training=values, rollout={"groups_per_step": 16})
+
+    assert (training().num_steps, training(max_steps=7).num_steps) == (100, 7)
+    assert training(epochs=2).num_steps == 0  # nobody has counted the rows
+    assert training(epochs=2).with_rows(50).num_steps == 7  # 100 / 16, the last one of 4 groups
+    assert training(epochs=2, max_steps=3).with_rows(50).num_steps == 3
+    assert training(max_steps=3).with_rows(50).num_steps == 3
+    assert training(epochs=1.1).training.num_prompts(10) == 11
+    assert training(epochs=0.5).training.num_prompts(5) == 3

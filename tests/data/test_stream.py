@@ -107,3 +107,15 @@ def test_another_seed_or_shuffling_is_refused_after_a_checkpoint() -> None:
         PromptStream(_rows(5), seed=1, shuffle=True, state=state)
     with pytest.raises(ConfigError, match=r"data\.shuffle: False now"):
         PromptStream(_rows(5), seed=0, shuffle=False, state=state)
+
+
+def test_a_stream_of_some_prompts_ends_and_says_how_far_it_is() -> None:
+    stream = PromptStream(_rows(4), seed=0, shuffle=True, num_prompts=6)
+    seen = []
+    while not stream.is_at_end:
+        seen.append(stream.next().prompt_id)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert (stream.epoch(0), stream.epoch(2)) == (1.5, 1.0)
+    more = PromptStream(_rows(4), seed=0, shuffle=True, num_prompts=7, state=stream.state())  # epochs were raised
+    assert not more.is_at_end
+    assert not PromptStream(_rows(4), seed=0, shuffle=True).is_at_end

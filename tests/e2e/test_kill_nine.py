@@ -40,7 +40,7 @@ SETTINGS = (
 _OF_THE_MOMENT = (
     "step_time", "pipeline/", "perf/", "sync/", "checkpoint/", "buffer/", "rollout/duration_s", "fleet/", "servers/",
     "ledger/groups/started", "ledger/groups/in_flight", "ledger/groups/queued", "ledger/groups/filtered",
-    "ledger/tokens/started", "ledger/tokens/in_flight", "ledger/tokens/queued", "ledger/tokens/filtered",
+    "epoch", "ledger/tokens/started", "ledger/tokens/in_flight", "ledger/tokens/queued", "ledger/tokens/filtered",
 )  # fmt: skip
 
 

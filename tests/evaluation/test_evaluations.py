@@ -182,8 +182,8 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
     run = _Run(tmp_path)
     run.after(8)
     assert run.after(10) == {}
-    run.evaluations.end_running()
-    run.evaluations.end_running()
+    run.evaluations.end_running(10)
+    run.evaluations.end_running(10)
     run.source.outcome = 0.75
     run.evaluations.after_training(10)
     assert run.source.begun == [(8, 10), (10, 40)]

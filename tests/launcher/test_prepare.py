@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -297,3 +298,14 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
         assert key in text
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
+
+
+def test_resume_of_a_run_that_used_its_epochs_is_refused_unless_there_are_more(tmp_path: Path) -> None:
+    def config(**training: Any) -> ExperimentConfig:
+        return make_config(tmp_path, training={"max_steps": None, **training})
+
+    run_dir = _old_run(config(epochs=2.0), steps=(6,))
+    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 6}))
+    _refused(config(epochs=2.0), "has finished its 6 steps; raise training.epochs", resume="auto")
+    for longer in (config(epochs=3.0), config(max_steps=9), config(epochs=3.0, max_steps=9)):
+        assert check_start(longer, resume="auto", clean=False).resume_step == 6

@@ -69,7 +69,7 @@ def open_side(
 ) -> Iterator[RolloutSide]:
     """Built, not started; closed at the end of the block. `state`: of a checkpoint to go on from."""
     scored.clear()
-    served.version = 0
+    served.version = state.step if state else 0
     store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
     side = build_rollout_side(
         config,

@@ -139,18 +139,21 @@ class _Stub:
         self.meanwhile: list[Callable[[], None]] = []  # what happens during the next preflights
         self.context: PreflightContext | None = None
         evaluator = SimpleNamespace(num_tokens=0, run=lambda task: task, majority_baseline=None)
-        side = SimpleNamespace(
-            source=self.source, evaluator=evaluator, first_prompts=[], tool_sets=[],
-            supersede=lambda: self.events.append("supersede"),
-        )  # fmt: skip
+
+        def side(config: ExperimentConfig, **_: Any) -> Any:
+            return SimpleNamespace(
+                config=config, source=self.source, evaluator=evaluator, first_prompts=[], tool_sets=[],
+                supersede=lambda: self.events.append("supersede"),
+            )  # fmt: skip
+
         for module, name, fake in (
             (connections_module, "Fleet", lambda urls, **_: self.fleet),
-            (lead_module, "build_rollout_side", lambda config, **_: side),
+            (lead_module, "build_rollout_side", side),
             (lead_module, "WeightTransport", lambda kind, **given: self._transport(given["private"])),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda run_dir, step: self._state(step)),
-            (lead_module, "load_tensors", lambda run_dir, step, *_, seed: self.events.append(f"restore {step}")),
+            (lead_module, "load_tensors", lambda run_dir, step, *_, **__: self.events.append(f"restore {step}")),
             (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
             (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
             (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
@@ -326,7 +329,12 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = _Stub(monkeypatch)
-    monkeypatch.setattr(loop_module.LeaderLoop, "run", lambda self, first_step: 2)  # all its steps
+
+    def all_its_steps(loop: loop_module.LeaderLoop, first_step: int) -> int:
+        loop.is_complete = True
+        return 2
+
+    monkeypatch.setattr(loop_module.LeaderLoop, "run", all_its_steps)
     stub.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
     assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]

@@ -250,3 +250,16 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
     waited_s = metrics["pipeline/trainer_idle_ratio"] * metrics["step_time"]
     assert 0.5 <= waited_s <= metrics["step_time"]
+
+
+@pytest.mark.parametrize(("last", "is_complete"), [([], True), (None, False)])
+def test_the_run_is_over_at_the_end_of_the_data_and_not_when_it_is_stopped(
+    last: list[ScoredGroup] | None, is_complete: bool
+) -> None:
+    class Ending(_Source):
+        def take(self, num_groups: int, **more: Any) -> Any:
+            return super().take(num_groups, **more) if self.num_taken < 2 else last
+
+    loop = make_loop(fake_context(loop_config(training={"max_steps": 9}), []), Ending({}), [])
+    assert loop.run(first_step=1) == 2
+    assert loop.is_complete == is_complete

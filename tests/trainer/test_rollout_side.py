@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -252,3 +253,42 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
             assert [row.group_id for row in read_groups(folder)] == [0]  # the start may still fail
             side.supersede()
             assert list(read_groups(folder)) == []
+
+
+def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_checkpoint(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Five rows, two groups a step: ten prompts, five steps. The checkpoint is that of step 2: what waits then is in it."""
+    data = tmp_path / "five.jsonl"
+    data.write_text("".join(f'{{"prompt": "question {number}", "answer": "2"}}\n' for number in range(5)))
+    config = side_config(
+        tmp_path,
+        tiny_model,
+        data={"train": {"type": "jsonl", "path": str(data)}, "shuffle": True},
+        rollout={"max_staleness": 2},
+        training={"max_steps": None, "epochs": 2},
+    )
+    trained: list[list[int]] = []
+    state: CheckpointState | None = None
+    with local_server(odd_or_even) as server:
+        for steps, expected in ((range(1, 3), 2), (range(3, 9), 5)):
+            with open_side(config, server, state) as side:
+                assert side.config.num_steps == 5
+                side.source.start()
+                for step in steps:
+                    groups = take(side, 2, version=step - 1)
+                    assert groups is not None
+                    if not groups:
+                        break
+                    trained.append([group.group.group_id for group in groups])
+                    side.source.close_groups(groups, GroupStatus.TRAINED, step=step)
+                    serve(side, step)
+                assert len(trained) == expected
+                rollouts = side.source.resume_state()
+                state = CheckpointState.of(expected, rollouts, progress={}, counters={})
+                state = replace(state, lines=list(state.lines))
+                ledger = side.source.ledger_snapshot()
+    assert sorted(number for groups in trained for number in groups) == list(range(10))
+    assert [len(groups) for groups in trained] == [2] * 5
+    assert is_closed(ledger)
+    assert (ledger["groups"]["started"], ledger["groups"]["trained"]) == (10, 10)

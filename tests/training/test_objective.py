@@ -127,6 +127,21 @@ def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
     assert _gradient(output, policy.logprobs) == pytest.approx(expected, abs=1e-5)
 
 
+def test_the_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
+    """A = 0, ref - pi = 0.5: KL 0.148721, its gradient -0.648721. rho = e^0.5 = 1.648721 for the first token, 1 for the second:
+    0.1 x (1.648721 + 1) x 0.148721 / 4 = 0.009848; gradients 0.1 x rho x (0.148721 - 0.648721) / 4 = -0.0125 rho. gspo: both
+    tokens have the ratio e^0.25 of their sample, whose gradient is divided among them."""
+    batch = _batch([-1.5, -1.0], [0.0, 0.0])
+    for values, total, gradients in (
+        ({}, 0.009848, [-0.0125 * 1.648721, -0.0125]),
+        ({"type": "gspo"}, 0.1 * 1.284025 * 2 * 0.148721 / 4, [-0.0125 * 1.284025] * 2),
+    ):
+        policy = _policy([-1.0, -1.0])
+        output = Objective(loss_section(beta=0.1, **values))(policy, batch, ref_logprobs=torch.full((2,), -0.5))
+        assert output.total.item() == pytest.approx(total, abs=1e-6)
+        assert _gradient(output, policy.logprobs) == pytest.approx(gradients, abs=1e-6)
+
+
 def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction() -> None:
     """Entropies 1 and 3 of a minibatch of 8 tokens: 0.5 x 4 / 8 = 0.25 is subtracted, 0.5 / 8 the gradient of each. With the second
     left out and 4 tokens kept in the minibatch: 0.5 x 1 / 4 = 0.125."""
