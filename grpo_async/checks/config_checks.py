@@ -299,7 +299,7 @@ class _Findings:
             f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
             "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
         )
-        if rewards := [reward.name or reward.function for reward in self.config.rewards]:
+        if rewards := [reward.name or reward.own_name for reward in self.config.rewards]:
             self.notes.append(
                 f"rollout.agent: its own reward (`agent`, weight {section.reward_weight:g}) is added to that of "
                 f"{', '.join(rewards)}; where its result has none, they judge alone"
@@ -380,7 +380,7 @@ class _Findings:
             self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; there are {known}")
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.collecting(f"reward {reward.name!r}: "):
-                self.note(startup_notes(resolve(section.function), section.arguments))
+                self.note(startup_notes(resolve(section.reference), section.keywords))
             reward.close()
 
     def check_own_functions(self) -> None:

@@ -81,7 +81,7 @@ class ExperimentConfig(StrictModel):
     @field_validator("rewards")
     @classmethod
     def _reward_names_are_unique(cls, rewards: list[RewardSection]) -> list[RewardSection]:
-        names = [reward.name or reward.function.rpartition(":")[2] for reward in rewards]
+        names = [reward.name or reward.own_name for reward in rewards]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"the reward names {twice} are used more than once; give each a `name`")

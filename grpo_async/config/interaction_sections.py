@@ -5,11 +5,12 @@ All of it is the user's code, named as `module:attribute`; an agent may also be 
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from grpo_async.config.base import Count, FilePath, Host, Processes, Reference, Seconds, StrictModel, Weight
+from grpo_async.config.base import Count, FilePath, Host, ModelName, Processes, Reference, Seconds, StrictModel, Weight
 from grpo_async.config.server_sections import TlsOptions
 
 
@@ -133,12 +134,18 @@ class AgentSection(StrictModel):
 
 
 class RewardSection(StrictModel):
-    function: Reference
+    """One of `function` and `model`."""
+
+    function: Reference | None = None
     """`module:attribute` of a function, partial or callable object with TRL's signature
     `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
     The working directory is importable."""
+    model: ModelName | None = None
+    """A reward model in its place: folder or hub name of a sequence classifier with one output, as TRL's `reward_funcs` takes it.
+    It runs in a process of its own; `arguments` may have device (auto, cpu, cuda:N), batch_size, dtype, revision, max_tokens: see
+    grpo_async.rewards.model."""
     name: str | None = None
-    """Name in the metrics; null = the function's own name."""
+    """Name in the metrics; null = the function's own name, or the last part of the model's."""
     weight: Weight = 1.0
     """Factor in the sum of the rewards."""
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -149,3 +156,26 @@ class RewardSection(StrictModel):
     and loads a model once; one that holds the interpreter there ends the run after launch.heartbeat_timeout_s."""
     timeout_s: Seconds = 60.0
     """Time limit of one call; then the group fails."""
+
+    @model_validator(mode="after")
+    def _is_a_function_or_a_model(self) -> Self:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward is either a `function` or a `model`; set one of them")
+        if self.model is not None and self.run_in != "thread":
+            raise ValueError("run_in: a reward model has a process of its own in any case; leave it out")
+        return self
+
+    @property
+    def reference(self) -> str:
+        """Of the function that scores."""
+        return self.function or "grpo_async.rewards.model:model_reward"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What it is given beside what a run offers: `arguments`, those of a reward model together with its name."""
+        return self.arguments if self.model is None else {"settings": {"model": self.model, **self.arguments}}
+
+    @property
+    def own_name(self) -> str:
+        """ "my_rewards:length_reward" -> length_reward; my-org/judge -> judge."""
+        return self.reference.rpartition(":")[2] if self.model is None else PurePath(self.model).name

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
 Function = TypeVar("Function", bound=RewardCallable)
+Settings = TypeVar("Settings", bound=BaseModel)
 
 ENVIRONMENTS = "environments"
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -174,6 +177,18 @@ def whole_number(arguments: Mapping[str, Any], name: str, default: int, *, least
     return value
 
 
+def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Settings:
+    """The arguments of a reward as a pydantic model; ValueError("NAME: what is wrong")."""
+    try:
+        return settings.model_validate(dict(arguments))
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_input=False)
+        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(settings.model_fields)}"
+        raise ValueError(problem) from error
+
+
 def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:
     """Mark a reward function with the check of its arguments, which `load_rewards` calls with the section's `arguments`. Without it
     a wrong pattern would fail every group of the run.
@@ -187,3 +202,13 @@ def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:
         return function
 
     return mark
+
+
+LOADED_FIRST = "loaded_first"
+
+
+def loaded_first(function: Function) -> Function:
+    """Mark a reward function that loads something large: it always runs in one worker process, whose first call, without
+    completions, loads it and has the time that a worker has to start in place of the section's `timeout_s`."""
+    setattr(function, LOADED_FIRST, True)
+    return function

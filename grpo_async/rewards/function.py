@@ -18,6 +18,7 @@ from grpo_async.rewards.call import (
     ALWAYS_OFFERED,
     CHECK,
     ENVIRONMENTS,
+    LOADED_FIRST,
     OFFERED,
     ArgumentCheck,
     RewardCallable,
@@ -81,10 +82,16 @@ class RewardFunction:
         self._loop = loop or UserLoop(f"reward-{self.name}")
         self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
-        if run_in == "process":
+        loads = getattr(unwrap_partial(function), LOADED_FIRST, False)
+        if run_in == "process" or loads:
             if reference is None:
                 raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
-            self._pool = WorkerPool(self.name, reference, num_workers=num_workers)
+            nothing = RewardRequest(
+                name=self.name, prompts=(), completions=(), completion_ids=(), arguments=self._arguments
+            )
+            self._pool = WorkerPool(
+                self.name, reference, num_workers=1 if loads else num_workers, first=nothing if loads else None
+            )
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
@@ -222,44 +229,44 @@ def load_reward(
     section: RewardSection, path: str, *, num_workers: int | None = None, loop: UserLoop | None = None
 ) -> RewardFunction:
     """Import and check one; `path` is that of its section (`rewards.0`), for errors. The others: see RewardFunction."""
-    where = f"{path}.function: {section.function}"
-    function = resolve_function(section.function, where)
+    where = f"{path}.function: {section.reference}"
+    function = resolve_function(section.reference, where)
     try:
         parameters = read_parameters(function)
     except TypeError as error:
         raise ConfigError(f"{where}: {error}") from error
-    for argument in section.arguments:
+    for argument in section.keywords:
         if argument in OFFERED:
             raise ConfigError(
                 f"{path}.arguments.{argument}: every reward gets `{argument}` from the run; choose another name"
             )
         if not parameters.accepts(argument):
             raise ConfigError(
-                f"{path}.arguments.{argument}: {section.function} takes no `{argument}`; "
+                f"{path}.arguments.{argument}: {section.reference} takes no `{argument}`; "
                 f"it takes {sorted(parameters.names)}"
             )
     if section.run_in == "process" and ENVIRONMENTS in parameters.required:
         raise ConfigError(
-            f"{path}.run_in: process: {section.function} needs `environments`, which are live objects of this process and "
+            f"{path}.run_in: process: {section.reference} needs `environments`, which are live objects of this process and "
             "cannot be sent to another one; leave out `run_in`, or score in the environment's `get_reward`"
         )
     check: ArgumentCheck | None = getattr(unwrap_partial(function), CHECK, None)
     if check is not None:
         try:
-            check(section.arguments)
+            check(section.keywords)
         except ValueError as error:
             raise ConfigError(f"{path}.arguments.{error}") from error
-    name = own_name(function)
+    name = own_name(function) if section.model is None else section.own_name
     if name == "<lambda>":
-        name = section.function.rpartition(":")[2].rpartition(".")[2]
+        name = section.own_name.rpartition(".")[2]
     return RewardFunction(
         function,
         name=section.name or name,
         weight=section.weight,
-        arguments=section.arguments,
+        arguments=section.keywords,
         run_in=section.run_in,
         timeout_s=section.timeout_s,
-        reference=section.function,
+        reference=section.reference,
         setting=path,
         num_workers=num_workers,
         loop=loop,

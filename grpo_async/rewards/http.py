@@ -33,10 +33,10 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.rewards.call import ENVIRONMENTS, checked_by
+from grpo_async.rewards.call import ENVIRONMENTS, checked_by, read_arguments
 from grpo_async.rewards.text import final_text
 from grpo_async.utils.retry import RetryPolicy, server_message
 from grpo_async.utils.text import clipped
@@ -110,20 +110,8 @@ class RemoteSettings(BaseModel):
         return None if self.token_env is None else os.environ[self.token_env].strip()
 
 
-def _settings(arguments: Mapping[str, Any]) -> RemoteSettings:
-    """ValueError("NAME: what is wrong")."""
-    try:
-        return RemoteSettings.model_validate(dict(arguments))
-    except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_input=False)
-        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
-        if first["type"] == "extra_forbidden":
-            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(RemoteSettings.model_fields)}"
-        raise ValueError(problem) from error
-
-
 def _check(arguments: Mapping[str, Any]) -> None:
-    _settings({"url": "http://given-elsewhere", **arguments})
+    read_arguments(RemoteSettings, {"url": "http://given-elsewhere", **arguments})
 
 
 @checked_by(_check)
@@ -150,7 +138,7 @@ async def remote_reward(
     others.pop(ENVIRONMENTS, None)
     given = {name: others.pop(name) for name in RemoteSettings.model_fields if name in others}
     try:
-        settings = _settings({"url": url, **given})
+        settings = read_arguments(RemoteSettings, {"url": url, **given})
     except ValueError as error:
         raise ValueError(f"{error}; if the data has a column of that name, set it in `arguments`") from error
     columns = {name: values for name, values in others.items() if isinstance(values, list)}

@@ -46,6 +46,7 @@ _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module('grpo_async.rewards.workers').main(int(sys.argv[2]), sys.argv[3])"
 )
+_LOAD_TIMEOUT_S = 1800.0  # one that begins by loading a model, from a network file system
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
 _LENGTH = struct.Struct(">Q")  # stands before each message
 
@@ -57,10 +58,15 @@ class WorkerPool:
         name: name of the reward function, for errors.
         reference: `module:attribute` of the function.
         num_workers: processes, and so calls that run at once; more wait. None = half the CPUs, 1 to 4.
+        first: a call with which each worker begins, in the time that it has to start; what goes wrong in it the next call meets
+            again and reports.
     """
 
-    def __init__(self, name: str, reference: str, *, num_workers: int | None = None) -> None:
+    def __init__(
+        self, name: str, reference: str, *, num_workers: int | None = None, first: RewardRequest | None = None
+    ) -> None:
         self._name, self._reference = name, reference
+        self._first = None if first is None else pickle.dumps(first)
         self._loop = UserLoop(f"workers of reward-{name}")  # nothing but this class runs there
         self._slots = asyncio.Semaphore(num_workers or max(1, min(4, (os.cpu_count() or 1) // 2)))
         self._workers: set[Worker] = set()
@@ -114,10 +120,13 @@ class WorkerPool:
             is_new = not self._idle
             worker = Worker(self._reference) if is_new else self._idle.pop()
             self._workers.add(worker)
+            start_timeout_s = START_TIMEOUT_S if self._first is None else _LOAD_TIMEOUT_S
             try:
                 if is_new:
-                    async with asyncio.timeout(START_TIMEOUT_S):
+                    async with asyncio.timeout(start_timeout_s):
                         await worker.wait_until_ready()
+                        if self._first is not None:
+                            await worker.exchange(self._first)
                     is_new = False
                 async with asyncio.timeout(timeout_s):
                     answer = await worker.exchange(payload)
@@ -125,7 +134,8 @@ class WorkerPool:
                 self._end(worker)
                 if not is_new:
                     raise
-                took = f"importing `{self._reference.partition(':')[0]}` in a worker process took over {START_TIMEOUT_S:.0f} s"
+                what = f"importing `{self._reference.partition(':')[0]}`" if self._first is None else "loading it"
+                took = f"{what} in a worker process took over {start_timeout_s:.0f} s"
                 raise RewardTimeoutError(self._name, took) from error
             except (EOFError, OSError) as error:
                 ending = describe_exit(self._end(worker, hung_up=True))

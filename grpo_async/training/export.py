@@ -185,7 +185,7 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         f"- data: `{train.type}: {_first_of(train, 'path', 'name', 'function', 'task')}`",
         *(
-            f"- reward: `{_first_of(section, 'function', 'url', 'type')}`, weight {section.weight:g}"
+            f"- reward: `{_first_of(section, 'function', 'model')}`, weight {section.weight:g}"
             for section in config.rewards
         ),
         *(["- no reward function: environments give the rewards"] if not config.rewards else []),
