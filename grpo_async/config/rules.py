@@ -215,6 +215,14 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
             "the reference out"
         )
 
+    if loss.sync_ref_model and loss.beta == 0.0:
+        yield "loss.sync_ref_model: there is no reference while loss.beta is 0; set loss.beta, or leave it out"
+    if loss.sync_ref_model and config.model.lora is not None:
+        yield (
+            "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so none can "
+            "follow the other; train all weights, or leave it out"
+        )
+
 
 def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
     loss = config.loss

@@ -140,7 +140,8 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a frozen model of its own, in the compute dtype: gathered weights are in no other."""
+    """The policy without its adapters, or a model of its own: in the compute dtype, for gathered weights are in no other; one that
+    is moved in that of the policy, which small moves need."""
     if is_policy_without_adapters(config):
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference
@@ -148,7 +149,8 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
     section = model.model_copy(
         update={
             "path": path,
-            "dtype": model.compute_dtype_in_use,
+            "revision": model.revision if wanted == "initial" else None,
+            "dtype": model.dtype if config.loss.sync_ref_model else model.compute_dtype_in_use,
             "lora": None,
             "activation_checkpointing": "none",
             "router_aux_loss": 0.0,

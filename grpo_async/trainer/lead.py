@@ -140,7 +140,14 @@ class _Leader:
         config = self._config = context.config = side.config
         if assignment.resume_step is not None:
             step = assignment.resume_step
-            load_tensors(assignment.run_dir, step, context.policy, context.optimizer, seed=config.run.seed)
+            load_tensors(
+                assignment.run_dir,
+                step,
+                context.policy,
+                context.optimizer,
+                reference=context.moving_reference,
+                seed=config.run.seed,
+            )
             set_aside_later_checkpoints(assignment.run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         self._phases.begin("waiting for the server")

@@ -282,14 +282,15 @@ class LeaderLoop:
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
+        moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0
         commands = [
-            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale)
+            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale, moves_reference=moves)
             for mine in zip(*parts, strict=True)
         ]
         context.channel.send(commands)
         packed = commands[0].pack()
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(packed, lr, tokens.room, scale)
+        result = context.step(packed, lr, tokens.room, scale, moves)
         if self._loss_scale is not None:
             result.metrics["training/loss_scale"] = scale
             self._loss_scale.update(result.updates)
@@ -359,7 +360,14 @@ class LeaderLoop:
                     },
                 )
                 self._command_all(SaveCommand(step=step))
-                context.checkpoints.begin(step, context.policy, context.optimizer, state, on_written=self._on_saved)
+                context.checkpoints.begin(
+                    step,
+                    context.policy,
+                    context.optimizer,
+                    state,
+                    reference=context.moving_reference,
+                    on_written=self._on_saved,
+                )
             self._saved_step = step
         if wait:
             this = f"waiting for the checkpoint of step {step} to be written"

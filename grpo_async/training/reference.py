@@ -1,7 +1,7 @@
 """Forward passes without a gradient: the reference policy of a KL term, and scores that are compared with a server's.
 
 A reference is one of two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs
-no memory. Otherwise it is a second model, frozen, sharded over the same ranks, in the compute dtype.
+no memory. Otherwise it is a second model, sharded over the same ranks, frozen or following the policy (`loss.sync_ref_model`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.training.parameters import local_of
 from grpo_async.weights.verify import TrainerScores
 
 
@@ -28,7 +29,7 @@ class Reference:
     """
 
     def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
-        self._policy = policy
+        self.policy = policy
         self._without_adapters = without_adapters
         if not without_adapters:
             policy.requires_grad_(False)
@@ -36,15 +37,26 @@ class Reference:
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Of the trained tokens of a micro-batch: (N,) float32, natural log, at the run's temperature, without gradient. A
         collective: every rank calls it as often, also for a batch without trained tokens."""
-        with torch.no_grad(), adapters_off(self._policy.model) if self._without_adapters else nullcontext():
-            logprobs: torch.Tensor = self._policy(batch).logprobs
-        reshard(self._policy)
+        with torch.no_grad(), adapters_off(self.policy.model) if self._without_adapters else nullcontext():
+            logprobs: torch.Tensor = self.policy(batch).logprobs
+        reshard(self.policy)
         return logprobs.float()
+
+    @torch.no_grad()
+    def mix(self, policy: Policy, *, alpha: float) -> None:
+        """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded alike, so each
+        rank moves its own rows and no rank waits."""
+        pairs = zip(self.policy.named_parameters(), policy.named_parameters(), strict=True)
+        for (name, mine), (other_name, theirs) in pairs:
+            assert name == other_name
+            rows = local_of(mine)
+            rows.lerp_(local_of(theirs).to(rows), alpha)
 
 
 def is_policy_without_adapters(config: ExperimentConfig) -> bool:
-    """Whether the reference is the policy with its adapters left out."""
-    return config.model.lora is not None and config.loss.reference == "initial"
+    """Whether the reference is the policy with its adapters left out: of modules that are trained whole nothing is left."""
+    lora = config.model.lora
+    return lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
 
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:
