@@ -392,6 +392,11 @@ class _Findings:
                 from grpo_async.training.loss import UserLoss  # here: it imports torch
 
                 UserLoss(self.config.loss)
+        with self.collecting():
+            if self.config.optimizer.schedule_arguments:
+                from grpo_async.training.schedule import lr_factors  # here: it imports torch
+
+                lr_factors(self.config)
 
     # ---- addresses, certificates, the token ----
 

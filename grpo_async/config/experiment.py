@@ -161,20 +161,3 @@ class ExperimentConfig(StrictModel):
         both = f"computed and served in {served}" if compute == served else f"computed in {compute}, served in {served}"
         head = f", logits in {self.model.head_dtype}" if self.model.head_dtype is not None else ""
         return f"{self.model.dtype} masters, {both}{head}"
-
-    def lr_factor(self, step: int) -> float:
-        """Factor on `optimizer.lr` at 0-based optimizer step `step`.
-
-        Warm-up: (step + 1) / warmup_steps. After it, with progress p in [0, 1] to max_steps and floor f = min_lr_ratio:
-        constant 1; linear 1 - (1 - f) p; cosine f + (1 - f) (1 + cos(pi p)) / 2.
-        """
-        optimizer = self.optimizer
-        if step < optimizer.warmup_steps:
-            return (step + 1) / optimizer.warmup_steps
-        progress = min(1.0, (step - optimizer.warmup_steps) / max(1, self.training.max_steps - optimizer.warmup_steps))
-        floor = optimizer.min_lr_ratio
-        if optimizer.schedule == "linear":
-            return 1.0 - (1.0 - floor) * progress
-        if optimizer.schedule == "cosine":
-            return floor + (1.0 - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
-        return 1.0

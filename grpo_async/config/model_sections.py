@@ -77,11 +77,16 @@ class OptimizerSection(StrictModel):
     """Muon's momentum."""
     weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
     """Decoupled weight decay, of matrices only."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at `min_lr_ratio` x lr at `training.max_steps`."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"
+    ] = "constant"
+    """Shape after the warm-up, as transformers' schedules of these names; all but constant and inverse_sqrt end with the run."""
+    schedule_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of transformers' schedule, such as {num_cycles: 3} (cosine_with_restarts), {power: 2} (polynomial),
+    {num_decay_steps: 50, decay_type: linear} (warmup_stable_decay), {timescale: 1000} (inverse_sqrt)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Floor of linear and cosine schedules."""
+    """linear, cosine, polynomial and warmup_stable_decay end at this x lr."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are clipped to this total norm over all ranks."""

@@ -158,6 +158,13 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
             f"optimizer.warmup_steps: {config.optimizer.warmup_steps} is more than training.max_steps: {training.max_steps}; "
             "set both for a short run"
         )
+    optimizer = config.optimizer
+    if optimizer.min_lr_ratio and optimizer.schedule in ("cosine_with_restarts", "inverse_sqrt"):
+        yield (
+            f"optimizer.min_lr_ratio: {optimizer.schedule} has no floor; leave it out, or set another optimizer.schedule"
+        )
+    if optimizer.schedule_arguments and optimizer.schedule == "constant":
+        yield "optimizer.schedule_arguments: the schedule constant has none; set optimizer.schedule, or leave them out"
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     if remote and config.weights.host is not None and is_loopback(config.weights.host):
         yield (

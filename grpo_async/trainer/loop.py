@@ -42,6 +42,7 @@ from grpo_async.training.ranks import (
     TrainerContext,
     WaitCommand,
 )
+from grpo_async.training.schedule import lr_factors
 from grpo_async.training.step import StepResult
 from grpo_async.training.timing import Activity
 from grpo_async.training.token_statistics import TokenPlan
@@ -87,6 +88,7 @@ class LeaderLoop:
         self._timeline = timeline
         self._context = context
         self._config = context.config
+        self._lr_factor = lr_factors(context.config)
         self._on_saved = on_saved
         self._source = source
         self._sync = sync
@@ -254,7 +256,7 @@ class LeaderLoop:
     def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
         config, context = self._config, self._context
-        lr = config.optimizer.lr * config.lr_factor(step - 1)
+        lr = config.optimizer.lr * self._lr_factor(step - 1)
         parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
         tokens = TokenPlan(context.num_ranks)
         began = time.time()

@@ -1,0 +1,58 @@
+"""The learning rate over the steps of a run: a warm-up, then one of transformers' schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.errors import ConfigError
+
+_USUAL_TIMESCALE = 10_000  # of transformers, without a warm-up
+
+
+def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
+    """Gives the factor on `optimizer.lr` at a 0-based step; a function of the step alone, so a resume needs no state of it.
+
+    Warm-up: (step + 1) / warmup_steps. (transformers begins at 0, and so gives the first step away.) Then the schedule begins, and
+    ends at the run's last step. With 10 steps, 2 of warm-up and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
+
+    Raises:
+        ConfigError: `optimizer.schedule_arguments` does not fit the schedule.
+    """
+    warmup = config.optimizer.warmup_steps
+    after = _after_warmup(config)
+    return lambda step: (step + 1) / warmup if step < warmup else after(step - warmup)
+
+
+def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
+    """The factor so many steps after the warm-up."""
+    optimizer, name = config.optimizer, config.optimizer.schedule
+    if name == "constant" or (name == "linear" and optimizer.min_lr_ratio == 1.0):
+        return lambda step: 1.0
+    import torch
+    from transformers.optimization import get_scheduler
+
+    floor = optimizer.min_lr_ratio
+    usual: dict[str, tuple[str, dict[str, float]]] = {
+        "linear": ("polynomial", {"lr_end": floor * optimizer.lr}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": floor}),
+        "polynomial": (name, {"lr_end": floor * optimizer.lr}),
+        "warmup_stable_decay": (name, {"min_lr_ratio": floor}),
+        "inverse_sqrt": (name, {"timescale": optimizer.warmup_steps or _USUAL_TIMESCALE}),
+    }
+    theirs, arguments = usual.get(name, (name, {}))
+    known: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=optimizer.lr)
+    try:
+        scheduler = get_scheduler(
+            theirs,
+            known,
+            num_warmup_steps=0,
+            num_training_steps=max(1, config.num_steps - optimizer.warmup_steps),
+            scheduler_specific_kwargs={**arguments, **optimizer.schedule_arguments},
+        )
+        factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+        factor(0)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.schedule_arguments: {name} cannot be made with them: {error}") from error
+    return factor
