@@ -61,7 +61,10 @@ class ModelSize:
     def trained(self, config: ExperimentConfig) -> int:
         """Parameters: all, or those of adapters, about N r / hidden, and of embeddings and heads that are trained beside them."""
         lora = config.model.lora
-        return self.parameters if lora is None else min(self.parameters, self.parameters * lora.rank // self.hidden)
+        if lora is None:
+            return self.parameters
+        whole = sum("embed" in name or "head" in name for name in lora.modules_to_save) * self.hidden * self.vocabulary
+        return min(self.parameters, self.parameters * lora.rank // self.hidden + whole)
 
 
 def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, float]:

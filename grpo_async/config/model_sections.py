@@ -18,6 +18,12 @@ class LoraSection(StrictModel):
     """The product B A is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Ends of the names of the layers that get adapters; all-linear = every linear layer but the head."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
+    and not on servers. So policy and sampler differ by it."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Ends of the names of modules that are trained whole beside the adapters, such as [embed_tokens, lm_head]; of tied ones both.
+    They are pushed and exported with the rest (peft's setting of this name)."""
     quantization: Literal["nf4"] | None = None
     """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
     merged."""

@@ -326,6 +326,16 @@ def _of_machines(config: ExperimentConfig) -> Iterator[str]:
             "model.lora.push: adapter adds to the weights that a server has loaded, and with model.lora.quantization the trainer "
             "trains on others, rounded to 4 bits; set push: merged"
         )
+    if lora is not None and lora.push == "adapter" and config.model.revision is not None:
+        yield (
+            f"model.lora.push: adapter adds to the newest files of model.path, not to model.revision: {config.model.revision}; set "
+            "push: merged, or name the folder of that revision as model.path"
+        )
+    if lora is not None and lora.push == "adapter" and lora.modules_to_save:
+        yield (
+            "model.lora.push: adapter sends the adapters alone, and servers would keep the old values of "
+            f"model.lora.modules_to_save: {lora.modules_to_save}; set push: merged"
+        )
     if lora is not None and lora.push == "adapter" and config.weights.transport in ("nccl", "ipc"):
         yield (
             f"model.lora.push: adapter travels over gloo alone, not over weights.transport: {config.weights.transport}: between "

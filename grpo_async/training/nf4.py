@@ -10,6 +10,7 @@ Worked example: a weight (10, 128) in float32 is 5120 bytes; packed (10, 64 + 2 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,8 +46,8 @@ def packed_width(in_features: int) -> int:
     return in_features // 2 + 4 * (in_features // BLOCK)
 
 
-def quantize_layers(model: Any) -> None:
-    """Replace every linear layer of `model` (on "meta") but the head.
+def quantize_layers(model: Any, *, keep: Collection[str] = ()) -> None:
+    """Replace every linear layer of `model` (on "meta") but the head and those in the modules `keep`.
 
     Raises:
         ConfigError: bitsandbytes is missing, or a layer's rows are no multiple of 64.
@@ -57,7 +58,8 @@ def quantize_layers(model: Any) -> None:
         )
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or module is head:
+        is_kept = any(f"{name}.".startswith(f"{each}.") for each in keep)
+        if not isinstance(module, nn.Linear) or module is head or is_kept:
             continue
         if module.in_features % BLOCK:
             raise ConfigError(

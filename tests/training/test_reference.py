@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters, score_sequences
 from tests.support.ranks import run_on_ranks
@@ -44,8 +46,18 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lora", "reference", "expected"),
-    [(None, "initial", False), ("adapters", "initial", True), ("adapters", "/a/folder", False)],
+    [
+        (None, "initial", False),
+        ({}, "initial", True),
+        ({}, "/a/folder", False),
+        ({"modules_to_save": ["lm_head"]}, "initial", False),
+    ],
 )
-def test_the_policy_without_adapters_is_the_initial_model(lora: str | None, reference: str, expected: bool) -> None:
-    config = SimpleNamespace(model=SimpleNamespace(lora=lora), loss=SimpleNamespace(reference=reference))
-    assert is_policy_without_adapters(config) == expected  # type: ignore[arg-type]
+def test_the_policy_without_adapters_is_the_initial_model(
+    lora: dict[str, Any] | None, reference: str, expected: bool
+) -> None:
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(lora=None if lora is None else LoraSection(**lora)),
+        loss=SimpleNamespace(reference=reference),
+    )
+    assert is_policy_without_adapters(config) == expected
