@@ -84,7 +84,9 @@ class ChatRenderer:
         from transformers import AutoTokenizer  # slow import, needed by the trainer only
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+            )
         except Exception as error:  # whatever transformers makes of a broken file
             raise ConfigError(
                 f"model.path: cannot load a tokenizer from {model.path!r}: {type(error).__name__}: {error}"
@@ -98,7 +100,7 @@ class ChatRenderer:
             chat_template=template,
             template_arguments=model.chat_template_arguments,
             end_of_turn_tokens=model.end_of_turn_tokens,
-            end_of_turn_ids=_generation_config_ends(model.path),
+            end_of_turn_ids=_generation_config_ends(model.path, model.revision),
             parser=parser,
         )
 
@@ -214,7 +216,7 @@ def _token_id(tokenizer: Any, token: str) -> int:
     return int(vocabulary[token])
 
 
-def _generation_config_ends(model_path: str) -> list[int]:
+def _generation_config_ends(model_path: str, revision: str | None) -> list[int]:
     """eos_token_id of generation_config.json, a number or a list; a model need not have that file."""
     folder = Path(model_path)
     if folder.is_dir():
@@ -229,7 +231,7 @@ def _generation_config_ends(model_path: str) -> list[int]:
         from transformers import GenerationConfig
 
         try:
-            ends = GenerationConfig.from_pretrained(model_path).eos_token_id
+            ends = GenerationConfig.from_pretrained(model_path, revision=revision).eos_token_id
         except OSError:  # the hub has none for this model
             return []
     if ends is None:

@@ -145,6 +145,10 @@ class _Findings:
                     check_family(text, config.model.path, longest)
                 if self.engine.engine == "embedded":
                     check_embedded_family(text, longest)
+        if folder is not None and config.model.revision is not None:
+            self.problems.append(
+                f"model.revision: {config.model.revision} is one of a hub name, and model.path: {folder} is a folder; leave it out"
+            )
         template = config.model.chat_template
         if template is not None and not template.is_file():
             self.problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")

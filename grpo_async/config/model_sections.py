@@ -35,6 +35,9 @@ class LoraSection(StrictModel):
 class ModelSection(StrictModel):
     path: ModelName
     """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Commit, tag or branch of a hub name, for trainer, tokenizer and servers; null = the newest. Without a network it is taken
+    from the hub's cache on each machine (HF_HOME)."""
     dtype: Dtype = "float32"
     """dtype of the trainer's master weights and optimizer state."""
     compute_dtype: ComputeDtype | None = None

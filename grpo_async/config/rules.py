@@ -40,6 +40,8 @@ _SET_BY_US = {
     ),
     "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
     "--trust-remote-code": "see model.trust_remote_code",
+    "--revision": "see model.revision",
+    "--tokenizer-revision": "see model.revision",
     "--ssl-certfile": "see inference.tls",
     "--ssl-keyfile": "see inference.tls",
     "--middleware": "it asks for the token",

@@ -122,7 +122,8 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
     for section in ("loss", "advantage", "optimizer", "checkpoint", "weights", "tracking"):
         content.pop(section)
     content["run"] = {**content["run"], "dir": str(run_dir.root.parent), "name": run_dir.root.name}
-    content["model"] = {**content["model"], "path": model_path, "lora": None}
+    revision = config.model.revision if model_path == config.model.path else None
+    content["model"] = {**content["model"], "path": model_path, "revision": revision, "lora": None}
     launch = config.launch
     content["launch"] = {
         "device": "cpu",

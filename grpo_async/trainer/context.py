@@ -134,7 +134,11 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
         cpu_offload=training.cpu_offload,
     )
     load_weights(
-        policy, section.path, device=torch.device("cpu") if training.cpu_offload else device, seed=config.run.seed
+        policy,
+        section.path,
+        revision=section.revision,
+        device=torch.device("cpu") if training.cpu_offload else device,
+        seed=config.run.seed,
     )
     return policy
 

@@ -45,7 +45,7 @@ def load_policy(
         ConfigError: no model at `model.path`, or one whose log-probabilities the trainer would get wrong.
     """
     policy = build_policy(section, temperature=temperature, chunk_tokens=chunk_tokens, max_model_len=max_model_len)
-    load_weights(policy, section.path, device=torch.device("cpu"), seed=seed)
+    load_weights(policy, section.path, revision=section.revision, device=torch.device("cpu"), seed=seed)
     return policy
 
 
@@ -65,7 +65,9 @@ def build_policy(
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            section.path, revision=section.revision, trust_remote_code=section.trust_remote_code
+        )
         check_family(config.get_text_config().to_dict(), section.path, max_model_len)
         for name, value in config.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -99,18 +101,21 @@ def build_policy(
     )
 
 
-def load_weights(policy: Policy, path: str, *, device: torch.device, seed: int = 0) -> None:
+def load_weights(
+    policy: Policy, path: str, *, device: torch.device, revision: str | None = None, seed: int = 0
+) -> None:
     """Give every parameter of `policy` memory on `device` (each rank its shard) and fill it from the files at `path`; adapters get
     the values that they begin with. Reads no more than this rank's rows, and talks to no other rank.
 
     Args:
+        revision: of a hub name.
         seed: of the adapters. The same on every rank.
 
     Raises:
         ConfigError: files are missing or broken, or hold other tensors than the model has.
     """
     _materialise(policy, device)
-    files = CheckpointFiles.of(path)
+    files = CheckpointFiles.of(path, revision=revision)
     model: Any = policy.model
     sources = {source.name: source for source in list_sources(model)}
     tied = {name: source for name, source in _tied_names(model).items() if source in sources}
@@ -142,7 +147,7 @@ def _build_model(section: ModelSection, config: Any) -> Any:
             trust_remote_code=section.trust_remote_code,
         )
     with suppress(OSError):  # there may be none; exports get one from the model's config
-        model.generation_config = GenerationConfig.from_pretrained(section.path)
+        model.generation_config = GenerationConfig.from_pretrained(section.path, revision=section.revision)
     model.config.name_or_path = section.path
     _keep_some_in_float32(model, dtype)
     _compute_buffers(model, section.path)

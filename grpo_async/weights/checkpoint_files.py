@@ -54,16 +54,17 @@ class CheckpointFiles:
                 self.specs[name] = ParameterSpec(name=name, dtype_name=dtype, shape=tuple(part.get_shape()))
 
     @classmethod
-    def of(cls, path: str, *, is_local: bool = False) -> CheckpointFiles:
+    def of(cls, path: str, *, revision: str | None = None, is_local: bool = False) -> CheckpointFiles:
         """The files of a folder, or of a name on a hub.
 
         Args:
+            revision: of a hub name; None: the newest.
             is_local: do not ask the hub itself, take only what was fetched from it.
 
         Raises:
             ConfigError: there are none, or they are of another format.
         """
-        return cls(find_files(path, is_local=is_local))
+        return cls(find_files(path, revision=revision, is_local=is_local))
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor; its memory is the file's, so do not write to it."""
@@ -94,7 +95,7 @@ class CheckpointFiles:
         return sha.hexdigest()
 
 
-def find_files(path: str, *, is_local: bool = False) -> list[Path]:
+def find_files(path: str, *, revision: str | None = None, is_local: bool = False) -> list[Path]:
     """The safetensors files of a model's folder or of a hub name (fetched, or taken from the cache).
 
     Raises:
@@ -102,19 +103,20 @@ def find_files(path: str, *, is_local: bool = False) -> list[Path]:
     """
     folder = Path(path)
     if not folder.is_dir():
-        return _find_on_hub(path, is_local=is_local)
+        return _find_on_hub(path, revision=revision, is_local=is_local)
     files = weight_files(folder)
     if not files:
         raise ConfigError(f"model.path: {no_weights(folder)}")
     return files
 
 
-def _find_on_hub(path: str, *, is_local: bool) -> list[Path]:
+def _find_on_hub(path: str, *, revision: str | None, is_local: bool) -> list[Path]:
     from transformers.utils.hub import cached_file
 
+    given = {"revision": revision, "local_files_only": is_local}
     try:
-        index = cached_file(path, INDEX, local_files_only=is_local, _raise_exceptions_for_missing_entries=False)
+        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False, **given)
         names = [SINGLE] if index is None else names_in(Path(index))
-        return [Path(cached_file(path, name, local_files_only=is_local)) for name in names]
+        return [Path(cached_file(path, name, **given)) for name in names]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: cannot load a model from {path!r}: {error}") from error

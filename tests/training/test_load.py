@@ -152,3 +152,27 @@ def test_a_digest_tells_models_apart_and_not_how_they_are_cut_into_files(tmp_pat
     cut = CheckpointFiles.of(str(save_model(tmp_path / "cut", "qwen3", max_shard_size="60KB")))
     other = CheckpointFiles.of(str(save_model(tmp_path / "other", "qwen3", seed=1)))
     assert one.digest() == cut.digest() != other.digest()
+
+
+def test_a_revision_is_loaded_from_the_cache_of_the_hub_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commits of one name, `main` and the branch `old`, as huggingface_hub keeps them."""
+    from huggingface_hub import constants
+
+    cache = tmp_path / "hub"
+    folders = {}
+    for branch, seed in (("main", 0), ("old", 1)):
+        commit = str(seed) * 40
+        folders[branch] = save_model(cache / "models--me--tiny" / "snapshots" / commit, "qwen3", seed=seed)
+        refs = cache / "models--me--tiny" / "refs" / branch
+        refs.parent.mkdir(exist_ok=True)
+        refs.write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for chosen, branch in ((None, "main"), ("old", "old"), ("1" * 40, "old")):
+        found = load_tiny("me/tiny", revision=chosen).state_dict()
+        wanted = load_tiny(folders[branch]).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    with pytest.raises(ConfigError, match="me/tiny"):
+        load_tiny("me/tiny", revision="new")

@@ -72,6 +72,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model.path,
+            revision=config.model.revision,
             dtype=getattr(torch, inference.dtype_in_use),
             attn_implementation="sdpa",
             trust_remote_code=config.model.trust_remote_code,

@@ -181,6 +181,8 @@ def _common_arguments(config: ExperimentConfig, port: int) -> list[str]:
         arguments.append("--enable-expert-parallel")
     if config.model.chat_template is not None:
         arguments += ["--chat-template", str(config.model.chat_template)]
+    if config.model.revision is not None:
+        arguments += ["--revision", config.model.revision, "--tokenizer-revision", config.model.revision]
     if config.model.trust_remote_code:
         arguments.append("--trust-remote-code")
     if config.model.head_dtype is not None:
