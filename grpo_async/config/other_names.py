@@ -56,6 +56,35 @@ _TRL = {
     "warmup_steps": "optimizer.warmup_steps",
     "optim": "optimizer.type",
     "max_steps": "training.max_steps",
+    "num_train_epochs": "training.epochs",
+    "num_iterations": "training.num_iterations",
+    "use_bias_correction_kl": "loss.use_bias_correction_kl",
+    "sync_ref_model": "loss.sync_ref_model",
+    "ref_model_mixup_alpha": "loss.ref_model_mixup_alpha",
+    "ref_model_sync_steps": "loss.ref_model_sync_steps",
+    "sapo_temperature_pos": "loss.temperature_positive",
+    "sapo_temperature_neg": "loss.temperature_negative",
+    "vllm_importance_sampling_clip_max": "loss.correction.cap",
+    "vllm_importance_sampling_clip_min": "loss.correction.floor",
+    "lr_scheduler_kwargs": "optimizer.schedule_arguments",
+    "router_aux_loss_coef": "model.router_aux_loss",
+    "trust_remote_code": "model.trust_remote_code",
+    "model_revision": "model.revision",
+    "lora_dropout": "model.lora.dropout",
+    "lora_modules_to_save": "model.lora.modules_to_save",
+    "activation_checkpointing": "model.activation_checkpointing",
+    "fsdp_config": "launch.sharding",
+    "use_cpu": "launch.device",
+    "ddp_timeout": "training.collective_timeout_s",
+    "data_seed": "run.seed",
+    "num_generations_eval": "evaluation.samples",
+    "eval_strategy": "evaluation.every_steps",
+    "eval_on_start": "evaluation.at_start",
+    "save_strategy": "checkpoint.every_steps",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "vllm_server_port": "inference.urls",
+    "project": "tracking[].project",
+    "trackio_space_id": "tracking[].space_id",
     "bf16": "model.compute_dtype",
     "fp16": "model.compute_dtype",
     "cast_lm_head_to_fp32": "model.head_dtype",
@@ -148,16 +177,12 @@ _WITHOUT = {
     "training.micro_batch_tokens divides it",
     "generation_batch_size": "is not needed: rollout.groups_per_step x rollout.group_size is the batch of a step",
     "steps_per_generation": "is not needed: generation runs beside training; training.minibatches makes several updates of a "
-    "step's samples",
+    "step's samples, training.num_iterations several passes over them",
     "logging_steps": "is not needed: every step is logged to metrics.jsonl",
     "log_completions": "is not needed: every rollout is recorded; grpo-async inspect-rollouts shows them",
-    "num_iterations": "is not supported: a sample is trained once; training.minibatches makes several updates of a step's samples",
-    "num_train_epochs": "is not supported: training.max_steps is the length of a run",
     "use_vllm": "is not needed: inference.engine is vllm or embedded, and one of them always generates",
     "vllm_mode": "is not needed: servers are processes of their own; inference.vllm.sleep_while_training shares their GPUs",
-    "sync_ref_model": "is not supported: loss.reference stays as it was at the start",
     "use_liger_kernel": "is not needed: logits are computed for training.logprob_chunk_tokens tokens at a time",
-    "use_bias_correction_kl": "is not supported: the KL is not weighed by the ratio",
     "fsdp": "is not needed: the trainer always shards with FSDP2; launch.sharding says how",
     "deepspeed": "is not supported: the trainer shards with FSDP2",
     "remove_unused_columns": "is not needed: every column is handed to the reward functions; data.train.drop leaves some out",
@@ -166,11 +191,136 @@ _WITHOUT = {
         "is not supported: completions are sampled from the policy as it is; rollout.temperature can be set",
     ),
 }
+_REST_OF_TRL = {
+    # of the model
+    "model_init_kwargs": "is not needed: what it holds are keys of the section model, such as model.dtype and model.revision",
+    "disable_dropout": "is not needed: a policy has no dropout but model.lora.dropout, and that in its update alone",
+    "neftune_noise_alpha": "is not supported: servers have no noise in their embeddings",
+    "use_cache": "is not needed: the trainer has no cache of keys and values, servers always have one",
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+        "is not needed: model.activation_checkpointing says what is recomputed",
+    ),
+    "liger_kernel_config": "is not needed: logits are computed for training.logprob_chunk_tokens tokens at a time",
+    "tf32": "is not supported: of float32 products all bits are computed; model.compute_dtype: bfloat16 is faster still",
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"), "is not needed: servers generate for evaluations, in inference.dtype"
+    ),
+    **dict.fromkeys(
+        ("torch_compile_backend", "torch_compile_mode"), "is not supported: training.compile has torch's defaults"
+    ),
+    # of the loss
+    **dict.fromkeys(
+        ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        "is not supported: loss.entropy_bonus stays what it is; a loss of your own (loss.function) may change",
+    ),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "is not supported: there is no loss vespo; loss.function takes one of your own",
+    ),
+    "label_smoothing_factor": "is not supported: it belongs to supervised training",
+    "average_tokens_across_devices": "is not needed: the loss always divides by the tokens of all ranks",
+    # of the optimizer
+    "optim_args": "is not needed: what it holds are keys of the section optimizer, such as optimizer.betas",
+    "optim_target_modules": "is not supported: optimizer.type: muon takes the matrices of all layers",
+    # of data and batches
+    **dict.fromkeys(
+        ("auto_find_batch_size", "per_device_eval_batch_size", "eval_accumulation_steps", "pad_to_multiple_of"),
+        "is not needed: samples are packed into micro-batches of training.micro_batch_tokens, and servers batch by themselves",
+    ),
+    **dict.fromkeys(
+        (
+            *(
+                "dataloader_num_workers",
+                "dataloader_pin_memory",
+                "dataloader_persistent_workers",
+                "dataloader_prefetch_factor",
+            ),
+            *("dataloader_multiprocessing_context", "dataloader_in_order"),
+        ),
+        "is not needed: prompts are in memory, and rank 0 hands the samples of a step out",
+    ),
+    "dataloader_drop_last": "is not needed: the last step of training.epochs takes what is left",
+    "train_sampling_strategy": "is not needed: data.shuffle says whether rows are shuffled, and lengths are balanced over ranks",
+    "length_column_name": "is not needed: lengths are known once completions are sampled",
+    "label_names": "is not supported: it belongs to supervised training",
+    "ignore_data_skip": "is not needed: a resume goes on in the data at once",
+    # of generation
+    "vllm_structured_outputs_regex": "is not supported: completions are sampled from the policy as it is",
+    **dict.fromkeys(
+        ("cache_implementation", "use_transformers_continuous_batching", "use_transformers_paged"),
+        "is not needed: inference.engine: embedded batches continuously with transformers' models",
+    ),
+    "transformers_continuous_batching_config": "is not needed: inference.embedded.max_slots says how many sequences are generated "
+    "at once",
+    "vllm_model_impl": "is not needed: inference.vllm.extra_args takes --model-impl",
+    "vllm_group_port": "is not needed: a free port is taken",
+    "ds3_gather_for_generation": "is not needed: weights are gathered and sent bucket by bucket (weights.bucket_mb)",
+    # of evaluation and checkpoints
+    "eval_delay": "is not supported: evaluation.every_steps begins with the run",
+    **dict.fromkeys(
+        (
+            "prediction_loss_only",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "include_for_metrics",
+            "batch_eval_metrics",
+        ),
+        "is not needed: an evaluation generates and scores completions, and all of them are recorded",
+    ),
+    "greater_is_better": "is not needed: of every metric that checkpoint.best_metric takes more is better",
+    "save_only_model": "is not supported: a checkpoint has what a resume needs; the model alone is exported at the end",
+    "save_on_each_node": "is not needed: all machines write one checkpoint into run.dir, which they share",
+    "enable_jit_checkpoint": "is not needed: SIGTERM always saves, within launch.stop_timeout_s",
+    "resume_from_checkpoint": "is not needed: it is an option of the command, train --resume",
+    "restore_callback_states_from_checkpoint": "is not needed: there are no callbacks, and a resume restores everything",
+    # of logs
+    **dict.fromkeys(
+        ("logging_strategy", "logging_first_step", "logging_nan_inf_filter"),
+        "is not needed: every step is logged to metrics.jsonl as it is",
+    ),
+    **dict.fromkeys(
+        ("log_multimodal", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
+        "is not needed: every rollout is recorded; grpo-async inspect-rollouts shows and exports them",
+    ),
+    **dict.fromkeys(
+        ("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm"),
+        "is not needed: every process has a log of its own below the run's directory",
+    ),
+    "include_num_input_tokens_seen": "is not needed: the tokens of the ledger are logged at every step",
+    **dict.fromkeys(
+        ("trackio_bucket_id", "trackio_static_space_id"),
+        "is not supported: of trackio tracking has project and space_id",
+    ),
+    **dict.fromkeys(
+        (
+            *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
+            "hub_revision",
+        ),
+        "is not supported: the run writes a folder with model, tokenizer and card, which `hf upload` takes",
+    ),
+    "skip_memory_metrics": "is not needed: the most memory that was held is logged at every step",
+    "debug": "is not supported: the log of the trainer has the stacks of a run that stands still",
+    # of processes
+    "full_determinism": "is not needed: with rollout.max_staleness: 0 a run on the CPU repeats to the last bit",
+    "local_rank": "is not needed: torchrun, which the launcher starts, says which rank a process is",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "is not needed: the command says what is done"),
+    **dict.fromkeys(
+        (
+            *("accelerator_config", "parallelism_config", "ddp_backend", "ddp_static_graph", "ddp_broadcast_buffers"),
+            *("ddp_find_unused_parameters", "ddp_bucket_cap_mb"),
+        ),
+        "is not needed: the trainer shards with FSDP2, without accelerate and DDP; launch.sharding says how",
+    ),
+    "torch_empty_cache_steps": "is not needed: the allocator's cache is given back where servers take the memory "
+    "(inference.vllm.sleep_while_training)",
+}
+"""The rest of TRL's GRPOConfig, the fields of transformers' TrainingArguments among them."""
 
 OTHER_NAMES = (
     *(OtherName(name, "TRL", here) for name, here in _TRL.items()),
     *(OtherName(name, "verl", here) for name, here in _VERL.items()),
     *(OtherName(name, "prime-rl", here) for name, here in _PRIME_RL.items()),
     *(OtherName(name, "OpenRLHF", here) for name, here in _OPENRLHF.items()),
-    *(OtherName(name, "TRL", None, why) for name, why in _WITHOUT.items()),
+    *(OtherName(name, "TRL", None, why) for name, why in (_WITHOUT | _REST_OF_TRL).items()),
 )

@@ -180,7 +180,8 @@ def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("optimizer.learning_rate", "'optimizer.lr'"),
         ("num_generations", "'rollout.group_size'"),
         ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
-        ("num_iterations", "not supported"),
+        ("num_iterations", "here it is 'training.num_iterations'"),
+        ("use_adaptive_entropy", "not supported"),
         ("rollout.zzz_size", ""),
     ],
 )
