@@ -165,6 +165,11 @@ def _summary(**fields: Any) -> str:
     return _text(console)
 
 
+def test_in_a_pipe_each_fact_is_one_line_which_can_be_searched() -> None:
+    text = _summary(learning={"text": "word " * 100 + "end"}, reward_first=0.1, reward_last=0.2)
+    assert f"\nlearning   {'word ' * 100}end\nreward     0.100 -> 0.200" in text
+
+
 @pytest.mark.parametrize(
     ("num", "line"),
     [
