@@ -33,6 +33,7 @@ import numpy as np
 
 from grpo_async.agents.calls import Call, PrefixMemo, refuse
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.chat.template import Message
 from grpo_async.chat.turn import ChatError
 from grpo_async.inference.client import Generation
 from grpo_async.records import (
@@ -46,8 +47,6 @@ from grpo_async.records import (
     TurnRecord,
     no_tokens,
 )
-
-Message = Mapping[str, Any]
 
 _ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
 """Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
