@@ -24,7 +24,7 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
-LARGEST_REWARD = 1e9
+MAX_REWARD = 1e9
 """In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
 
 AGENT_REWARD = "agent"

@@ -20,7 +20,7 @@ from grpo_async.utils.json_files import numbers, parse_object, read_object, read
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import finite
 
-_SMALLEST_WINDOW, _LARGEST_WINDOW = 3, 50
+_MIN_WINDOW, _MAX_WINDOW = 3, 50
 
 Row = Mapping[str, float]
 """One line of metrics.jsonl: values that are numbers and finite; "step" is always there."""
@@ -124,7 +124,7 @@ class Evidence:
     def ends(self, name: str) -> tuple[float, float] | None:
         """The means of the first and of the last tenth of the steps (at least 3, at most 50); None with fewer than 6 values."""
         values = self.values(name)
-        size = min(max(_SMALLEST_WINDOW, len(values) // 10), _LARGEST_WINDOW)
+        size = min(max(_MIN_WINDOW, len(values) // 10), _MAX_WINDOW)
         return (fmean(values[:size]), fmean(values[-size:])) if len(values) >= 2 * size else None
 
     def recent(self, name: str) -> float | None:

@@ -36,7 +36,7 @@ _MANY_STALE = 0.1
 _MANY_FILTERED = 0.5
 _MIN_STEPS = 3
 """Fewer say nothing: the first steps of a run are unlike the others."""
-_HIGHEST_STALENESS = 4
+_MAX_STALENESS = 4
 """Further behind, importance weights get so uneven that speed is bought with learning."""
 
 
@@ -195,7 +195,7 @@ def full_cache(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
 def stale_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """What is dropped for its age was generated for nothing."""
     fraction = metrics.stale_fraction
-    if fraction is None or fraction < _MANY_STALE or setup.rollout.max_staleness >= _HIGHEST_STALENESS:
+    if fraction is None or fraction < _MANY_STALE or setup.rollout.max_staleness >= _MAX_STALENESS:
         return None
     why = f"{fraction:.0%} of the groups are dropped because they are older than {setup.rollout.max_staleness} steps"
     suggested = setup.rollout.max_staleness + 1
@@ -302,7 +302,7 @@ def few_in_flight(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | N
 def held_back(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     """Both are idle although generation may run ahead: it may not run far enough (a few long rollouts hold up a step)."""
     trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
-    if not 0 < setup.rollout.max_staleness < _HIGHEST_STALENESS or min(trainer, generator) < _IDLE:
+    if not 0 < setup.rollout.max_staleness < _MAX_STALENESS or min(trainer, generator) < _IDLE:
         return None
     why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation may not run further ahead"
     suggested = setup.rollout.max_staleness + 1

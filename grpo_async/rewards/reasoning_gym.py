@@ -30,8 +30,8 @@ if importlib.util.find_spec("reasoning_gym") is None:
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_INTEGER = 10**15
-_LARGEST_EXPONENT = 100  # 9**9**9 would compute until the time limit
+_MAX_INTEGER = 10**15
+_MAX_EXPONENT = 100  # 9**9**9 would compute until the time limit
 
 _ELEMENTARY = """
     sin cos tan cot sec csc asin acos atan acot sinh cosh tanh coth asinh acosh atanh
@@ -71,7 +71,7 @@ def _is_part_of_formula(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
     if isinstance(node, ast.Constant):
-        return type(node.value) is float or (type(node.value) is int and node.value <= _LARGEST_INTEGER)
+        return type(node.value) is float or (type(node.value) is int and node.value <= _MAX_INTEGER)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _is_small_exponent(node.right)
     parts = (ast.Expression, ast.Name, ast.expr_context, ast.BinOp, ast.UnaryOp, ast.Pow, *_SUMS, *_PRODUCTS)
@@ -83,7 +83,7 @@ def _is_small_exponent(exponent: ast.expr) -> bool:
     for node in ast.walk(exponent):
         if isinstance(node, ast.Pow):
             return False
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > _LARGEST_EXPONENT:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > _MAX_EXPONENT:
             return False
     return True
 

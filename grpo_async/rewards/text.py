@@ -15,7 +15,7 @@ from grpo_async.rewards.call import checked_by
 _INTEGER = r"(?:[0-9]{1,3}(?:(?:,|\{,\})[0-9]{3})+(?![0-9])|[0-9]+)"
 _UNSIGNED = rf"(?:{_INTEGER}(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 _NUMBER = re.compile(rf"(?<![A-Za-z0-9_.^)\]])(?<!\^\{{)([-−+]?)({_UNSIGNED})(?:\s?/\s?({_UNSIGNED}))?")
-_LARGEST_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
+_MAX_EXPONENT = 400  # 1e999999999 as a fraction would fill the memory
 _MAX_DIGITS = 1000  # Python refuses to read whole numbers of more than 4300 digits
 
 
@@ -90,7 +90,7 @@ def _fraction(text: str) -> Fraction | None:
     if len(digits) > _MAX_DIGITS:
         return None
     exponent = digits.lower().partition("e")[2]
-    if exponent and (len(exponent) > 5 or abs(int(exponent)) > _LARGEST_EXPONENT):
+    if exponent and (len(exponent) > 5 or abs(int(exponent)) > _MAX_EXPONENT):
         return None
     return Fraction(digits)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _LISTINGS = 5  # a block changes its name once, and blocks are sealed seconds apart
 _CHUNK_BYTES = 32 * 1024 * 1024  # of lines that are read at once
 _MAX_SEARCHES = 32  # that are remembered
-_SMALLEST_MEMORY = 256 * 1024 * 1024
+_MIN_MEMORY = 256 * 1024 * 1024
 _CHANGING = re.compile(r"\blast|superseded", re.I)  # what holds for rows that are there already
 _VERSIONS = "SELECT file_name, value FROM parquet_kv_metadata(?) WHERE key = 'grpo_async_schema'"
 _ALL_COLUMNS = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
@@ -518,7 +518,7 @@ def _connect(
     import duckdb
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _SMALLEST_MEMORY)
+    memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
     connection = duckdb.connect(
         ":memory:",
         config={

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
+
 from grpo_async.errors import ConfigError
 from grpo_async.store.query_names import (
     BLOCK_NAMES,
@@ -37,7 +39,7 @@ from grpo_async.store.time_limit import interrupting
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-MOST_CHARACTERS = 4000
+MAX_CHARACTERS = 4000
 _MAX_DEPTH = 100
 _SELECT = "SELECT 1 FROM everything WHERE ("
 _NUM_SUGGESTIONS = 3
@@ -79,7 +81,7 @@ class QueryError(ConfigError):
         self.problem = _one_line(problem) + (
             f"; did you mean {' or '.join(self.suggestions)}?" if self.suggestions else ""
         )
-        indent, carets = _width(self.text[:position]), _width(self.text[position : position + self.length])
+        indent, carets = cell_len(self.text[:position]), cell_len(self.text[position : position + self.length])
         super().__init__(f"{self.problem}\n  {self.text}\n  {' ' * indent}{'^' * max(carets, 1)}")
 
 
@@ -110,8 +112,8 @@ def parse_query(text: str) -> Query:
     text = text.strip()
     if not text:
         return EVERYTHING
-    if len(text) > MOST_CHARACTERS:
-        problem = f"the query has {len(text)} characters, at most {MOST_CHARACTERS} are read"
+    if len(text) > MAX_CHARACTERS:
+        problem = f"the query has {len(text)} characters, at most {MAX_CHARACTERS} are read"
         raise QueryError(text[:60] + "...", 60, 3, problem)
     _check_characters(text)
     with _database() as cursor, interrupting(cursor):
@@ -345,7 +347,7 @@ def _message_of(error: BaseException) -> tuple[str, dict[str, Any]]:
 
 def _location(details: dict[str, Any]) -> tuple[int, int]:
     """First byte and number of bytes in the statement; those of the whole query where DuckDB told none."""
-    first, length = json.loads(details.get("location") or f"[{len(_SELECT)}, {MOST_CHARACTERS * 4}]")
+    first, length = json.loads(details.get("location") or f"[{len(_SELECT)}, {MAX_CHARACTERS * 4}]")
     return first, length
 
 
@@ -402,11 +404,3 @@ def _check_characters(text: str) -> None:
 def _one_line(text: str) -> str:
     """Control characters, line ends and lone surrogates become spaces."""
     return "".join(" " if unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") else each for each in text)
-
-
-def _width(text: str) -> int:
-    """Columns that a terminal gives `text`."""
-    return sum(
-        0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
-        for character in text
-    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 SCHEMA = 4
 """Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
 
-_SMALLEST_BUFFER = 1 << 24  # bytes; DuckDB's own default
+_MIN_BUFFER = 1 << 24  # bytes; DuckDB's own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def select_from_lines(num_bytes: int) -> str:
     return f"""
 WITH lines AS (
     SELECT *, list_transform(rollouts, lambda rollout: rollout.reward) AS rewards
-    FROM read_json(?, format = 'newline_delimited', maximum_object_size = {max(num_bytes + 1, _SMALLEST_BUFFER)},
+    FROM read_json(?, format = 'newline_delimited', maximum_object_size = {max(num_bytes + 1, _MIN_BUFFER)},
                    columns = {{{fields}}})
 ), groups AS (
     SELECT * EXCLUDE (rewards), list_avg(rewards) AS reward_mean, list_aggregate(rewards, 'stddev_samp') AS reward_std

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from grpo_async.records import LARGEST_REWARD
+from grpo_async.records import MAX_REWARD
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import InstanceThread, ThreadRunner
 from grpo_async.utils.text import clipped
@@ -174,10 +174,8 @@ def read_number(value: Any) -> float | None:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= LARGEST_REWARD:
-        raise ValueError(
-            f"{number:g}; it must be a number of at most {LARGEST_REWARD:g}, or None where it does not apply"
-        )
+    if not abs(number) <= MAX_REWARD:
+        raise ValueError(f"{number:g}; it must be a number of at most {MAX_REWARD:g}, or None where it does not apply")
     return number
 
 

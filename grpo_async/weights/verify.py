@@ -31,7 +31,7 @@ _MAX_RATIO = 2.0
 _MIN_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
 _MAX_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
-_LARGEST_EXPONENT = 700.0  # math.exp overflows a little later
+_MAX_EXPONENT = 700.0  # math.exp overflows a little later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,6 @@ def probe_sequences(
 
 
 def _k3(difference: float) -> float:
-    if difference > _LARGEST_EXPONENT:
+    if difference > _MAX_EXPONENT:
         return math.inf
     return math.expm1(difference) - difference  # expm1: exp(d) - 1 loses all digits of a small d

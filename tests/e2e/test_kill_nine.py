@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SHORT = (1, 8)  # kills and steps: a life lasts for one to five steps, so that all kills are over before the run is
 LONG = (10, 60)
-MOST_STEPS = 5  # of a life
+MAX_STEPS = 5  # of a life
 SETTINGS = (
     *SMALL,
     "rollout.max_completion_tokens=32",
@@ -92,7 +92,7 @@ def _wait_for_the_moment(run: Run, process: subprocess.Popen[str], moments: rand
         time.sleep(0.01)
     began = time.monotonic()
     while process.poll() is None and time.monotonic() - began < delay_s:
-        if len(run.metrics()) >= steps_before + MOST_STEPS:  # a fast machine: there must be steps left for all kills
+        if len(run.metrics()) >= steps_before + MAX_STEPS:  # a fast machine: there must be steps left for all kills
             break
         time.sleep(0.01)
     return f"{further} steps and {delay_s:.2f} s"

@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.nightly]
 NUM_STEPS = 2000
 LONGEST_S = 1500.0
 """It takes 3 minutes on two idle cores, about 12 steps a second."""
-MOST_GROWTH = 1.015
+MAX_GROWTH = 1.015
 """Of memory, from the median of the second quarter of the steps to that of the last: 1000 steps. Measured in a run of 3000 steps:
 trainer 425.8 MB -> 428.8 MB, server 398.7 -> 401.5 (1.007), launcher 56.0 -> 56.0; from step 1500 on both grow by 0.0002 in 500
 steps, so what is left is the allocator's, not the run's. A trainer that kept 6 KB of each step would fail."""
-MOST_KEPT = {"launcher": 2048}
+MAX_KEPT = {"launcher": 2048}
 """Bytes of a step that a process keeps by design: the launcher its metrics, 104 numbers of 8 bytes, from which it judges whether
 the run learns."""
-MOST_MORE = 2
+MAX_MORE = 2
 """Of open files and threads, between the same medians: connections come and go with the keep-alive."""
 
 
@@ -125,13 +125,13 @@ def test_a_long_run_does_not_grow_and_its_ledger_is_closed_at_every_step(tmp_pat
 
     for role, each in samples.items():
         second, last = _quarters(each)
-        kept = MOST_KEPT.get(role, 0) * (median(s.step for s in last) - median(s.step for s in second))
+        kept = MAX_KEPT.get(role, 0) * (median(s.step for s in last) - median(s.step for s in second))
         grown = (median(s.rss for s in last) - kept) / median(s.rss for s in second)
-        assert grown < MOST_GROWTH, f"{role}: memory grew by the factor {grown:.4f}"
+        assert grown < MAX_GROWTH, f"{role}: memory grew by the factor {grown:.4f}"
         files = median(s.num_files for s in last) - median(s.num_files for s in second)
         threads = median(s.num_threads for s in last) - median(s.num_threads for s in second)
-        assert files <= MOST_MORE, f"{role}: {files} more open files"
-        assert threads <= MOST_MORE, f"{role}: {threads} more threads"
+        assert files <= MAX_MORE, f"{role}: {files} more open files"
+        assert threads <= MAX_MORE, f"{role}: {threads} more threads"
 
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))

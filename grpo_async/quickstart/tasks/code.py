@@ -15,8 +15,8 @@ from typing import Any
 from grpo_async.quickstart.demonstration import Demonstration
 from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
 
-LARGEST_FACTOR = 9
-LARGEST_CONSTANT = 20
+MAX_FACTOR = 9
+MAX_CONSTANT = 20
 TESTED_AT = (0, 3, 10)
 
 
@@ -58,10 +58,10 @@ class CodeTask(Task[Formula]):
 
 def all_formulas() -> Iterator[Formula]:
     """680 of them, in a fixed order."""
-    for constant in range(1, LARGEST_CONSTANT + 1):
+    for constant in range(1, MAX_CONSTANT + 1):
         for sign in "+-":
             yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
-            for factor in range(2, LARGEST_FACTOR + 1):
+            for factor in range(2, MAX_FACTOR + 1):
                 yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
                 yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
 
