@@ -188,20 +188,20 @@ class SampleBuffer:
                 return []
             taken = []
 
-    def _pop(self, most: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
+    def _pop(self, limit: int, trainer_version: int, watch: Watch) -> list[ScoredGroup]:
         """At least one group; none after `end`, when nothing is left."""
         seen = watch.progress()
         last_change = last_heartbeat = time.monotonic()
         while True:
             with self._condition:
-                popped = self._pop_now(most)
+                popped = self._pop_now(limit)
                 if popped or self._has_ended:
                     return popped
                 left = last_change + watch.timeout_s - time.monotonic()
                 if not self._woken:
                     self._condition.wait(timeout=max(0.0, min(left, watch.heartbeat_s)))
                 woken, self._woken = self._woken, False
-                popped = [] if woken else self._pop_now(most)
+                popped = [] if woken else self._pop_now(limit)
             if popped:
                 return popped
             if woken:
@@ -221,14 +221,14 @@ class SampleBuffer:
                 watch.heartbeat()
                 last_heartbeat = now
 
-    def _pop_now(self, most: int) -> list[ScoredGroup]:
-        """Up to `most` groups without waiting, those that were started first; call it with the lock held."""
+    def _pop_now(self, limit: int) -> list[ScoredGroup]:
+        """Up to `limit` groups without waiting, those that were started first; call it with the lock held."""
         if self._failure is not None:
             raise self._failure
         if self._interrupted:
             raise BufferInterrupted
         self._groups.sort(key=lambda scored: scored.group.group_id)  # what waits longer would be the next to go stale
-        popped, self._groups = self._groups[:most], self._groups[most:]
+        popped, self._groups = self._groups[:limit], self._groups[limit:]
         if popped:
             self._wake_putters()
         return popped

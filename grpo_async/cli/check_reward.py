@@ -191,8 +191,8 @@ def _sentence(finding: Finding) -> Any:
 
     text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
     text.append(f"{visible_line(finding.what, 400)} {visible_line(finding.do, 400)}", style="default not bold not dim")
-    where = [f"inputs: {shortlist(finding.inputs, ', ', most=_MAX_NAMED)}"] if finding.inputs else []
-    where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', most=_MAX_NAMED)}"] if finding.rows else []
+    where = [f"inputs: {shortlist(finding.inputs, ', ', limit=_MAX_NAMED)}"] if finding.inputs else []
+    where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', limit=_MAX_NAMED)}"] if finding.rows else []
     if where:
         text.append(f"\n    {'; '.join(where)}", style="dim")
     return text

@@ -105,7 +105,7 @@ def find_leaks(train: Rows, evaluation: Rows, columns: Collection[str]) -> str |
     ]
     if not leaks:
         return None
-    shown = shortlist([f"{place} is also {other}" for place, other in leaks], most=_NUM_SHOWN)
+    shown = shortlist([f"{place} is also {other}" for place, other in leaks], limit=_NUM_SHOWN)
     return f"{len(leaks)} of {len(evaluation)} prompts to evaluate on are trained on as well: {shown}"
 
 

@@ -50,15 +50,15 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 or seconds <= 0.0 else f"{1000.0 * seconds:.3g} ms"
 
 
-def shortlist(texts: Collection[str], separator: str = "; ", *, most: int = 8) -> str:
-    """The first of them, and how many more there are: a, b, c with `most` 2 -> "a; b and 1 more"."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return separator.join(islice(texts, most)) + more
+def shortlist(texts: Collection[str], separator: str = "; ", *, limit: int = 8) -> str:
+    """The first of them, and how many more there are: a, b, c with `limit` 2 -> "a; b and 1 more"."""
+    more = f" and {len(texts) - limit} more" if len(texts) > limit else ""
+    return separator.join(islice(texts, limit)) + more
 
 
-def clipped(text: str, most: int = 60) -> str:
+def clipped(text: str, limit: int = 60) -> str:
     """At most so many characters, the last three dots where some are left out."""
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def both_ends(text: str, most: int) -> str:
@@ -81,8 +81,8 @@ def json_kind(value: object) -> str:
     return f"{word} ({text})" if len(text := repr(value)) <= 40 else word
 
 
-def did_you_mean(word: str, known: Iterable[str], *, most: int = 1) -> str:
+def did_you_mean(word: str, known: Iterable[str], *, limit: int = 1) -> str:
     """ "; did you mean 'rollout' or 'rollouts'?": the nearest of the known names; empty where none is near."""
-    near = get_close_matches(word, list(known), n=most, cutoff=CLOSE_ENOUGH) if len(word) <= _MAX_WORD else []
+    near = get_close_matches(word, list(known), n=limit, cutoff=CLOSE_ENOUGH) if len(word) <= _MAX_WORD else []
     quoted = " or ".join(f"'{name}'" for name in near)
     return f"; did you mean {quoted}?" if near else ""

@@ -57,8 +57,8 @@ def find_run(name: str, runs_folder: Path = RUNS_FOLDER) -> RunDir:
     known = _names(runs_folder)
     if not known:
         raise ConfigError(f"there is no run '{name}', and {runs_folder} holds none; start one: grpo-async train CONFIG")
-    hint = did_you_mean(Path(name).name, known, most=_MAX_LISTED)
-    listed = shortlist(known, ", ", most=_MAX_LISTED)
+    hint = did_you_mean(Path(name).name, known, limit=_MAX_LISTED)
+    listed = shortlist(known, ", ", limit=_MAX_LISTED)
     raise ConfigError(f"there is no run '{name}'{hint or f'; {runs_folder} holds {listed}'}")
 
 

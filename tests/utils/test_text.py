@@ -20,8 +20,8 @@ def test_numbers_and_durations_are_short() -> None:
 
 
 def test_a_list_names_its_first_and_counts_the_others() -> None:
-    assert shortlist(["a", "b"], most=2) == "a; b"
-    assert shortlist({"a": 1, "b": 2, "c": 3}, ", ", most=2) == "a, b and 1 more"
+    assert shortlist(["a", "b"], limit=2) == "a; b"
+    assert shortlist({"a": 1, "b": 2, "c": 3}, ", ", limit=2) == "a, b and 1 more"
 
 
 def test_only_what_is_a_finite_number_counts_as_one() -> None:
