@@ -128,10 +128,10 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
         limits["rollout_function.timeout_s"] = config.rollout_function.timeout_s
     if rollout.agent is not None:
         limits["rollout.agent.timeout_s"] = rollout.agent.timeout_s
-    for path, limit_s in limits.items():
-        if limit_s >= training.queue_timeout_s:
+    for path, timeout_s in limits.items():
+        if timeout_s >= training.queue_timeout_s:
             yield (
-                f"{path}: {limit_s:g} is not less than training.queue_timeout_s: {training.queue_timeout_s:g}; the trainer "
+                f"{path}: {timeout_s:g} is not less than training.queue_timeout_s: {training.queue_timeout_s:g}; the trainer "
                 "would give up while such a call, during which no token comes, is within its limit"
             )
     if training.weight_sync_steps > rollout.max_staleness + 1:

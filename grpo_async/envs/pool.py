@@ -40,7 +40,7 @@ class Construction:
 
     def __init__(self, name: str, factory: Callable[..., Any], section: EnvironmentSection) -> None:
         self.thread = InstanceThread(f"environment-{name}")
-        self._name, self._limit_s = name, section.timeout_s
+        self._name, self._timeout_s = name, section.timeout_s
         self._made: list[Any] = []
         call: UserCall[None] = UserCall(factory, section.arguments, self._made.append)
         self.future: Future[Raised | None] = self.thread.post(call.attempt)
@@ -54,7 +54,7 @@ class Construction:
         if not self.future.done():
             raise EnvironmentCallError(
                 self._name,
-                f"making an instance took longer than {self._limit_s:g} s; raise `environments.{self._name}.timeout_s` if "
+                f"making an instance took longer than {self._timeout_s:g} s; raise `environments.{self._name}.timeout_s` if "
                 "this is expected",
             )
         raised = self.future.result(timeout=0.0)

@@ -273,16 +273,16 @@ class InferenceClient:
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + GENERATE_PATH
         # the session limits connecting and silence; looking up a name and sending the body need a limit of their own
-        limit_s = _MAX_CONNECT_S + self._request_timeout_s
+        timeout_s = _MAX_CONNECT_S + self._request_timeout_s
         try:
             try:
-                async with asyncio.timeout(limit_s):
+                async with asyncio.timeout(timeout_s):
                     # a redirect would take the token along
                     response = await session.post(url, data=body, allow_redirects=False)
             except aiohttp.ClientError:
                 raise
             except TimeoutError as error:
-                raise ServerUnavailableError(f"{url} did not take the request within {limit_s:g} s") from error
+                raise ServerUnavailableError(f"{url} did not take the request within {timeout_s:g} s") from error
             async with response:  # within the session's request_timeout_s
                 yield response
         except aiohttp.SocketTimeoutError as error:

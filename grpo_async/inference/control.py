@@ -133,12 +133,12 @@ class ServerControl:
 
         With mode "drain" `timeout_s` is what they have to end; a server that is not drained by then is not paused.
         """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         query = {"mode": mode, "keep_cache": "true" if keep_cache else "false"}
         if mode == "drain":
-            query["timeout_s"] = f"{limit_s:g}"
-            limit_s += _DRAIN_MARGIN_S
-        self._request("POST", "/pause", query=query, timeout_s=limit_s)
+            query["timeout_s"] = f"{timeout_s:g}"
+            timeout_s += _DRAIN_MARGIN_S
+        self._request("POST", "/pause", query=query, timeout_s=timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
         """Go on generating; allowed when not paused. RequestRejectedError with status 409: a part of an update is loaded, and the
@@ -181,8 +181,8 @@ class ServerControl:
         retries: int | None = None,
         timeout_s: float | None = None,
     ) -> bytes:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        ends_at = time.monotonic() + limit_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        ends_at = time.monotonic() + timeout_s
         max_retries = self._retry.max_retries if retries is None else retries
         attempt = 0
         while True:
@@ -200,7 +200,7 @@ class ServerControl:
                 # the retries share the time of the call, and silence takes all of it: a hung server is waited for once
                 if not may_retry or attempt >= max_retries or time.monotonic() + delay_s >= ends_at:
                     raise ServerUnavailableError(
-                        f"{method} {self.url}{path} failed {attempt + 1} times within {limit_s:g} s; the last error was "
+                        f"{method} {self.url}{path} failed {attempt + 1} times within {timeout_s:g} s; the last error was "
                         f"{type(error).__name__}: {error}",
                         answered=answered,
                     ) from error

@@ -371,7 +371,7 @@ class Fleet:
 
     def not_found(self, server: Server, reason: str) -> None:
         """A server that was looked for does not answer."""
-        now, limit_s = time.monotonic(), self._inference.startup_timeout_s
+        now, timeout_s = time.monotonic(), self._inference.startup_timeout_s
         age_s = now - server.since
         with self._lock:
             tracked = self._tracked[server.index]
@@ -379,13 +379,13 @@ class Fleet:
                 return
             tracked.last_message = reason
             idle_s = now - max(server.since, tracked.worked_at)
-            ask_again = server.state is ServerState.DOWN and age_s > limit_s + _MAX_RESTART_DELAY_S
+            ask_again = server.state is ServerState.DOWN and age_s > timeout_s + _MAX_RESTART_DELAY_S
             if ask_again and self._ask_restart is not None:  # it was asked for, and nothing came of it
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
-            if idle_s > limit_s or age_s > self._inference.longest_startup_s:
-                limit = f"inference.startup_timeout_s = {limit_s:g} s"
-                works = "" if idle_s > limit_s else f", although it works: it has had {age_s:.0f} s"
+            if idle_s > timeout_s or age_s > self._inference.longest_startup_s:
+                limit = f"inference.startup_timeout_s = {timeout_s:g} s"
+                works = "" if idle_s > timeout_s else f", although it works: it has had {age_s:.0f} s"
                 self.lost(server, f"it is not up within {limit}{works}: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)

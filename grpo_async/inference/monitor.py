@@ -149,11 +149,13 @@ class Monitor:
 
     def _judge(self, server: Server, error: InferenceError, asked_at: float) -> None:
         """A heartbeat failed."""
-        limit_s = self._inference.heartbeat_timeout_s
+        timeout_s = self._inference.heartbeat_timeout_s
         if isinstance(error.__cause__, httpx.TimeoutException):
             self._silent.add(server.index)
             if not self._fleet.has_loaded_since(asked_at):
-                self._fleet.lost(server, f"its engine did not answer for {limit_s:g} s (inference.heartbeat_timeout_s)")
+                self._fleet.lost(
+                    server, f"its engine did not answer for {timeout_s:g} s (inference.heartbeat_timeout_s)"
+                )
             return
         if not is_answer(error):
             self._fleet.lost(server, f"its connection broke: {error}")
@@ -166,7 +168,7 @@ class Monitor:
                 return  # else the next heartbeat finds out
         now = time.monotonic()
         since = self._errors_since.setdefault(server.index, now)
-        if now - since > limit_s and not self._fleet.has_loaded_since(asked_at):
+        if now - since > timeout_s and not self._fleet.has_loaded_since(asked_at):
             self._fleet.lost(server, f"for {now - since:.0f} s its engine has answered with errors: {error}")
 
     def _forget_errors(self, server: Server) -> None:

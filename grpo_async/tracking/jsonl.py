@@ -18,7 +18,7 @@ from grpo_async.utils.whole_lines import Writer, append_whole
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0
+_ROOM_TIMEOUT_S = 60.0
 """A disk may be full for so long: lines wait, and training goes on."""
 
 
@@ -68,7 +68,7 @@ class MetricsLog(Writer):
     def _note(self, error: OSError, *, is_last: bool) -> None:
         now = time.monotonic()
         failing_s = 0.0 if self._failing_since is None else now - self._failing_since
-        if is_last or failing_s >= _PATIENCE_S:
+        if is_last or failing_s >= _ROOM_TIMEOUT_S:
             raise RunError(
                 f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
             ) from error

@@ -124,9 +124,9 @@ class OpenEnvEnvironment:
             return self._actions
 
     async def _read_actions(self) -> Mapping[str, Any]:
-        limit_s = self._options.start_timeout_s
+        timeout_s = self._options.start_timeout_s
         try:
-            async with asyncio.timeout(limit_s), aiohttp.ClientSession(raise_for_status=True) as http:
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(raise_for_status=True) as http:
                 while self._server is None or self._server.returncode is None:
                     try:
                         async with http.get(f"{self._url.rstrip('/')}/schema") as response:
@@ -138,7 +138,7 @@ class OpenEnvEnvironment:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as error:
             raise AgentError(
-                f"{self._app or self._url} did not answer within {limit_s:g} s (rollout.agent.arguments.start_timeout_s)"
+                f"{self._app or self._url} did not answer within {timeout_s:g} s (rollout.agent.arguments.start_timeout_s)"
             ) from error
         except aiohttp.ClientError as error:
             raise AgentError(f"there is no server of OpenEnv at {self._url}: {error}") from error
