@@ -1,7 +1,7 @@
 """The process that makes the rows of reasoning-gym tasks: a request as JSON on stdin, one answer as JSON on stdout.
 
 {"tasks": [{"name": "gcd", "config": {}, "count": 2}], "seed": 0}
--> {"rows": [[[question, answer, task_data], [question, answer, task_data]]]}   or   {"error": "what the user should mend"}
+-> {"rows": [[[question, answer, task_data], [question, answer, task_data]]]}   or   {"error": "what the user should correct"}
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def main() -> int:
         print(f"bootstrap: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a full disk or a read-only folder, met by this script itself
-        print(f"bootstrap: {error}; mend that and run this again", file=sys.stderr)
+        print(f"bootstrap: {error}; fix that and run this again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nbootstrap: interrupted; run it again to go on", file=sys.stderr)

@@ -2,13 +2,13 @@
 
     row's task -> Env.run_episode -> Episode(traces) -> reward, and each reward and metric of the task as a column
 
-A seat that names no `model`, `client` or `harness` of its own is the policy, and plays by the chat loop of `verifiers_chat` in this
-process, on this machine: the library's own defaults would start a process for each turn, in a box of a cloud, and give the model a
-shell. `rollout.agent.arguments` are the library's own settings of an environment (`EnvConfig`): `taskset`, the seats (`agent` where
-there is one), `id`, `retries`.
+An agent that names no `model`, `client` or `harness` of its own is the policy, and runs in the chat loop of `verifiers_chat` in
+this process, on this machine: the library's own defaults would start a process for each turn, in a sandbox of a cloud, and give
+the model a shell. `rollout.agent.arguments` are the library's own settings of an environment (`EnvConfig`): `taskset`, the agents
+(`agent` where there is one), `id`, `retries`.
 
 The library calls a model through a server of its own in between, which has one client for all rollouts; `_SessionKeys` makes each
-seat call with a key of its rollout's session: one that is not `trainable` (a judge, a simulated user) with the key whose calls are
+agent call with a key of its rollout's session: one that is not `trainable` (a judge, a simulated user) with the key whose calls are
 not trained.
 """
 
@@ -138,43 +138,43 @@ class _SessionKeys(Interception):
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
         async with self._inner.acquire(session) as slot:
-            if getattr(session.ctx.client, "api_key_var", None) == _NO_VARIABLE:  # else a seat with a model of its own
-                seat, client = session.trace.agent, _client.get()
-                is_trained = seat is None or seat.trainable
+            if getattr(session.ctx.client, "api_key_var", None) == _NO_VARIABLE:  # else it has a model of its own
+                agent, client = session.trace.agent, _client.get()
+                is_trained = agent is None or agent.trainable
                 session.client = copy.copy(session.client)
                 session.client.api_key = client.api_key if is_trained else client.untrained_api_key
             yield slot
 
 
 def _with_our_defaults(config: vf.EnvConfig, name: str) -> vf.EnvConfig:
-    """The config with our chat loop at every seat that would get the library's default harness, and its box on this machine where
-    the seat names none: by default the library takes one of a cloud.
+    """The config with our chat loop for every agent that would get the library's default harness, and its runtime on this machine
+    where the agent names none: by default the library takes a sandbox of a cloud.
 
     Raises:
-        ConfigError: a seat wants a box of that cloud, and there is no key for it.
+        ConfigError: an agent wants a sandbox of that cloud, and there is no key for it.
     """
     chats = default_agent_harness(name).id == _THEIR_DEFAULT
-    seats = {}
-    for seat, spec in agent_config_fields(config).items():
+    agents = {}
+    for agent, spec in agent_config_fields(config).items():
         changed: dict[str, Any] = {"harness": ChatHarnessConfig()} if chats and spec.harness is None else {}
         if "runtime" not in spec.model_fields_set:
             changed["runtime"] = SubprocessConfig()
-        seats[seat] = spec.model_copy(update=changed)
-        if not runtime_is_local(seats[seat].runtime):
+        agents[agent] = spec.model_copy(update=changed)
+        if not runtime_is_local(agents[agent].runtime):
             try:
                 ensure_prime_auth()
             except SystemExit as error:
-                raise ConfigError(f"rollout.agent.arguments.{seat}.runtime: {error}") from error
-    return config.model_copy(update=seats)
+                raise ConfigError(f"rollout.agent.arguments.{agent}.runtime: {error}") from error
+    return config.model_copy(update=agents)
 
 
 def _result(traces: list[Any]) -> dict[str, Any]:
-    """The mean reward of the policy's traces; each single reward and metric as a column, those of several seats as SEAT_NAME.
+    """The mean reward of the policy's traces; each single reward and metric as a column, those of several agents as AGENT_NAME.
 
     {"correct": 1.0 x 2, "short": 0.5} and the metric num_turns 3 -> {"reward": 2.5, "correct": 1.0, "short": 0.5, "num_turns": 3.0}
     """
     if not traces:
-        raise AgentError("no seat of the environment is played by the policy")
+        raise AgentError("no agent of the environment is the policy")
     columns: dict[str, Any] = {}
     for trace in traces:
         prefix = f"{trace.agent.name}_" if len(traces) > 1 and trace.agent is not None else ""

@@ -62,7 +62,7 @@ export class QueryBox {
       return;
     }
     this.input.setAttribute("aria-invalid", "true");
-    this.input.focus(); // what is typed next mends the query, and is no key of the page
+    this.input.focus(); // what is typed next corrects the query, and is no key of the page
     this.input.setSelectionRange(this.input.value.length, this.input.value.length);
     const carets = `${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`;
     const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${carets}`) : null;
