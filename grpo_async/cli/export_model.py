@@ -62,7 +62,7 @@ def export_model(
 def _step(run_dir: RunDir, config: ExperimentConfig, checkpoint: str) -> int:
     """Raises: ConfigError: there is no such checkpoint."""
     from grpo_async.errors import ConfigError
-    from grpo_async.findings.evidence import read_evaluations
+    from grpo_async.tracking.evaluation_record import read_evaluations
 
     steps = run_dir.checkpoint_steps()
     if not steps:
@@ -71,7 +71,7 @@ def _step(run_dir: RunDir, config: ExperimentConfig, checkpoint: str) -> int:
         return steps[-1]
     if checkpoint == "best":
         metric = config.checkpoint.best_metric
-        scores = {each.step: each.metrics.get(metric) for each in read_evaluations(run_dir, [])}
+        scores = {each.step: each.metrics.get(metric) for each in read_evaluations(run_dir.evaluation_log, [])}
         scored = [(score, step) for step in steps if (score := scores.get(step)) is not None]
         if not scored:
             raise ConfigError(

@@ -25,11 +25,12 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
-from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
+from grpo_async.evaluation.log import EvaluationLog
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
+from grpo_async.tracking.evaluation_record import EvaluationRecord, When
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,8 @@ class RunEvaluations:
 
     def scores(self, metric: str) -> dict[int, float]:
         """A metric of every policy after step 0 that was evaluated, by step."""
-        results = {record.step: record.result for record in list(self._log.records) if record.result is not None}
-        return {step: found.metrics[metric] for step, found in results.items() if step > 0 and metric in found.metrics}
+        found = list(self._log.records)
+        return {record.step: record.metrics[metric] for record in found if record.step > 0 and metric in record.metrics}
 
     @property
     def holds_push(self) -> bool:
@@ -186,9 +187,9 @@ class RunEvaluations:
             return None
         before, after = self._log.result("start"), self._log.result("end")
         during = [
-            {"step": record.step, **record.result.metrics}
+            {"step": record.step, **record.metrics}
             for record in self._log.records
-            if record.when == "step" and record.result is not None
+            if record.when == "step" and record.metrics
         ]
         baseline = {} if self._baseline is None else {"majority_baseline": self._baseline}
         return {
@@ -283,7 +284,16 @@ class RunEvaluations:
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
-        self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, result=result))
+        self._log.add(
+            EvaluationRecord(
+                step=running.step,
+                due=running.due,
+                when=running.when,
+                metrics=result.metrics,
+                by_group=result.by_group,
+                prompt_rewards=result.prompt_rewards,
+            )
+        )
         self._release(running)  # not before: without a score, a checkpoint that is not evaluated may be removed
         self._unreported |= {f"eval/{name}": value for name, value in result.flat().items()}
         self._unreported["eval/step"] = float(running.step)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
 
 from grpo_async.scoring.advantages import sample_std
 from grpo_async.scoring.passes import Vote, majority_at_k, pass_at_k, powers_up_to
@@ -63,9 +62,6 @@ class EvaluationResult:
         """{"reward": 0.5} and {"gsm8k": {"reward": 0.25}} -> {"reward": 0.5, "reward/gsm8k": 0.25}."""
         parts = {f"{name}/{group}": v for group, metrics in self.by_group.items() for name, v in metrics.items()}
         return {**self.metrics, **parts}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"metrics": self.metrics, "by_group": self.by_group, "prompt_rewards": self.prompt_rewards}
 
 
 def evaluation_result(

@@ -8,12 +8,11 @@ Everything here is pure but `Evidence.read`; who shows it only renders. The audi
 (rewards.audit_report).
 """
 
-from grpo_async.findings.evidence import Evaluation, Evidence, Row
+from grpo_async.findings.evidence import Evidence, Row
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.verdict import Verdict, find, judge
 
 __all__ = [
-    "Evaluation",
     "Evidence",
     "Finding",
     "Row",

@@ -12,9 +12,10 @@ from itertools import pairwise
 from math import hypot, inf
 from statistics import median
 
-from grpo_async.findings.evidence import Evaluation, Evidence
+from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.statistics import Change
+from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import format_number, percent
 
 ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
@@ -57,7 +58,7 @@ def no_steps(evidence: Evidence) -> Finding | None:
 
 def reward_fails(evidence: Evidence) -> Finding | None:
     """A reward function that raises ends the run, or its evaluations."""
-    errors = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.failed)]
+    errors = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.error)]
     found = next((match[0] for text in errors if (match := _REWARD.search(text))), None)
     if found is None:
         return None
@@ -317,12 +318,12 @@ def held_out(evidence: Evidence) -> Finding | None:
     return found(WARNING, "The held-out reward did not change by more than chance", do=do)
 
 
-def _few_evaluations(evidence: Evidence, results: list[Evaluation]) -> Finding:
-    failed = next((each for each in reversed(evidence.evaluations) if each.failed), None)
+def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Finding:
+    failed = next((each for each in reversed(evidence.evaluations) if each.error), None)
     if failed is not None:
         return Finding(
             key="failed-evaluation", severity=WARNING, what="The evaluation failed",
-            text=f"At step {failed.step}: {first_line(failed.why_not)}", do="trainer.log has the traceback.", plot=None,
+            text=f"At step {failed.step}: {first_line(failed.error)}", do="trainer.log has the traceback.", plot=None,
         )  # fmt: skip
     if results:
         return Finding(
@@ -534,7 +535,7 @@ def _fraction_of_groups(evidence: Evidence, state: str) -> float | None:
     return number / started if number is not None and started else None
 
 
-def is_no_better_than_baseline(last: Evaluation, change: Change) -> bool:
+def is_no_better_than_baseline(last: EvaluationRecord, change: Change) -> bool:
     """Whether the last evaluation is not above the frequency of the most frequent answer by more than chance. False where that is
     not known (`evaluation.baseline_column`), or the first evaluation was above it already."""
     baseline = last.metrics.get("majority_baseline")

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import state_of
-from grpo_async.utils.text import finite
 
 _MIN_WINDOW, _MAX_WINDOW = 3, 50
 
@@ -51,21 +51,6 @@ class PackedRow(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """One line of evaluations.jsonl. `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are
-    empty where it was left out or failed: `why_not` says so, and `failed` which of the two. `prompt_rewards`: the mean reward of
-    each prompt, in the order of the data; empty where an earlier version wrote the line."""
-
-    step: int
-    when: str = "step"  # start | step | end
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    prompt_rewards: Sequence[float | None] = ()
-    why_not: str | None = None
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """One run's metrics, ascending by step.
 
@@ -76,7 +61,7 @@ class Evidence:
     """
 
     metrics: Sequence[Row] = ()
-    evaluations: Sequence[Evaluation] = ()
+    evaluations: Sequence[EvaluationRecord] = ()
     num_sampled: int = 0
     num_unscored: int = 0
     errors: Sequence[tuple[str, int]] = ()
@@ -92,7 +77,7 @@ class Evidence:
         error = status.get("error")
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
-            evaluations=read_evaluations(run_dir, problems),
+            evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
             config=read_config(run_dir.config, problems),
             status=state_of(status).state if status else "unfinished",
             error=error if isinstance(error, str) else None,
@@ -156,7 +141,7 @@ class Evidence:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
 
-    def evaluated(self) -> list[Evaluation]:
+    def evaluated(self) -> list[EvaluationRecord]:
         """Evaluations with a reward, ascending by step."""
         return sorted((each for each in self.evaluations if "reward" in each.metrics), key=lambda each: each.step)
 
@@ -165,7 +150,7 @@ class Evidence:
         results = self.evaluated()
         return None if len(results) < 2 else self.between(results[0], results[-1])
 
-    def between(self, first: Evaluation, last: Evaluation) -> Change:
+    def between(self, first: EvaluationRecord, last: EvaluationRecord) -> Change:
         return held_out_change(
             first.metrics, last.metrics, first.prompt_rewards, last.prompt_rewards, scale=self.reward_range
         )
@@ -194,26 +179,6 @@ def _name_now(name: str) -> str:
     """ "pipeline/training_share" -> "pipeline/training_fraction"."""
     is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
     return f"{name.removesuffix('_share')}_fraction" if is_old else name
-
-
-def read_evaluations(run_dir: RunDir, problems: list[str]) -> list[Evaluation]:
-    return [each for line in read_objects(run_dir.evaluation_log, problems) if (each := _evaluation(line))]
-
-
-def _evaluation(line: Mapping[str, Any]) -> Evaluation | None:
-    step, by_group, rewards = (line.get(name) for name in ("step", "by_group", "prompt_rewards"))
-    if finite(step) is None:
-        return None
-    groups = by_group if isinstance(by_group, dict) else {}
-    return Evaluation(
-        step=int(step or 0),
-        when=str(line.get("when", "step")),
-        metrics=numbers(line.get("metrics")),
-        by_group={str(group): numbers(values) for group, values in groups.items()},
-        prompt_rewards=[finite(reward) for reward in rewards] if isinstance(rewards, list) else (),
-        why_not=next((str(line[key]) for key in ("error", "skipped") if line.get(key)), None),
-        failed=bool(line.get("error")),
-    )
 
 
 def read_config(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord, When
-from grpo_async.evaluation.metrics import EvaluationResult
+from grpo_async.evaluation.log import EvaluationLog
+from grpo_async.tracking.evaluation_record import EvaluationRecord, When
 
 
 def _record(step: int, when: When = "step", *, due: int | None = None, skipped: bool = False) -> EvaluationRecord:
@@ -15,7 +15,8 @@ def _record(step: int, when: When = "step", *, due: int | None = None, skipped: 
         step=step,
         due=step if due is None else due,
         when=when,
-        result=None if skipped else EvaluationResult(metrics={"reward": float(step)}, by_group={"a": {"reward": 1.0}}),
+        metrics={} if skipped else {"reward": float(step)},
+        by_group={} if skipped else {"a": {"reward": 1.0}},
         skipped="another ran" if skipped else None,
     )
 
@@ -29,7 +30,7 @@ def test_what_was_added_is_read_back_and_later_steps_are_dropped(tmp_path: Path)
     assert EvaluationLog(path, start=12).records == records
     assert EvaluationLog(path, start=8).records == records[:3]
     assert EvaluationLog(path, start=12).records == records[:3]  # the line is gone from the file, too
-    assert log.result("end") == records[-1].result
+    assert log.result("end") == records[-1]
     path.write_bytes(path.read_bytes() + b'{"step": 8, "wh\xff\n')
     assert EvaluationLog(path, start=12).records == records[:3]
     assert path.with_name("evaluations.jsonl.damaged").exists()

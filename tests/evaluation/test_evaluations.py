@@ -13,9 +13,10 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.evaluation.evaluator import EvaluationTask
-from grpo_async.evaluation.log import EvaluationLog, EvaluationRecord
+from grpo_async.evaluation.log import EvaluationLog
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import EvaluationRecord
 from tests.launcher.support import make_config
 from tests.store.builders import append_simple
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from grpo_async.findings import Evaluation, Evidence, Finding, Severity, find
+from grpo_async.findings import Evidence, Finding, Severity, find
 from grpo_async.findings.checks import CHECKS
 from grpo_async.store.query import parse_query
+from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.viewer.report.chapters import CHAPTERS
 from tests.viewer.report.support import steps, wiggle
 
@@ -22,9 +23,9 @@ def _found(evidence: Evidence) -> dict[str, Finding]:
     return {finding.key: finding for finding in find(evidence)}
 
 
-def _evaluations(*rewards: float, stderr: float = 0.02) -> list[Evaluation]:
+def _evaluations(*rewards: float, stderr: float = 0.02) -> list[EvaluationRecord]:
     return [
-        Evaluation(step=10 * place, when="step", metrics={"reward": reward, "reward_stderr": stderr})
+        EvaluationRecord(step=10 * place, due=10 * place, metrics={"reward": reward, "reward_stderr": stderr})
         for place, reward in enumerate(rewards)
     ]
 

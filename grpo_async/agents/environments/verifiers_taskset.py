@@ -126,7 +126,7 @@ class VerifiersEnvironment:
 
 
 class _SessionKeys(Interception):
-    """Gives the calls of each seat a key of its rollout's session; all share the connections of one client."""
+    """Gives the calls of each agent a key of its rollout's session; all share the connections of one client."""
 
     def __init__(self, inner: Interception) -> None:
         super().__init__()

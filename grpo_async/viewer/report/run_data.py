@@ -13,8 +13,9 @@ from typing import Any
 from grpo_async.config.differences import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence, Row
-from grpo_async.findings.evidence import read_config, read_evaluations, read_metrics
+from grpo_async.findings.evidence import read_config, read_metrics
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import read_evaluations
 from grpo_async.utils.json_files import read_object, read_objects
 from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
@@ -77,7 +78,7 @@ def read_run(
         summary=summary,
         config=shown_config(read_config(run_dir.config, problems)),
         metrics=metrics,
-        evaluations=read_evaluations(run_dir, problems),
+        evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
         num_sampled=rollouts.num_sampled,
         num_unscored=rollouts.num_unscored,
         errors=rollouts.errors,

@@ -1,0 +1,75 @@
+"""One line of evaluations.jsonl: an evaluation of a run, or one that was left out or failed. What is in the file is done.
+
+{"step": 20, "due": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
+{"step": 24, "due": 24, "when": "step", "skipped": "the evaluation of step 20 was still running"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from grpo_async.utils.json_files import numbers, read_objects
+from grpo_async.utils.text import finite
+
+When = Literal["start", "step", "end"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """`step` is the one at whose end it began, `due` the one for which it was due: earlier where a run that was killed made it up
+    for after its resume.
+
+    `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are empty where there is no result:
+    `skipped` or `error` says why. `prompt_rewards`: the mean reward of each prompt, in the order of the data; empty where an
+    earlier version wrote the line.
+    """
+
+    step: int
+    due: int
+    when: When = "step"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    prompt_rewards: Sequence[float | None] = field(default_factory=list)
+    skipped: str | None = None
+    error: str | None = None
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it has no result."""
+        return self.error or self.skipped
+
+    def as_dict(self) -> dict[str, Any]:
+        """What stands in the line."""
+        head = {"step": self.step, "due": self.due, "when": self.when}
+        why = {"skipped": self.skipped, "error": self.error}
+        result = {"metrics": self.metrics, "by_group": self.by_group, "prompt_rewards": self.prompt_rewards}
+        return head | {name: text for name, text in why.items() if text is not None} | (result if self.metrics else {})
+
+
+def read_evaluations(path: Path, problems: list[str]) -> Iterator[EvaluationRecord]:
+    """The records of a file, which need not be there. A line that cannot be read is counted in `problems`."""
+    for line in read_objects(path, problems):
+        if (record := _record(line)) is not None:
+            yield record
+
+
+def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:
+    step, when, by_group, rewards = (line.get(name) for name in ("step", "when", "by_group", "prompt_rewards"))
+    if finite(step) is None:
+        return None
+    skipped, error = (str(line[name]) if line.get(name) else None for name in ("skipped", "error"))
+    groups = by_group if isinstance(by_group, dict) else {}
+    due = finite(line.get("due"))
+    return EvaluationRecord(
+        step=int(step or 0),
+        due=int(step or 0) if due is None else int(due),
+        when=when if when in get_args(When) else "step",
+        metrics=numbers(line.get("metrics")),
+        by_group={str(group): numbers(values) for group, values in groups.items()},
+        prompt_rewards=[finite(reward) for reward in rewards] if isinstance(rewards, list) else [],
+        skipped=skipped,
+        error=error,
+    )
