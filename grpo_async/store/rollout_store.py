@@ -39,7 +39,7 @@ from grpo_async.store.blocks import (
 from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.metadata import MetadataFile
 from grpo_async.store.sealer import Sealer
-from grpo_async.utils.whole_lines import Writer
+from grpo_async.utils.whole_lines import Outage, Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
     from grpo_async.config.record_sections import RolloutRecordSection
@@ -89,7 +89,7 @@ class RolloutStore(Writer):
         self._thread: threading.Thread | None = None
         self._file: LineFile | None = None  # only the thread's
         self._rest: Path | None = None  # the last block, where it was not sealed
-        self._full_since: float | None = None  # by time.monotonic(), until a group is written
+        self._outage = Outage(folder, meanwhile="rollouts wait for room", afterwards="what waited is written")
         self._metadata = MetadataFile(folder)
         self._sealer = Sealer(folder, self._settings, self._metadata)
 
@@ -315,15 +315,12 @@ class RolloutStore(Writer):
         while True:
             try:
                 self._write(entry, line)
-                self._full_since = None
+                self._outage.end()
                 return
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                if self._full_since is None:
-                    self._full_since = time.monotonic()
-                    logger.warning("cannot write rollouts to %s: %s; they wait for room", self._folder, error.strerror)
-                if time.monotonic() - self._full_since >= _ROOM_TIMEOUT_S:
+                if self._outage.lasts(error) >= _ROOM_TIMEOUT_S:
                     raise
             with self._changed:
                 self._changed.wait(timeout=_ROOM_RETRY_S)

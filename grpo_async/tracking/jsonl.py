@@ -7,14 +7,13 @@ import logging
 import math
 import os
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.json_files import parse_object
-from grpo_async.utils.whole_lines import Writer, append_whole
+from grpo_async.utils.whole_lines import Outage, Writer, append_whole
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ class MetricsLog(Writer):
     def __init__(self, path: Path, *, first_step: int = 1) -> None:
         self._path = path
         self._waiting = b""
-        self._failing_since: float | None = None
+        self._outage = Outage(path, meanwhile="its lines wait, and training goes on")
         keep_steps(path, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
@@ -58,23 +57,14 @@ class MetricsLog(Writer):
         try:
             append_whole(self._descriptor, self._waiting)
         except OSError as error:
-            self._note(error, is_last=is_last)
+            failing_s = self._outage.lasts(error)
+            if is_last or failing_s >= _ROOM_TIMEOUT_S:
+                raise RunError(
+                    f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
+                ) from error
             return
         self._waiting = b""
-        if self._failing_since is not None:
-            self._failing_since = None
-            logger.warning("%s can be written again; no line is missing", self._path)
-
-    def _note(self, error: OSError, *, is_last: bool) -> None:
-        now = time.monotonic()
-        failing_s = 0.0 if self._failing_since is None else now - self._failing_since
-        if is_last or failing_s >= _ROOM_TIMEOUT_S:
-            raise RunError(
-                f"cannot write {self._path}: {error.strerror}, for {failing_s:.0f} s; free space, then go on with --resume"
-            ) from error
-        if self._failing_since is None:
-            self._failing_since = now
-            logger.warning("cannot write %s: %s; its lines wait, and training goes on", self._path, error.strerror)
+        self._outage.end()
 
 
 def keep_steps(path: Path, last_step: int) -> None:

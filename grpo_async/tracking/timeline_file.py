@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_async.utils.whole_lines import append_whole, whole_bytes
+from grpo_async.utils.whole_lines import Outage, append_whole, whole_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -106,14 +106,16 @@ def _detail(value: Any) -> Any:
 
 
 class EventWriter:
-    """The file, in the writing thread. A failure is said once, until a write succeeds again."""
+    """The file, in the writing thread."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
         self._descriptor: int | None = None
         self._size = 0
-        self._is_failing = False
+        self._outage = Outage(
+            path, meanwhile="the run goes on without it", afterwards="events that are lost are counted in it"
+        )
         self._makes_room_at = 0.0  # not before; by time.monotonic()
 
     def append(self, text: str, num_events: int) -> int:
@@ -131,15 +133,9 @@ class EventWriter:
             self._size += len(data)
         except OSError as error:
             self.close()
-            if not self._is_failing:
-                self._is_failing = True
-                logger.warning(
-                    "cannot write the timeline %s: %s; the run goes on without it", self.path, error.strerror
-                )
+            self._outage.lasts(error)
             return num_events
-        if self._is_failing:
-            self._is_failing = False
-            logger.warning("the timeline %s can be written again", self.path)
+        self._outage.end()
         return 0
 
     def close(self) -> None:

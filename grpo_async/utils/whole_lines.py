@@ -1,10 +1,17 @@
-"""Files of lines that are whole as soon as their line feed is there, so that readers may look while a process appends."""
+"""Files of lines that are whole as soon as their line feed is there, so that readers may look while a process appends.
+
+What a full disk does is said in one way (`Outage`), and costs what the file is worth: metrics wait in memory for a minute and
+rollouts for ten seconds, because their queue is bounded; then the run ends. The timeline only helps: events that memory does not
+hold are lost, and counted.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Self
 
 from grpo_async.errors import RunError
@@ -39,6 +46,34 @@ def append_whole(descriptor: int, lines: bytes) -> None:
     except OSError:
         os.ftruncate(descriptor, size)
         raise
+
+
+class Outage:
+    """The time in which nothing can be written to `path`: logged as it begins and as it ends.
+
+    Args:
+        meanwhile, afterwards: what becomes of what is to be written, and what became of it.
+    """
+
+    def __init__(self, path: Path, *, meanwhile: str, afterwards: str = "nothing is missing") -> None:
+        self._path = path
+        self._meanwhile = meanwhile
+        self._afterwards = afterwards
+        self._since: float | None = None
+
+    def lasts(self, error: OSError) -> float:
+        """A write has failed. Seconds since the first that did."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            logger.warning("cannot write %s: %s; %s", self._path, error.strerror, self._meanwhile)
+        return now - self._since
+
+    def end(self) -> None:
+        """A write has succeeded."""
+        if self._since is not None:
+            self._since = None
+            logger.warning("%s can be written again; %s", self._path, self._afterwards)
 
 
 class Writer(ABC):
