@@ -27,6 +27,9 @@ BoolArray = NDArray[np.bool_]
 MAX_REWARD = 1e9
 """In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
 
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""What stands before and after the thinking of a turn: of most models, of Mistral's."""
+
 AGENT_REWARD = "agent"
 """Name of the reward that an agent returns for its own rollout."""
 

@@ -36,6 +36,7 @@ from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import (
     AGENT_REWARD,
+    THINKING,
     FinishReason,
     Origin,
     RolloutCompletion,
@@ -421,8 +422,7 @@ class _Reader:
         text = text[: len(text) - held]
         begun = text.lstrip()
         if self._has_thinking and (
-            any(opening.startswith(begun) for opening in ("<think>", "[THINK]"))
-            or self._chat.split_thinking(text)[1] != text
+            any(opening.startswith(begun) for opening, _ in THINKING) or self._chat.split_thinking(text)[1] != text
         ):
             return
         if len(text) > self._num_given:

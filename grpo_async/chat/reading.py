@@ -7,8 +7,8 @@ from typing import Any
 
 from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.parsers.formats import Format, answer_start
-from grpo_async.chat.turn import THINKING, PolicyTurn, ReadCall, SampledTurn
-from grpo_async.records import ToolCall
+from grpo_async.chat.turn import PolicyTurn, ReadCall, SampledTurn
+from grpo_async.records import THINKING, ToolCall
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from grpo_async.chat.turn import THINKING, ChatError
+from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
+from grpo_async.records import THINKING
 
 Message = Mapping[str, Any]  # as templates know it: {"role", "content", ...}
 

@@ -9,9 +9,6 @@ from typing import Any
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import ToolCall
 
-THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""What stands before and after the thinking of a turn: of most models, of Mistral's."""
-
 
 class ChatError(GrpoAsyncError):
     """These messages cannot be turned into token ids; only the rollout they belong to is lost. At start-up the same problem is

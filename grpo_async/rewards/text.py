@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from grpo_async.records import THINKING
 from grpo_async.rewards.call import checked_by
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
@@ -117,8 +118,10 @@ def final_text(completion: Any) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>`; all of it when there is none."""
-    return text.rpartition("</think>")[2]
+    """What follows the last `</think>` (`[/THINK]` of Mistral's models); all of it when there is none."""
+    for _, closing in THINKING:
+        text = text.rpartition(closing)[2]
+    return text
 
 
 def last_boxed(text: str) -> str | None:

@@ -90,9 +90,9 @@ def test_last_number_reads_numbers_as_people_write_them(text: str, number: Any) 
 
 
 def test_exact_match_ignores_outer_space_and_thinking() -> None:
-    completions = ["  Paris\n", "<think>Rome?</think>Paris", "paris", _chat("Paris"), "x"]
-    answers = ["Paris", "Paris", "Paris", "Paris", None]
-    assert exact_match(completions, answers) == [1.0, 1.0, 0.0, 1.0, None]
+    completions = ["  Paris\n", "<think>Rome?</think>Paris", "[THINK]Rome?[/THINK]Paris", "paris", _chat("Paris"), "x"]
+    answers = ["Paris", "Paris", "Paris", "Paris", "Paris", None]
+    assert exact_match(completions, answers) == [1.0, 1.0, 1.0, 0.0, 1.0, None]
     assert exact_match(["paris"], ["Paris"], ignore_case=True) == [1.0]
     assert exact_match(["<think>1</think>2</think> 3", "<think>3 + 4 = 7", "7 7", ""], ["3", "7", "7", "7"]) == [
         1.0,
@@ -121,6 +121,8 @@ def test_number_match_allows_the_tolerance_and_no_more() -> None:
     [
         ("<think>why</think>because", False, 1.0),
         ("\n<think>\nwhy\n</think>\n\nbecause\n", False, 1.0),
+        ("[THINK]why[/THINK]because", False, 1.0),
+        ("<think>why[/THINK]because", False, 0.0),
         ("why</think>because", False, 0.0),
         ("why</think>because", True, 1.0),
         ("<think>why</think>because", True, 0.0),

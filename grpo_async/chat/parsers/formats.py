@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, scan_json
-from grpo_async.chat.turn import THINKING, ParsedTurn, ReadCall, SampledTurn, UnreadableError
+from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn, UnreadableError
+from grpo_async.records import THINKING
 
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
 
