@@ -217,26 +217,29 @@ def _token_id(tokenizer: Any, token: str) -> int:
 
 
 def _generation_config_ends(model_path: str, revision: str | None) -> list[int]:
-    """eos_token_id of generation_config.json, a number or a list; a model need not have that file."""
+    """Those of generation_config.json; a model need not have that file."""
     folder = Path(model_path)
     if folder.is_dir():
         file = folder / "generation_config.json"
         if not file.exists():
             return []
         try:
-            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            return eos_ids(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
         except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: cannot read {file}: {error}") from error
-    else:
-        from transformers import GenerationConfig
+    from transformers import GenerationConfig
 
-        try:
-            ends = GenerationConfig.from_pretrained(model_path, revision=revision).eos_token_id
-        except OSError:  # the hub has none for this model
-            return []
-    if ends is None:
+    try:
+        return eos_ids(GenerationConfig.from_pretrained(model_path, revision=revision).eos_token_id)
+    except OSError:  # the hub has none for this model
         return []
-    return [int(end) for end in ends] if isinstance(ends, list) else [int(ends)]
+
+
+def eos_ids(eos_token_id: int | Sequence[int] | None) -> list[int]:
+    """`eos_token_id` as the configurations of transformers have it: a number, a list, or none."""
+    if eos_token_id is None:
+        return []
+    return [int(end) for end in eos_token_id] if isinstance(eos_token_id, Sequence) else [int(eos_token_id)]
 
 
 def load_renderer(config: ExperimentConfig) -> ChatRenderer:

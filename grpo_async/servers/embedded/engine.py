@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
+from grpo_async.chat.renderer import eos_ids
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
@@ -111,7 +112,9 @@ class SlotEngine:
         self.num_slots = num_slots
         self.max_model_len = max_model_len
         self.vocab_size: int = model.get_input_embeddings().num_embeddings
-        self.eos_ids = _eos_ids(model)
+        self.eos_ids = eos_ids(model.generation_config.eos_token_id) or eos_ids(
+            getattr(model.config, "eos_token_id", None)
+        )
         self.policy_version = 0
         self.num_generated_tokens = 0
         self._cache = slot_cache_of(model, max(num_slots, _MIN_ROWS), max_model_len)
@@ -374,15 +377,6 @@ def _cut_by_length(sequences: Iterable[RunningSequence]) -> Iterator[list[Runnin
         chunk.append(sequence)
     if chunk:
         yield chunk
-
-
-def _eos_ids(model: Any) -> tuple[int, ...]:
-    """End-of-turn ids: generation_config's, else config's."""
-    for config in (model.generation_config, model.config):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-    return ()
 
 
 def compute_logits_in_float32(model: Any) -> None:
