@@ -81,11 +81,15 @@ class RunDir:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a whole checkpoint, ascending. Half-written ones carry another name."""
-        return _steps_of(self.checkpoints)
+        return _numbers(self.checkpoints, "step_")
+
+    def unfinished_steps(self) -> list[int]:
+        """Steps of which a checkpoint is being written, or was when its run was killed, ascending."""
+        return _numbers(self.checkpoints, partial_of(Path("step_")).name)
 
     def evaluation_steps(self) -> list[int]:
         """Steps of which there are evaluated rollouts, ascending."""
-        return _steps_of(self.evaluations)
+        return _numbers(self.evaluations, "step_")
 
     def create(self, config: str | None = None) -> None:
         """Make the directory (private to the user: rollouts and configs may be confidential).
@@ -120,8 +124,7 @@ class RunDir:
     def new_attempt(self) -> Path:
         """Make logs/attempt_N for the next N and point logs/latest at it. It gets a copy of config.yaml, which every process of the
         attempt reads (attempt_config): whoever edits config.yaml for a resume changes nothing for a server that restarts now."""
-        numbers = [int(p.name.removeprefix("attempt_")) for p in self.logs.glob("attempt_*")]
-        attempt = self.logs / f"attempt_{max(numbers, default=0) + 1}"
+        attempt = self.logs / f"attempt_{max(_numbers(self.logs, 'attempt_'), default=0) + 1}"
         attempt.mkdir()
         if self.config.is_file():
             write_atomically(attempt_config(attempt), self.config.read_text(encoding="utf-8"))
@@ -132,9 +135,20 @@ class RunDir:
         return attempt
 
 
-def _steps_of(folder: Path) -> list[int]:
-    names = (path.name.removeprefix("step_") for path in folder.glob("step_*") if path.is_dir())
+def _numbers(folder: Path, prefix: str) -> list[int]:
+    """Of the folders in `folder` that are named so, ascending: step_2, step_10 -> 2, 10."""
+    names = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def partial_of(folder: Path) -> Path:
+    """Where a folder is written until it is whole: step_3 -> writing_step_3."""
+    return folder.with_name(f"writing_{folder.name}")
+
+
+def attempt_number(attempt: Path) -> str:
+    """logs/attempt_3, or a link to it -> "3"."""
+    return attempt.resolve().name.removeprefix("attempt_")
 
 
 def attempt_config(attempt: Path) -> Path:

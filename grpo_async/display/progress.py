@@ -201,8 +201,7 @@ class Progress:
         """Read from the disk what the trainer has written."""
         steps = run_dir.checkpoint_steps()
         step = steps[-1] if steps else None
-        names = (path.name.removeprefix("writing_step_") for path in run_dir.checkpoints.glob("writing_step_*"))
-        writing = max((int(name) for name in names if name.isdecimal()), default=None)
+        writing = max(run_dir.unfinished_steps(), default=None)
         at = self.checkpoints.at
         if step != self.checkpoints.step:
             try:

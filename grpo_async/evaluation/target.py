@@ -10,8 +10,6 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 
-_STEP_FOLDER = re.compile(r"step_(\d+)")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
@@ -77,9 +75,10 @@ def _of_path(path: Path) -> EvaluationTarget:
     if (path / "config.json").is_file():
         label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().name)
         return EvaluationTarget(label=label, folder=str(path))
-    match = _STEP_FOLDER.fullmatch(path.name)
-    if match is not None and path.is_dir() and path.resolve().parent.name == "checkpoints":
-        return _of_step(RunDir(path.resolve().parent.parent), int(match[1]))
+    run_dir = RunDir(path.resolve().parent.parent)
+    for step in run_dir.checkpoint_steps():
+        if run_dir.checkpoint(step) == path.resolve():
+            return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)
     raise ConfigError(
         f"--checkpoint {path}: neither a step, `latest`, a Hugging Face folder (with a config.json), nor a folder "
         "RUN/checkpoints/step_N"

@@ -33,7 +33,7 @@ from grpo_async.launcher.prepare import Start
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.launcher.train import Launcher
 from grpo_async.processes import machine as machine_module
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.safe_text import plain
 
@@ -112,7 +112,7 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
         export_checkpoint(target.run, target.step, trained, run_dir.model)
         yield str(run_dir.model)
     finally:
-        for leftover in (run_dir.model, run_dir.model.with_name(f"writing_{run_dir.model.name}")):
+        for leftover in (run_dir.model, partial_of(run_dir.model)):
             shutil.rmtree(leftover, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
+from grpo_async.run_directory import attempt_number
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
 from grpo_async.tracking.timeline_file import ATTEMPT
 
@@ -19,7 +20,7 @@ from grpo_async.tracking.timeline_file import ATTEMPT
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this rank."""
     timeline = open_timeline(assignment.run_dir.events, config.record.timeline) if assignment.rank == 0 else NO_TIMELINE
-    number = assignment.attempt_dir.resolve().name.removeprefix("attempt_")
+    number = attempt_number(assignment.attempt_dir)
     details = {"attempt": number, "process": os.getpid()}
     if assignment.resume_step is not None:
         details["resume_step"] = assignment.resume_step

@@ -59,7 +59,7 @@ from grpo_async.buffer.resume import ResumeState, read_resume_state
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
-from grpo_async.run_directory import RunDir
+from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,
@@ -407,7 +407,7 @@ class CheckpointWriter:
                 "rng": {f"rank_{dist.get_rank()}": rng_state()},
                 **({} if reference is None else {"reference": model_state(reference, _WHOLE)}),
             },
-            checkpoint_id=str(self._partial(step)),
+            checkpoint_id=str(partial_of(self._run_dir.checkpoint(step))),
             storage_writer=self._storage,
             async_stager=self._storage,
             process_group=self._group,
@@ -463,7 +463,7 @@ class CheckpointWriter:
         if error is None:
             return
         if dist.get_rank() == 0:
-            shutil.rmtree(self._partial(self._step), ignore_errors=True)
+            shutil.rmtree(partial_of(self._run_dir.checkpoint(self._step)), ignore_errors=True)
         # DCP's own text is the tracebacks of all ranks
         cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.api.CheckpointException) else error
         raise CheckpointError(
@@ -477,12 +477,10 @@ class CheckpointWriter:
         metrics, self._metrics = self._metrics, {}
         return metrics
 
-    def _partial(self, step: int) -> Path:
-        return self._run_dir.checkpoints / f"{_PREFIX}step_{step}"
-
     def _complete(self, step: int, state: CheckpointState, began: float, on_written: Callable[[], None]) -> None:
         """Rank 0, when every rank has written: the rest, and the name."""
-        folder, final = self._partial(step), self._run_dir.checkpoint(step)
+        final = self._run_dir.checkpoint(step)
+        folder = partial_of(final)
         write_state(folder, state)
         checksums = self._storage.checksums
         num_bytes = write_manifest(folder, step=step, world_size=dist.get_world_size(), checksums=checksums)

@@ -29,7 +29,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
-from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
@@ -144,7 +144,7 @@ def _write(
 @contextmanager
 def _replacing(folder: Path, what: str) -> Iterator[Path]:
     """A folder beside `folder` that takes its place when it is whole."""
-    partial = folder.with_name(f"writing_{folder.name}")
+    partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         yield partial
