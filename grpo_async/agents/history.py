@@ -433,7 +433,9 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
     turns = []
     for answer, following in zip(answers, [*answers[1:], None], strict=True):
         generation = answer.generation
-        told = {message.tool_call_id: message.content for message in (following.request.messages if following else ())}
+        results = {
+            message.tool_call_id: message.content for message in (following.request.messages if following else ())
+        }
         turns.append(
             TurnRecord(
                 output_ids=np.array(generation.token_ids, np.int32),
@@ -446,7 +448,7 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
                         tool_call_id=call.tool_call_id,
                         name=call.name,
                         arguments=call.arguments,
-                        result=told.get(call.tool_call_id, ""),
+                        result=results.get(call.tool_call_id, ""),
                         failed=None,
                         duration_s=0.0,
                     )

@@ -40,7 +40,7 @@ def manifest(
     if missing:
         raise ConfigError("\n".join(f"launch.kubernetes.{key}: is needed for the manifest; set it" for key in missing))
     name = job_name(config.run.name)
-    port = config.launch.meeting_point[1] if config.launch.rdzv is not None else DEFAULT_PORT
+    port = config.launch.rendezvous_address[1] if config.launch.rdzv is not None else DEFAULT_PORT
     settings = [part for override in overrides for part in ("--set", override)]
     labels = {"app.kubernetes.io/name": "grpo-async", "app.kubernetes.io/instance": name}
     container = {

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from grpo_async import __version__
-from grpo_async.cluster.meeting import BEAT_S, PREFIX, ForgedError, Meeting, read_signed
+from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.cluster.nodes import Place
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.differences import differences
@@ -53,50 +53,50 @@ def versions() -> dict[str, str]:
 
 
 def _pause() -> None:
-    threading.Event().wait(BEAT_S)  # the store has nothing to wait for that also notices a signal
+    threading.Event().wait(HEARTBEAT_S)  # the store has nothing to wait for that also notices a signal
 
 
 # ---- node 0 ----
 
 
 @contextlib.contextmanager
-def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Meeting]:
-    """Open the meeting of a run; when something raises inside, the machines that have come are told.
+def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[LauncherStore]:
+    """Open the store of a run; when something raises inside, the machines that have come are told.
 
     Raises:
         ConfigError: this machine cannot listen there.
     """
     try:
-        meeting = Meeting.open(node.address, node.port, token, count=node.count)
+        launchers = LauncherStore.open(node.address, node.port, token, count=node.count)
     except OSError as error:
         raise ConfigError(
             f"launch.rdzv: {node.address}:{node.port} cannot be bound on this machine, which is node 0 ({error}); name an address "
             "of this machine, and a port that no other run uses"
         ) from error
     try:
-        yield meeting
+        yield launchers
     except BaseException as error:
         for rank in range(1, node.count):
-            meeting.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
-        say_farewell(meeting, range(1, node.count), timeout_s=_END_S)
+            launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
+        say_farewell(launchers, range(1, node.count), timeout_s=_END_S)
         raise
 
 
-def say_farewell(meeting: Meeting, ranks: range, *, timeout_s: float = _END_S) -> None:
+def say_farewell(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_S) -> None:
     """Until the others have read the last message to them, or are gone: the store ends with this process."""
     ends_at = time.monotonic() + timeout_s
     with contextlib.suppress(ForgedError):
-        meeting.exchange()
+        launchers.exchange()
         while time.monotonic() < ends_at:
-            gone = meeting.silent(ranks, longer_than_s=5.0)
-            if all(meeting.has_read(rank) or rank in gone for rank in ranks):
+            gone = launchers.silent(ranks, longer_than_s=5.0)
+            if all(launchers.has_read(rank) or rank in gone for rank in ranks):
                 return
             _pause()
-            meeting.exchange()
+            launchers.exchange()
 
 
 def gather(
-    meeting: Meeting, config: ExperimentConfig, assignment: Assignment, own: Member, say: Callable[[str], None]
+    launchers: LauncherStore, config: ExperimentConfig, assignment: Assignment, own: Member, say: Callable[[str], None]
 ) -> list[Member]:
     """Wait until every machine is ready; in the order of their ranks, without node 0.
 
@@ -109,19 +109,19 @@ def gather(
         RunError: one cannot take part, is gone again, or serves in another way.
     """
     timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
-    meeting.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
+    launchers.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
     members: dict[int, Member] = {}
     ends_at = time.monotonic() + timeout_s
     say(f"waiting for {_nodes(range(1, count))} at {assignment.node.address}:{assignment.node.port}")
     while missing := [rank for rank in range(1, count) if rank not in members]:
-        for message in meeting.exchange():
+        for message in launchers.exchange():
             sender = Member.model_validate(message["member"])
             if message["kind"] == "refused":
                 raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
             members[sender.rank] = sender
             left = [rank for rank in missing if rank not in members]
             say(f"{sender.name} is here{f'; still missing: {_nodes(left)}' if left else ''}")
-        if gone := meeting.silent(list(members)):
+        if gone := launchers.silent(list(members)):
             raise RunError(f"{members[gone[0]].name} is gone again: its launcher, the machine or the network failed")
         if time.monotonic() > ends_at:
             raise DeadlineError(
@@ -152,7 +152,7 @@ def _nodes(ranks: Any) -> str:
 class Joined:
     """This machine in the run of node 0. `assignment` is node 0's."""
 
-    meeting: Meeting
+    launchers: LauncherStore
     node: Node
     token: str
     assignment: Assignment
@@ -186,25 +186,25 @@ def join(
             address, place.port, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False, is_master=False
         )
         token, run = _read_run(PrefixStore(PREFIX, store), run_dir, place, ends_at)
-        meeting = Meeting(store, token, rank=place.rank, count=node.count)
-        if not meeting.claim():
+        launchers = LauncherStore(store, token, rank=place.rank, count=node.count)
+        if not launchers.claim():
             raise ConfigError(f"node {place.rank} is here already; each machine needs a --node-rank of its own")
         own = Member(rank=place.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
             own = member(node)
         except BaseException as error:
-            meeting.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
-            meeting.exchange()
+            launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
+            launchers.exchange()
             if isinstance(error, ConfigError):
                 raise ConfigError(f"this machine cannot take part as node {place.rank}: {error}") from error
             raise
-        meeting.post(0, "ready", member=own.model_dump())
+        launchers.post(0, "ready", member=own.model_dump())
         say(f"node {place.rank} has joined node 0 ({address}), and waits for the others")
-        assignment = _wait_for_start(meeting, ends_at, config)
+        assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are no RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
-    return Joined(meeting=meeting, node=node, token=token, assignment=assignment)
+    return Joined(launchers=launchers, node=node, token=token, assignment=assignment)
 
 
 def _reach(config: ExperimentConfig, place: Place, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
@@ -263,15 +263,15 @@ def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str,
         raise ConfigError(f"other versions are installed than on node 0 (node 0 -> here): {', '.join(others)}")
 
 
-def _wait_for_start(meeting: Meeting, ends_at: float, config: ExperimentConfig) -> Assignment:
+def _wait_for_start(launchers: LauncherStore, ends_at: float, config: ExperimentConfig) -> Assignment:
     while True:
-        for message in meeting.exchange():
+        for message in launchers.exchange():
             match message:
                 case {"kind": "start", "assignment": dict(assignment)}:
                     return Assignment.model_validate(assignment)
                 case {"kind": "end"}:
                     raise RunError(f"node 0 has ended the run: {plain(str(message.get('error')))}")
-        if meeting.silent([0]):
+        if launchers.silent([0]):
             raise RunError("node 0 is gone: the machine or the network failed")
         if time.monotonic() > ends_at:
             raise DeadlineError(

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from grpo_async.cluster.meeting import BEAT_S, SILENCE_S, Meeting, Message
+from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.cluster.members import Member, say_farewell
 from grpo_async.errors import RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.threads import in_thread
 
-_SHORT_SILENCE_S = 8.0
+_SHORT_TIMEOUT_S = 8.0
 """While it is asked whether a machine is gone, because something else has failed."""
 
 
@@ -41,7 +41,7 @@ class Servers(Protocol):
     def lose_elsewhere(self, index: int, why: str) -> None: ...
 
 
-async def exchange(meeting: Meeting, *, within_s: float = SILENCE_S) -> list[Message]:
+async def exchange(launchers: LauncherStore, *, within_s: float = HEARTBEAT_TIMEOUT_S) -> list[Message]:
     """One exchange, off the event loop.
 
     Raises:
@@ -50,7 +50,7 @@ async def exchange(meeting: Meeting, *, within_s: float = SILENCE_S) -> list[Mes
         TimeoutError: it does not answer.
     """
     async with asyncio.timeout(within_s):
-        return await asyncio.wrap_future(in_thread(meeting.exchange, name="meeting"))
+        return await asyncio.wrap_future(in_thread(launchers.exchange, name="launcher-store"))
 
 
 class NodeHub:
@@ -69,7 +69,7 @@ class NodeHub:
 
     def __init__(
         self,
-        meeting: Meeting,
+        launchers: LauncherStore,
         members: Sequence[Member],
         assignment: Assignment,
         *,
@@ -78,7 +78,7 @@ class NodeHub:
         on_signal: Callable[[signal.Signals], None],
         tell_trainer: Callable[[int, str, str, int], None],
     ) -> None:
-        self._meeting = meeting
+        self._launchers = launchers
         self._members = {member.rank: member for member in members}
         self._assignment = assignment
         self._user = user
@@ -87,7 +87,7 @@ class NodeHub:
         self._tell_trainer = tell_trainer
         self._ended: set[int] = set()  # their trainer has ended, or they are gone
         self._gone: set[int] = set()
-        self._limit_s = SILENCE_S
+        self._limit_s = HEARTBEAT_TIMEOUT_S
         self._changed = asyncio.Event()
         self.trouble = asyncio.Event()
         self.failure: str | None = None
@@ -97,13 +97,13 @@ class NodeHub:
     def start(self) -> None:
         """Let every machine start its processes."""
         for rank in self._members:
-            self._meeting.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
+            self._launchers.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
 
     async def watch(self) -> None:
         """Hear the others until cancelled."""
         while True:
             try:
-                messages = await exchange(self._meeting)
+                messages = await exchange(self._launchers)
             except (RunError, RuntimeError, TimeoutError) as error:
                 self._fail(
                     self._members[min(self._members)], f"the store of the launchers is of no use any more: {error}"
@@ -111,19 +111,19 @@ class NodeHub:
                 return
             for message in messages:
                 self._take(message)
-            for rank in self._meeting.silent([r for r in self._members if r not in self._gone], self._limit_s):
+            for rank in self._launchers.silent([r for r in self._members if r not in self._gone], self._limit_s):
                 self._lose(self._members[rank])
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def tell_server(self, index: int, kind: str, **content: object) -> None:
         """Pass on what the trainer says of a server on another machine."""
         for member in self._members.values():
             if self._assignment.server_urls[index] in member.urls:
-                self._meeting.post(member.rank, kind, index=index, **content)
+                self._launchers.post(member.rank, kind, index=index, **content)
 
     async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until the trainer of every machine has ended or the machine is gone, `timeout_s` at most."""
-        self._limit_s = _SHORT_SILENCE_S
+        self._limit_s = _SHORT_TIMEOUT_S
         trains = {rank for rank in self._members if rank < self._assignment.node.num_train}
         try:
             async with asyncio.timeout(timeout_s):
@@ -136,9 +136,9 @@ class NodeHub:
     async def end(self, exit_code: int, error: str | None) -> None:
         """Tell every machine that the run is over and how it went; call it when nothing watches any more."""
         for rank in self._members:
-            self._meeting.post(rank, "end", exit_code=exit_code, error=error)
+            self._launchers.post(rank, "end", exit_code=exit_code, error=error)
         left = range(1, self._assignment.node.count)
-        await asyncio.wrap_future(in_thread(partial(say_farewell, self._meeting, left), name="farewell"))
+        await asyncio.wrap_future(in_thread(partial(say_farewell, self._launchers, left), name="farewell"))
 
     def _take(self, message: Message) -> None:
         member = self._members[int(message["from"])]

@@ -110,7 +110,7 @@ def find_place(
     if master_addr is not None:
         host, port = _host_and_port(master_addr)
     elif config.launch.rdzv is not None:
-        host, port = config.launch.meeting_point
+        host, port = config.launch.rendezvous_address
     else:
         host = environment.get("MASTER_ADDR") or (source.host(environment) if source is not None else None) or ""
         port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)

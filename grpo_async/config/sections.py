@@ -242,7 +242,7 @@ class LaunchSection(StrictModel):
         return rdzv
 
     @property
-    def meeting_point(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """Host and port of `rdzv`: "10.0.0.1:29400" -> ("10.0.0.1", 29400); only where it is set."""
         parts = urlsplit(f"//{self.rdzv}")
         assert parts.hostname is not None

@@ -42,26 +42,26 @@ def check_values(row: Row, place: str) -> None:
     for name, value in row.items():
         if not isinstance(name, str):
             raise ConfigError(f"{place}: the name of a column must be text, got {json_kind(name)}")
-        strange = _strange(value)
-        if strange is not None:
+        unsupported = _unsupported(value)
+        if unsupported is not None:
             raise ConfigError(
-                f"{place}: column `{name}` holds a {type(strange).__module__}.{type(strange).__qualname__}, but only text, "
+                f"{place}: column `{name}` holds a {type(unsupported).__module__}.{type(unsupported).__qualname__}, but only text, "
                 "numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
                 f"convert it, or leave the column out with `drop: [{name}]`"
             )
 
 
-def _strange(value: Any) -> Any | None:
-    """What in `value` is no plain data, or None. Subclasses of plain types (numpy's text, enums) are strange too."""
+def _unsupported(value: Any) -> Any | None:
+    """What in `value` is no plain data, or None. Subclasses of plain types (numpy's text, enums) are unsupported, too."""
     if type(value) in _SCALARS or isinstance(value, _TIMES):
         return None
     if type(value) in (list, tuple):
-        return next((found for below in value if (found := _strange(below)) is not None), None)
+        return next((found for below in value if (found := _unsupported(below)) is not None), None)
     if type(value) is dict:
         for key, below in value.items():
             if type(key) is not str:
                 return key if key is not None else value
-            found = _strange(below)
+            found = _unsupported(below)
             if found is not None:
                 return found
         return None

@@ -197,9 +197,9 @@ class Environment:
             raise EnvironmentCallError(self.name, self.broken or f"`{method}` took too long") from error
         if isinstance(result, Raised):
             # A sentence of ours (`_reward`) as it is; a user's error with its kind.
-            told = str(result.error) if isinstance(result.error, (_BadResultError, ToolError)) else result.summary
+            message = str(result.error) if isinstance(result.error, (_BadResultError, ToolError)) else result.summary
             verb = "returned" if isinstance(result.error, _BadResultError) else "raised"
-            raise EnvironmentCallError(self.name, f"`{method}` {verb} {told}") from result.error
+            raise EnvironmentCallError(self.name, f"`{method}` {verb} {message}") from result.error
         return result
 
     async def _run(self, call: UserCall[Result]) -> Result | Raised:

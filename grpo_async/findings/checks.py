@@ -5,7 +5,6 @@ Where a threshold is a judgement, it stands here as a constant.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,6 +13,7 @@ from statistics import median
 
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity
+from grpo_async.findings.messages import equal_value, first_reward_failure
 from grpo_async.findings.statistics import Change
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import format_number, percent
@@ -40,9 +40,6 @@ _LOST = 0.25  # of the range of rewards: what a run must have had and lost to ha
 _RATIO = "sampling/importance_sampling_ratio"
 _LATE = "In the last third of the steps"
 
-_ALL_EQUAL = re.compile(r"all rewards are (-?[\d.]+(?:e[-+]?\d+)?)")  # of rollout.worker.why_no_signal
-_REWARD = re.compile(r"reward `[^`]+`: [^\n]+")  # of rewards.call
-
 
 def no_steps(evidence: Evidence) -> Finding | None:
     if evidence.metrics:
@@ -59,12 +56,12 @@ def no_steps(evidence: Evidence) -> Finding | None:
 def reward_fails(evidence: Evidence) -> Finding | None:
     """A reward function that raises ends the run, or its evaluations."""
     errors = [evidence.error or "", *(each.why_not or "" for each in evidence.evaluations if each.error)]
-    found = next((match[0] for text in errors if (match := _REWARD.search(text))), None)
+    found = next((line for text in errors if (line := first_reward_failure(text))), None)
     if found is None:
         return None
     return Finding(
         key="reward-fails", severity=WARNING if evidence.metrics else ERROR, what="A reward function fails",
-        text=f"{found.rstrip('.')}.", query="failed",
+        text=f"{found}.", query="failed",
         do="Groups that it cannot score are not trained. Fix it, and try it: grpo-async check-reward.",
     )  # fmt: skip
 
@@ -194,8 +191,7 @@ def equal_rewards(evidence: Evidence) -> float | None:
     lows, highs = evidence.values("reward_min"), evidence.values("reward_max")
     if lows and highs:
         return highs[0] if max(highs) - min(lows) < _NOTHING else None
-    found = _ALL_EQUAL.search(evidence.error or "") if not evidence.metrics else None
-    return None if found is None else float(found[1].rstrip("."))
+    return None if evidence.metrics else equal_value(evidence.error or "")
 
 
 def collapsed(evidence: Evidence) -> Finding | None:

@@ -21,6 +21,7 @@ from typing import Any
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import RolloutSection
 from grpo_async.findings.finding import Finding, Severity
+from grpo_async.findings.statistics import mean_over_time
 from grpo_async.utils.json_files import numbers
 from grpo_async.utils.text import duration
 
@@ -146,11 +147,6 @@ def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMet
     def mean(name: str) -> float | None:
         return fmean(values(name)) if values(name) else None
 
-    def weighted(name: str) -> float | None:
-        """A fraction of the wall time of all steps together: 0.5 of 2 s and 0 of 8 s -> 0.1."""
-        known = [(row[name], row["step_time"]) for row in rows if name in row and row.get("step_time")]
-        return sum(fraction * s for fraction, s in known) / sum(s for _, s in known) if known else None
-
     ended = {}
     for state in ("trained", "filtered", "stale", "failed"):
         totals = values(f"ledger/groups/{state}") or [0.0]
@@ -161,8 +157,8 @@ def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMet
     return PipelineMetrics(
         num_steps=len(lines),
         step_s=mean("step_time"),
-        trainer_idle=weighted("pipeline/trainer_idle_ratio"),
-        generator_idle=weighted("pipeline/generator_idle_ratio"),
+        trainer_idle=mean_over_time(rows, "pipeline/trainer_idle_ratio"),
+        generator_idle=mean_over_time(rows, "pipeline/generator_idle_ratio"),
         push_fraction=sum(push_s) / wall_s if push_s and wall_s else None,
         push_s=mean("sync/push_s"),
         checkpoint_s=mean("checkpoint/staged_s"),

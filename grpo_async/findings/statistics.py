@@ -54,6 +54,13 @@ class Change:
         return self.high < -_ROUNDING
 
 
+def mean_over_time(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """A metric that is a fraction of a step's time or a rate, over all of the time: 0.5 in 2 s and 0 in 8 s -> 0.1. None: no row
+    has it."""
+    known = [(row[name], row["step_time"]) for row in rows if name in row and row.get("step_time")]
+    return sum(value * s for value, s in known) / sum(s for _, s in known) if known else None
+
+
 def _change(first: float, last: float, stderr: float, freedom: float, count: int, of: str) -> Change:
     half = _critical(freedom) * stderr
     return Change(first=first, last=last, low=last - first - half, high=last - first + half, count=count, of=of)

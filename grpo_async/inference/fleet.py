@@ -62,7 +62,7 @@ class _Tracked:
     server: Server
     last_life: str = ""
     last_message: str = "never answered"
-    """What was last heard of it."""
+    """What it said last, or why it cannot be asked."""
     failures: list[ServerFailure] = field(default_factory=list)
     """In order. What happens to a server until it serves again is one failure."""
     num_restarts: int = 0
@@ -73,7 +73,7 @@ class _Tracked:
     """Of the launcher, when the process has ended, which it starts again by itself."""
     worked_at: float = 0.0
     """When the launcher last saw it work at its start."""
-    heard: ServerInfo | None = None
+    last_info: ServerInfo | None = None
     loads: list[ServerInfo] = field(default_factory=list)
     """What it said since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -82,12 +82,12 @@ class _Tracked:
     @property
     def load(self) -> ServerInfo | None:
         """What it said when it was last asked; None when it is not up."""
-        is_current = self.heard is not None and self.heard.instance_id == self.server.instance_id
-        return self.heard if is_current and self.server.state.is_member else None
+        is_current = self.last_info is not None and self.last_info.instance_id == self.server.instance_id
+        return self.last_info if is_current and self.server.state.is_member else None
 
-    def hear(self, info: ServerInfo) -> None:
+    def note(self, info: ServerInfo) -> None:
         """What it says of itself now; an older answer that comes late makes no counter smaller."""
-        self.heard = info
+        self.last_info = info
         self.loads = [*self.loads, info][-_MAX_LOADS:]
         busy_s, tokens = self.counters.get(info.instance_id, (0.0, 0))
         self.counters[info.instance_id] = max(busy_s, info.busy_s), max(tokens, info.generated_tokens)
@@ -190,7 +190,7 @@ class Fleet:
         return self._tracked[index].num_restarts
 
     def last_message(self, index: int) -> str:
-        """What was last heard of a server that is not up."""
+        """What a server that is not up said last, or why it cannot be asked."""
         return self._tracked[index].last_message
 
     @property
@@ -202,7 +202,7 @@ class Fleet:
 
     def metrics(self) -> dict[str, float]:
         """`servers/recovery_s` is the last failure's that is over; absent before. running and waiting are sums over the servers
-        that are up, kv_usage is their mean; each of all that was heard since the last call; absent where none says it."""
+        that are up, kv_usage is their mean; each of all answers since the last call; absent where none says it."""
         failures = self.failures
         metrics = {"servers/serving": float(len(self.serving())), "servers/failures": float(len(failures))}
         recoveries = [(each.at + each.recovery_s, each.recovery_s) for each in failures if each.recovery_s is not None]
@@ -222,11 +222,11 @@ class Fleet:
 
     def read(self) -> ServerCounters:
         """What the servers have done since the fleet was started. Asks those that are up, 2 s at most; what is not answered
-        counts as it was when it was last heard."""
+        counts as it was in its last answer."""
         infos = self._monitor.infos(self.members(), timeout_s=_READ_TIMEOUT_S)
         with self._lock:
             for index, info in infos.items():
-                self._tracked[index].hear(info)
+                self._tracked[index].note(info)
             counted = [counters for tracked in self._tracked for counters in tracked.counters.values()]
         return ServerCounters(
             busy_s=sum(busy_s for busy_s, _ in counted) / len(self._tracked),
@@ -315,7 +315,7 @@ class Fleet:
 
     def suspect(self, index: int) -> None:
         """A request to this server failed: ask it now, not only at its next heartbeat."""
-        self._monitor.nudge(index)
+        self._monitor.ask_now(index)
 
     def on_launcher_message(self, message: Mapping[str, Any]) -> None:
         """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
@@ -348,7 +348,7 @@ class Fleet:
     def note(self, server: Server, info: ServerInfo) -> None:
         """A server that is up answers."""
         with self._lock:
-            self._tracked[server.index].hear(info)
+            self._tracked[server.index].note(info)
         for listener in self._load_listeners:
             listener()
 
@@ -363,7 +363,7 @@ class Fleet:
                 server.control.num_workers = info.num_workers
                 tracked.num_restarts += tracked.last_life not in ("", info.instance_id)
                 tracked.last_life, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
-                tracked.hear(info)
+                tracked.note(info)
                 self._set(tracked, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
                 logger.info("%s is up", server.name)
         if why_not:
@@ -442,7 +442,7 @@ class Fleet:
             yield changed
         if changed:
             for index in changed:
-                self._monitor.nudge(index)
+                self._monitor.ask_now(index)
             for listener in self._listeners:
                 listener()
 

@@ -11,7 +11,7 @@ A heartbeat that fails:
     answers >= 400, /health says dead          lost at once
     answers >= 400 for heartbeat_timeout_s     lost, unless weights were loaded
 
-Asking is a loop over time, because HTTP offers nothing to wait for that says "is still there"; `nudge` cuts a pause short.
+Asking is a loop over time, because HTTP offers nothing to wait for that says "is still there"; `ask_now` cuts a pause short.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Monitor:
     def __init__(self, fleet: Fleet, num_servers: int, inference: InferenceSection) -> None:
         self._fleet = fleet
         self._inference = inference
-        self._nudged = [threading.Event() for _ in range(num_servers)]
+        self._wanted = [threading.Event() for _ in range(num_servers)]
         self._errors_since: dict[int, float] = {}
         self._silent: set[int] = set()
         self._is_closed = False
@@ -58,7 +58,7 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to watch."""
-        for index in range(len(self._nudged)):
+        for index in range(len(self._wanted)):
             thread = threading.Thread(target=self._watch, args=(index,), name="server-monitor", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -66,15 +66,15 @@ class Monitor:
     def close(self) -> None:
         """End the threads; nothing is found any more. A server that does not answer is waited for for a second."""
         self._is_closed = True
-        for nudged in self._nudged:
-            nudged.set()
+        for wanted in self._wanted:
+            wanted.set()
         until = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def nudge(self, index: int) -> None:
+    def ask_now(self, index: int) -> None:
         """Ask a server at once."""
-        self._nudged[index].set()
+        self._wanted[index].set()
 
     def infos(self, servers: Sequence[Server], *, timeout_s: float) -> dict[int, ServerInfo]:
         """What these servers say of themselves. One that does not answer in time is left out, and not asked again before its next
@@ -98,7 +98,7 @@ class Monitor:
 
     def _watch(self, index: int) -> None:
         while True:  # `close` ends it, or the process
-            self._nudged[index].clear()
+            self._wanted[index].clear()
             server = self._fleet.server(index)
             if self._is_closed or server.state is ServerState.GONE:
                 return
@@ -113,7 +113,7 @@ class Monitor:
             interval_s = self._inference.heartbeat_interval_s
             if self._fleet.server(index).state is ServerState.STARTING:
                 interval_s = min(interval_s, _STARTING_INTERVAL_S)
-            self._nudged[index].wait(interval_s)
+            self._wanted[index].wait(interval_s)
 
     def _search(self, server: Server) -> None:
         """Ask a server that does not serve."""

@@ -35,7 +35,7 @@ ServerEvent = Literal["exited", "starting", "working", "given_up"]
 class ServerState(StrEnum):
     """See the module."""
 
-    STARTING = "starting"  # not heard of yet, or started again
+    STARTING = "starting"  # has not answered yet, or was started again
     READY = "ready"  # healthy, with old weights or those of its checkpoint
     SERVING = "serving"  # has the current weights; gets requests
     DOWN = "down"  # fenced: dead, hung, or failed in a push; gets nothing

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_async.cluster.meeting import BEAT_S, Meeting, Message
+from grpo_async.cluster.launcher_store import HEARTBEAT_S, LauncherStore, Message
 from grpo_async.cluster.members import Joined, Member, join
 from grpo_async.cluster.node_hub import exchange
 from grpo_async.cluster.nodes import Place
@@ -70,7 +70,7 @@ def follow(
         plan = amend(_plan(config, joined, run_dir, private, engine))
         output.say(plan.describe())
         display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
-        display.views.append(_Relay(joined.meeting))
+        display.views.append(_Relay(joined.launchers))
         with display:
             return asyncio.run(Follower(config, joined, plan, display).run())
 
@@ -95,12 +95,12 @@ def _plan(
 class _Relay(View):
     """Tells the user of node 0 what the user here is told."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, launchers: LauncherStore) -> None:
+        self._launchers = launchers
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         if event in ("note", "warning"):
-            self._meeting.post(0, event, **fields)
+            self._launchers.post(0, event, **fields)
 
 
 class Follower:
@@ -108,7 +108,7 @@ class Follower:
 
     def __init__(self, config: ExperimentConfig, joined: Joined, plan: ProcessPlan, display: Display) -> None:
         self._config = config
-        self._meeting = joined.meeting
+        self._launchers = joined.launchers
         self._plan = plan
         self._display = display
         self._signals = Signals()
@@ -143,7 +143,7 @@ class Follower:
                     with suppress(asyncio.CancelledError):
                         await listening
                     with suppress(RuntimeError, RunError, TimeoutError):  # node 0 has gone, or does not answer
-                        await exchange(self._meeting, within_s=GRACE_S)
+                        await exchange(self._launchers, within_s=GRACE_S)
 
     async def _work(self, spawn: Callable[..., Any], stack: AsyncExitStack) -> RunOutcome:
         await self._servers.start()
@@ -185,13 +185,13 @@ class Follower:
 
     async def _tell_of_lost_servers(self, children: list[Child] | None = None) -> None:
         self._servers.raise_errors()
-        self._meeting.post(0, "failed", error=str(self._servers.failure))
+        self._launchers.post(0, "failed", error=str(self._servers.failure))
         await first_of(self._signals, children or [], [self._ended], timeout_s=self._end_timeout_s)
 
     async def _pass_on_signal(self, children: list[Child], liveness: Liveness | None = None) -> RunOutcome:
         assert self._signals.first is not None
         self._signals.arrived.clear()
-        self._meeting.post(0, "signal", name=self._signals.first.name)
+        self._launchers.post(0, "signal", name=self._signals.first.name)
         self._display.note(
             f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal ends this machine at once)"
         )
@@ -211,7 +211,7 @@ class Follower:
         if status != 0:
             attempt = self._plan.assignment.attempt_dir
             cause = liveness.failure or explain(attempt, liveness.failures) or trainer.describe_end()
-        self._meeting.post(0, "exited", status=status, error=cause)
+        self._launchers.post(0, "exited", status=status, error=cause)
         await first_of(self._signals, [], [self._ended], timeout_s=self._end_timeout_s)
         outcome = self._outcome()
         if status != 0 and outcome.exit_code == 0:
@@ -231,20 +231,20 @@ class Follower:
         return RunOutcome(exit_code=self._exit_code, error=error)
 
     def _tell_trainer(self, index: int, event: str, detail: str, life: int) -> None:
-        self._meeting.post(0, "server_event", index=index, event=event, detail=detail, life=life)
+        self._launchers.post(0, "server_event", index=index, event=event, detail=detail, life=life)
 
     async def _listen(self) -> None:
         """What node 0 says, until it says that the run is over, or is gone."""
         while not self._ended.is_set():
             try:
-                for message in await exchange(self._meeting):
+                for message in await exchange(self._launchers):
                     self._take(message)
-                if self._meeting.silent([0]):
-                    raise TimeoutError("it has not been heard for a minute")
+                if self._launchers.silent([0]):
+                    raise TimeoutError("it has sent no heartbeat for a minute")
             except (RunError, RuntimeError, TimeoutError) as error:
                 self._error = f"node 0 is gone ({error}): its launcher was killed, or the machine or the network failed"
                 self._ended.set()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _take(self, message: Message) -> None:
         match message:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from grpo_async.checks.report import Check, Status
-from grpo_async.cluster.meeting import Meeting
+from grpo_async.cluster.launcher_store import LauncherStore
 from grpo_async.cluster.members import Member
 from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.config import ExperimentConfig
@@ -55,7 +55,7 @@ class RunOutcome:
 class Cluster:
     """The other machines of a run, which are ready."""
 
-    meeting: Meeting
+    launchers: LauncherStore
     members: Sequence[Member]
 
 
@@ -117,7 +117,7 @@ class Supervisor:
         if self._cluster is None:
             return await self._supervise()
         hub = self._hub = NodeHub(
-            self._cluster.meeting,
+            self._cluster.launcher_store,
             self._cluster.members,
             self._assignment,
             user=self._display,

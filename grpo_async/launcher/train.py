@@ -228,10 +228,10 @@ class Launcher:
             urls = own_urls(config, node.own_address or config.inference.host) if node.serves else ()
             if not node.is_alone:
                 assert token is not None
-                meeting = stack.enter_context(hosting(config, node, token))
+                launchers = stack.enter_context(hosting(config, node, token))
                 own = Member(rank=0, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
-                members = gather(meeting, config, assignment, own, self.output.say)
-                cluster = Cluster(meeting=meeting, members=members)
+                members = gather(launchers, config, assignment, own, self.output.say)
+                cluster = Cluster(launchers=launchers, members=members)
                 urls = (*urls, *(url for member in members for url in member.urls))
                 if (serving := next((m for m in members if m.urls), None)) is not None and engine is SERVERS_ELSEWHERE:
                     engine = EngineChoice(engine=serving.engine, reason=f"as on {serving.name}", on_gpu=serving.on_gpu)

@@ -76,13 +76,13 @@ def write_failure(folder: Path, failure: RankFailure) -> None:
             print(f"cannot write {path}: {problem}", file=sys.stderr)
 
 
-def first_failure(folder: Path, told: Sequence[RankFailure] = ()) -> RankFailure | None:
-    """The earliest failure that a rank wrote, or told where it could not write; None when none did."""
+def first_failure(folder: Path, reported: Sequence[RankFailure] = ()) -> RankFailure | None:
+    """The earliest failure that a rank wrote, or reported where it could not write; None when none did."""
     written = [
         RankFailure(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("failure_rank*.json")
     ]
     ranks = {failure.rank for failure in written}
-    failures = [*written, *(failure for failure in told if failure.rank not in ranks)]
+    failures = [*written, *(failure for failure in reported if failure.rank not in ranks)]
     return min(failures, key=lambda failure: failure.time, default=None)
 
 
@@ -103,14 +103,14 @@ def rank_exits(folder: Path) -> list[RankExit]:
     return sorted(found, key=lambda exit_: exit_.time)
 
 
-def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
+def explain(folder: Path, reported: Sequence[RankFailure] = ()) -> str | None:
     """A few lines for the user: which rank failed first and why; None when no rank said or left anything. Safe to print: errors
     quote what models and tools wrote.
 
     Args:
-        told: what ranks said to the launcher of their end.
+        reported: what ranks said to the launcher of their end.
     """
-    failure, killed = first_failure(folder, told), _killed_first(folder, told)
+    failure, killed = first_failure(folder, reported), _killed_first(folder, reported)
     if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
         lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
         if failure is not None:
@@ -124,12 +124,12 @@ def explain(folder: Path, told: Sequence[RankFailure] = ()) -> str | None:
     return plain("\n".join(lines))
 
 
-def _killed_first(folder: Path, told: Sequence[RankFailure]) -> RankExit | None:
+def _killed_first(folder: Path, reported: Sequence[RankFailure]) -> RankExit | None:
     """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
     SIGTERM, so that signal counts for the first one only."""
-    reported = {failure.rank for failure in told}
+    ranks = {failure.rank for failure in reported}
     for index, exit_ in enumerate(rank_exits(folder)):
-        silent = exit_.exit_code < 0 and exit_.rank not in reported and not _failure_path(folder, exit_.rank).exists()
+        silent = exit_.exit_code < 0 and exit_.rank not in ranks and not _failure_path(folder, exit_.rank).exists()
         if silent and (index == 0 or exit_.exit_code != -signal.SIGTERM):
             return exit_
     return None

@@ -235,21 +235,21 @@ def _values(table: _Table, asks_for_gold: bool) -> Iterator[Finding]:
 
 def _gold_too_low(table: _Table) -> Iterator[Finding]:
     margin = _PAID * table.range
-    outdone: list[tuple[float, int, str]] = []  # (best score, row, its input)
+    better: list[tuple[float, int, str]] = []  # (best score, row, its input)
     for row, gold in table.golds.items():
         judged = [(case, value) for case, value in table.rows[row] if case.kind is not CaseKind.STRESS]
         case, best = max(judged, key=lambda entry: entry[1])
         if best - gold > margin:
-            outdone.append((best, row, case.name))
-    if outdone:
-        best, row, name = max(outdone, key=lambda entry: entry[0])
+            better.append((best, row, case.name))
+    if better:
+        best, row, name = max(better, key=lambda entry: entry[0])
         yield Finding(
             key="gold-too-low",
             severity=Severity.ERROR,
             what=f"Gold is below the maximum: on row {row} gold got {table.golds[row]:g}, `{name}` got {best:g}.",
             do="The policy will learn what pays most; make the right answer the best one.",
-            inputs=_distinct(name for _, _, name in outdone),
-            rows=_distinct(row for _, row, _ in outdone),
+            inputs=_distinct(name for _, _, name in better),
+            rows=_distinct(row for _, row, _ in better),
         )
     top = max(table.golds.values(), default=0.0)
     low = [row for row, gold in table.golds.items() if top - gold > margin]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.findings.messages import reward_failure
 from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class RewardError(GrpoAsyncError):
         super().__init__(name, problem)  # both, so that the error survives pickling on its way out of a worker process
 
     def __str__(self) -> str:
-        return f"reward `{self.name}`: {self.problem}"
+        return reward_failure(self.name, self.problem)
 
 
 class RewardTimeoutError(RewardError):
@@ -169,11 +170,11 @@ ArgumentCheck = Callable[[Mapping[str, Any]], None]
 """Raises ValueError("NAME: what is wrong"). An argument without a default may be missing; that is reported elsewhere."""
 
 
-def whole_number(arguments: Mapping[str, Any], name: str, default: int, *, least: int = 1) -> int:
-    """The argument `name`; ValueError if it is no whole number >= `least`."""
+def whole_number(arguments: Mapping[str, Any], name: str, default: int, *, minimum: int = 1) -> int:
+    """The argument `name`; ValueError if it is no whole number >= `minimum`."""
     value = arguments.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: {value!r} must be a whole number of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        raise ValueError(f"{name}: {value!r} must be a whole number of at least {minimum}")
     return value
 
 

@@ -187,12 +187,12 @@ class _Judge:
                 if candidate.done():
                     candidate.result()  # raises what the sandbox raised
                     theirs.close()
-                told = await examiner  # its sandbox has wall_s
+                lines = await examiner  # its sandbox has wall_s
             finally:
                 for task in (candidate, examiner):
                     task.cancel()
                 await asyncio.wait({candidate, examiner})
-        return _verdict(told, row)
+        return _verdict(lines, row)
 
     @staticmethod
     async def _run_peer(
@@ -224,10 +224,10 @@ class _Descriptors(contextlib.AbstractContextManager["_Descriptors"]):
         self.close()
 
 
-def _verdict(told: str, row: RowTests) -> tuple[int, int]:
+def _verdict(lines: str, row: RowTests) -> tuple[int, int]:
     """Passed and all tests, from the examiner's lines."""
     passed, total = set(), len(row.tests)
-    for text in told.splitlines():
+    for text in lines.splitlines():
         try:
             line = json.loads(text)
         except ValueError:

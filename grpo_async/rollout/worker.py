@@ -26,6 +26,7 @@ from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
+from grpo_async.findings.messages import equal_rewards
 from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
@@ -384,10 +385,9 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
     if has_zero_variance(scored.rewards):
         calls = [call for c in scored.group.trainable for turn in c.all_turns for call in turn.tool_calls]
         if calls and all(call.failed for call in calls):
-            return f"all rewards are {rewards[0]:g}, and every tool call failed: {calls[-1].name}: {calls[-1].result[:200]}"
-        return (
-            f"all rewards are {rewards[0]:g}: the task is solved, too hard for this policy, or the policy has collapsed"
-        )
+            last = calls[-1]
+            return equal_rewards(rewards[0], f"every tool call failed; the last, {last.name}: {last.result[:200]}")
+        return equal_rewards(rewards[0], "the task is solved, too hard for this policy, or the policy has collapsed")
     return (
         "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
     )

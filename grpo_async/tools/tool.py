@@ -127,8 +127,8 @@ class Tool:
         if not isinstance(result, Raised):
             return result
         self._failures.write(self.name, type(result.error).__name__, f"{result.summary}\n{result.trace.rstrip()}")
-        told = str(result.error) if isinstance(result.error, ToolError) else result.summary
-        raise ToolError(told) from result.error
+        message = str(result.error) if isinstance(result.error, ToolError) else result.summary
+        raise ToolError(message) from result.error
 
 
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from grpo_async.cluster import meeting, members, nodes
-from grpo_async.cluster.meeting import ForgedError, Meeting
+from grpo_async.cluster import launcher_store, members, nodes
+from grpo_async.cluster.launcher_store import ForgedError, LauncherStore
 from grpo_async.cluster.members import Joined, Member, gather, hosting, join
 from grpo_async.cluster.nodes import Place, find_place, first_host, leading_node, socket_names
 from grpo_async.config import ExperimentConfig
@@ -232,11 +232,11 @@ class _Run:
         self.assignment = Assignment(
             run_dir=self.run_dir, attempt_dir=self.run_dir.new_attempt(), private=Path("/private"), node=node
         )
-        self.meeting = stack.enter_context(hosting(config, node, TOKEN))
+        self.launchers = stack.enter_context(hosting(config, node, TOKEN))
         self.notes: list[str] = []
 
     def gather(self) -> list[Member]:
-        return gather(self.meeting, self.config, self.assignment, Member(rank=0, host="h0"), self.notes.append)
+        return gather(self.launchers, self.config, self.assignment, Member(rank=0, host="h0"), self.notes.append)
 
     def join(self, rank: int, *, config: ExperimentConfig | None = None, run_dir: RunDir | None = None) -> Joined:
         return join(
@@ -279,32 +279,32 @@ def test_machines_join_in_any_order_start_with_node_0_and_hear_its_messages_and_
         assert [(member.rank, member.urls) for member in found] == [(1, ("http://h:1",)), (2, ("http://h:2",))]
         assert "waiting for nodes 1 and 2" in run.notes[0]
         for rank in (1, 2):
-            run.meeting.post(rank, "start", assignment=run.assignment.model_dump(mode="json"))
-        run.meeting.exchange()
+            run.launchers.post(rank, "start", assignment=run.assignment.model_dump(mode="json"))
+        run.launchers.exchange()
         second, first = (each.get() for each in joining)
         assert first.assignment == run.assignment
         assert (first.node.rank, first.node.own_address) == (1, "127.0.0.1")
-        first.meeting.post(0, "note", text="x" * 1_000_000)
-        second.meeting.post(0, "note", text="b")
-        first.meeting.exchange()
-        second.meeting.exchange()
-        assert sorted((m["from"], len(m["text"])) for m in run.meeting.exchange()) == [(1, 20_000), (2, 1)]
-        run.meeting.post(2, "end", exit_code=143)
-        run.meeting.exchange()
-        assert not run.meeting.has_read(2)
-        assert [m["kind"] for m in second.meeting.exchange()] == ["end"]
-        assert run.meeting.has_read(2)
+        first.launchers.post(0, "note", text="x" * 1_000_000)
+        second.launchers.post(0, "note", text="b")
+        first.launchers.exchange()
+        second.launchers.exchange()
+        assert sorted((m["from"], len(m["text"])) for m in run.launchers.exchange()) == [(1, 20_000), (2, 1)]
+        run.launchers.post(2, "end", exit_code=143)
+        run.launchers.exchange()
+        assert not run.launchers.has_read(2)
+        assert [m["kind"] for m in second.launchers.exchange()] == ["end"]
+        assert run.launchers.has_read(2)
 
 
-def test_a_machine_that_beats_no_more_is_silent_and_one_that_does_is_not(tmp_path: Path) -> None:
+def test_a_machine_without_a_heartbeat_is_silent_and_one_that_has_it_is_not(tmp_path: Path) -> None:
     with ExitStack() as stack:
         run = _Run(_config(tmp_path, train=3), stack)
         store = TCPStore("127.0.0.1", run.place.port, is_master=False, wait_for_workers=False)
-        other = Meeting(store, TOKEN, rank=1, count=3)
+        other = LauncherStore(store, TOKEN, rank=1, count=3)
         for _ in range(5):
             other.exchange()
-            run.meeting.exchange()
-        assert run.meeting.silent([1, 2], longer_than_s=4 * meeting.BEAT_S) == [2]
+            run.launchers.exchange()
+        assert run.launchers.silent([1, 2], longer_than_s=4 * launcher_store.HEARTBEAT_S) == [2]
 
 
 @pytest.mark.parametrize("what", ["configuration", "versions", "folder", "rank"])
@@ -320,7 +320,7 @@ def test_what_cannot_be_part_of_the_run_is_refused_on_both_sides(
             config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
         elif what == "versions":
             own = {**members.versions(), "torch": "1.0"}
-            run.meeting.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": members.versions()})
+            run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": members.versions()})
             monkeypatch.setattr(members, "versions", lambda: own)
         elif what == "folder":
             expected = r"run\.dir: .* must be on a file system that all machines share"
@@ -330,7 +330,7 @@ def test_what_cannot_be_part_of_the_run_is_refused_on_both_sides(
             stack.enter_context(run_dir.new_token())
         elif what == "rank":
             expected = "node 1 is here already"
-            Meeting(
+            LauncherStore(
                 TCPStore("127.0.0.1", run.place.port, is_master=False, wait_for_workers=False), TOKEN, rank=1, count=2
             ).claim()
         gathering = _Joining(run.gather) if what != "versions" else None
@@ -348,7 +348,7 @@ def test_what_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Path) -> 
     with ExitStack() as stack:
         run = _Run(_config(tmp_path), stack)
         store = TCPStore("127.0.0.1", run.place.port, is_master=False, wait_for_workers=False)
-        stranger = Meeting(store, "guessed", rank=1, count=2)
+        stranger = LauncherStore(store, "guessed", rank=1, count=2)
         stranger.post(0, "ready", member={"rank": 1, "host": "evil", "urls": ["http://evil:1"]})
         stranger.exchange()
         with pytest.raises(ForgedError, match="not signed with the token of this run"):

@@ -515,7 +515,7 @@ def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_pat
 
     setup.produce_instead(failing)
     _stops_with_nothing_to_learn(
-        setup, r'all rewards are 0, and every tool call failed: look_up: \{"error": "no network"\}'
+        setup, r'all rewards are 0: every tool call failed; the last, look_up: \{"error": "no network"\}'
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_async.findings.statistics import mean_over_time
 from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
@@ -28,7 +29,7 @@ class Headline:
 
     level: str
     status: str
-    story: str
+    outcome: str
     statistics: Sequence[tuple[str, str, str]]  # (name, value, note); those that are not known are left out
 
 
@@ -49,10 +50,10 @@ def headline(run: RunData) -> Headline:
     }
     level, status = _STATUS.get(run.status, ("warning", run.status))
     statistics = [(name, *found) for name, found in numbers.items() if found is not None]
-    return Headline(level=level, status=status, story=_story(run, wall_s), statistics=statistics)
+    return Headline(level=level, status=status, outcome=_outcome(run, wall_s), statistics=statistics)
 
 
-def _story(run: RunData, wall_s: float) -> str:
+def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
     steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
@@ -151,8 +152,4 @@ def _stored(run: RunData) -> Number | None:
 def _mean(run: RunData, summary: Mapping[str, Any], name: str, metric: str) -> float | None:
     """Of the summary; where it is not there, over the steps' wall time."""
     whole = finite(summary.get(name))
-    if whole is not None:
-        return whole
-    pairs = [(row[metric], row.get("step_time", 1.0)) for row in run.metrics if metric in row]
-    total = sum(seconds for _, seconds in pairs)
-    return sum(value * seconds for value, seconds in pairs) / total if total else None
+    return mean_over_time(run.metrics, metric) if whole is None else whole

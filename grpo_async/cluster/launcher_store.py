@@ -3,7 +3,7 @@
     node 0   puts "run": the attempt, the versions that it computes with
     node K   claims its rank, sees whether it means the same run, and posts "ready" (see members.Member) or "refused"
     node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
-    all      count a beat at every exchange: one that beats no more is gone, dead or cut off
+    all      count up at every exchange, a heartbeat: one that stops is gone, dead or cut off
 
 Between start and end they post what happens (node_hub, launcher.follower). The store has no password: who reaches it can end a run.
 So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all machines share
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """{"kind": "ready", "from": 2, ...}"""
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 """Between two exchanges of a machine, which are short."""
-SILENCE_S = 60.0
-"""After which a machine that does not beat is gone."""
+HEARTBEAT_TIMEOUT_S = 60.0
+"""After which a machine without a heartbeat is gone."""
 _STORE_TIMEOUT_S = 30.0
 PREFIX = "launchers"
 _MAX_TEXT = 20_000  # characters of one value
@@ -41,7 +41,7 @@ class ForgedError(RunError):
     """Something in the store was not signed with the token of this run."""
 
 
-class Meeting:
+class LauncherStore:
     """One machine's end. Every method asks the store and is short.
 
     Args:
@@ -61,12 +61,12 @@ class Meeting:
         self._outbox: list[tuple[int, dict[str, Any]]] = []
         self._next = 1  # number of the next message to this machine
         self._sent: dict[int, str] = {}  # key of the last message to each machine
-        self._beats = dict.fromkeys(self._others, 0)
+        self._heartbeats = dict.fromkeys(self._others, 0)
         self._quiet = dict.fromkeys(self._others, 0)
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, address: str, port: int, token: str, *, count: int) -> Meeting:
+    def open(cls, address: str, port: int, token: str, *, count: int) -> LauncherStore:
         """Node 0's end, which holds the store as long as it lives.
 
         Raises:
@@ -90,7 +90,7 @@ class Meeting:
         self._outbox.append((to, {"kind": kind, "from": self.rank, **short}))
 
     def exchange(self) -> list[Message]:
-        """Send what was posted, beat, listen for the beats of the others, and take what came.
+        """Send what was posted and a heartbeat, look at those of the others, and take what came.
 
         Raises:
             ForgedError: a message is not of this run.
@@ -103,14 +103,14 @@ class Meeting:
             to, content = self._outbox.pop(0)
             key = self._sent[to] = f"to/{to}/{int(self._store.add(f'sent/{to}', 1))}"
             self._store.set(key, sign(self._token, key, content))
-        self._store.add(f"beat/{self.rank}", 1)
+        self._store.add(f"heartbeat/{self.rank}", 1)
         for other in self._others:
-            # only node 0 hears everybody: the others hear node 0
+            # only node 0 looks at everybody: the others at node 0
             if self.rank != 0 and other != 0:
                 continue
-            beats = int(self._store.add(f"beat/{other}", 0))
-            self._quiet[other] = 0 if beats != self._beats[other] else self._quiet[other] + 1
-            self._beats[other] = beats
+            count = int(self._store.add(f"heartbeat/{other}", 0))
+            self._quiet[other] = 0 if count != self._heartbeats[other] else self._quiet[other] + 1
+            self._heartbeats[other] = count
         found: list[Message] = []
         while self._store.check([key := f"to/{self.rank}/{self._next}"]):
             found.append(read_signed(self._token, key, self._store.get(key)))
@@ -118,10 +118,10 @@ class Meeting:
             self._next += 1
         return found
 
-    def silent(self, ranks: Sequence[int], longer_than_s: float = SILENCE_S) -> list[int]:
-        """Those of `ranks` that have not beaten for so long. Counted in exchanges, not by the clock: when a scheduler suspends the
+    def silent(self, ranks: Sequence[int], longer_than_s: float = HEARTBEAT_TIMEOUT_S) -> list[int]:
+        """Those of `ranks` without a heartbeat for so long. Counted in exchanges, not by the clock: when a scheduler suspends the
         whole job, nobody is gone."""
-        return [rank for rank in ranks if self._quiet.get(rank, 0) * BEAT_S > longer_than_s]
+        return [rank for rank in ranks if self._quiet.get(rank, 0) * HEARTBEAT_S > longer_than_s]
 
     def has_read(self, rank: int) -> bool:
         """Whether a machine has taken the last message to it."""
