@@ -26,7 +26,7 @@ _REPORT_EVERY_STEPS = 70
 
 def demonstration(task: Task[Item], item: Item, step: int, recipe: WarmupRecipe, rng: random.Random) -> Demonstration:
     """What the model is shown for `item` at 0-based `step`."""
-    if step < recipe.good_only_share * recipe.num_steps or rng.random() < recipe.good_share_after:
+    if step < recipe.good_only_fraction * recipe.num_steps or rng.random() < recipe.good_fraction_after:
         return task.good(item, rng)
     return task.lazy(item, rng)
 

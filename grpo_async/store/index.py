@@ -28,7 +28,7 @@ from grpo_async.errors import RunError
 from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_abandoned, sql_path
 from grpo_async.store.query import Query, QueryError, quote
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
-from grpo_async.store.schema import COLUMN_NAMES, SCHEMA, select_from_lines
+from grpo_async.store.schema import COLUMN_NAMES, OLD_NAMES, OLD_SCHEMA, SCHEMA, select_from_lines
 from grpo_async.store.time_limit import interrupting
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _MIN_MEMORY = 256 * 1024 * 1024
 _CHANGING = re.compile(r"\blast|superseded", re.I)  # what holds for rows that are there already
 _VERSIONS = "SELECT file_name, value FROM parquet_kv_metadata(?) WHERE key = 'grpo_async_schema'"
 _ALL_COLUMNS = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
+_OLD_COLUMNS = ", ".join(f'"{OLD_NAMES.get(name, name)}" AS "{name}"' for name in COLUMN_NAMES)
 _NEW = "(SELECT * FROM {} WHERE seq NOT IN (SELECT seq FROM groups))"
 
 
@@ -109,6 +110,7 @@ class Index:
         self._blocks: dict[int, _Block] = {}
         self._abandoned: list[tuple[int, int]] = []
         self._problems: dict[str, str] = {}  # damaged blocks and lines
+        self._old: set[str] = set()  # names of sealed blocks of OLD_SCHEMA
         self._failed: dict[Path, tuple[int, int]] = {}  # damaged file -> (size, mtime): tried again when it changed
         self._searches: dict[str, _Search] = {}  # by their SQL
         self._num_searches = 0
@@ -161,7 +163,7 @@ class Index:
         """The whole store in the order of writing, as relations with all columns, each small enough for the memory."""
         with self._lock:
             return [
-                Sql(f"(SELECT {_ALL_COLUMNS} FROM read_parquet(?))", ([sql_path(block.path)],))
+                Sql("(") + self._from_files([block.path]) + ")"
                 if block.is_sealed
                 else Sql(
                     f"(SELECT {_ALL_COLUMNS} FROM unsealed WHERE seq BETWEEN ? AND ?)", (block.first, block.last_seq)
@@ -188,11 +190,16 @@ class Index:
 
     def source(self, files: Sequence[Path]) -> Sql:
         """A relation with all columns: the rows of `files`, and those that are still JSON lines."""
-        unsealed = f"SELECT {_ALL_COLUMNS} FROM unsealed"
-        if not files:
-            return Sql(f"({unsealed})")
-        names = [sql_path(path) for path in files]
-        return Sql(f"(SELECT {_ALL_COLUMNS} FROM read_parquet(?) UNION ALL {unsealed})", (names,))
+        unsealed = Sql(f"(SELECT {_ALL_COLUMNS} FROM unsealed")
+        return (unsealed + " UNION ALL " + self._from_files(files) if files else unsealed) + ")"
+
+    def _from_files(self, files: Sequence[Path]) -> Sql:
+        """A SELECT of all columns of these blocks (>= 1), by the names of today."""
+        old = [sql_path(path) for path in files if path.name in self._old]
+        new = [sql_path(path) for path in files if path.name not in self._old]
+        kinds = ((_ALL_COLUMNS, new), (_OLD_COLUMNS, old))
+        first, *rest = (Sql(f"SELECT {columns} FROM read_parquet(?)", (names,)) for columns, names in kinds if names)
+        return first + " UNION ALL " + rest[0] if rest else first
 
     def condition(self, query: Query) -> Sql:
         """What a query says, over the view `rollouts`. One that names texts is searched for in the blocks now, where they were not
@@ -348,10 +355,11 @@ class Index:
         try:
             with reading(self.folder), self._change():
                 for name, version in self._connection.execute(_VERSIONS, (names,)).fetchall():
-                    _check_version(str(name), bytes(version).decode("utf-8", "replace"))
+                    if _is_old(str(name), bytes(version).decode("utf-8", "replace")):
+                        self._old.add(Path(str(name)).name)
                 for block in before:
                     self._delete(block)
-                self._add_rows("read_parquet(?)", (names,))
+                self._add_rows(Sql("(") + self._from_files(paths) + ")")
         except RunError:
             for path in paths:
                 path.stat()  # FileNotFoundError: list again
@@ -404,16 +412,16 @@ class Index:
                 assert found is not None
                 if found[0] != len(lines):
                     raise _DamagedLinesError("it has not the fields of a group")
-                self._add_rows(new)
+                self._add_rows(Sql(new))
         except (duckdb.InvalidInputException, duckdb.ConversionException) as error:
             raise _DamagedLinesError(str(error).split("\n", 1)[0]) from error
         return int(found[1])
 
-    def _add_rows(self, source: str, parameters: Sequence[object] = ()) -> None:
+    def _add_rows(self, source: Sql) -> None:
         """The rows of a relation with all columns, and their groups."""
         names = ", ".join(f'"{name}"' for name in INDEXED)
-        select = f"SELECT {names}, {self.superseded()}, {ROW_KEY} FROM {source}"
-        self._connection.execute(f"INSERT INTO rows {select}", parameters)
+        insert = Sql(f"INSERT INTO rows SELECT {names}, {self.superseded()}, {ROW_KEY} FROM ") + source
+        self._connection.execute(insert.text, insert.parameters)
         self._connection.execute("INSERT INTO groups " + GROUPS_SQL.format(_NEW.format("rows")))
 
     def _delete(self, block: _Block) -> None:
@@ -468,16 +476,17 @@ def _check_line(path: Path, line: bytes) -> None:
     except (ValueError, AttributeError):
         return
     if isinstance(schema, int):
-        _check_version(str(path), str(schema))
+        _is_old(str(path), str(schema))
 
 
-def _check_version(name: str, version: str) -> None:
-    """Raises VersionError where the format of the block `name` is not ours."""
-    if version != str(SCHEMA):
+def _is_old(name: str, version: str) -> bool:
+    """Whether the format of the block `name` is OLD_SCHEMA; VersionError where it is not ours either."""
+    if version not in (str(SCHEMA), str(OLD_SCHEMA)):
         raise VersionError(
-            f"{name} has format {version} of the rollout store, this version reads {SCHEMA}; read it with the version of "
-            "grpo-async that wrote it"
+            f"{name} has format {version} of the rollout store, this version reads {OLD_SCHEMA} and {SCHEMA}; read it with the "
+            "version of grpo-async that wrote it"
         )
+    return version == str(OLD_SCHEMA)
 
 
 @contextlib.contextmanager

@@ -199,7 +199,7 @@ def _path(path: TokenPath, outcome: _Outcome, stats: TokenStats | None) -> dict[
     }
 
 
-_NO_STATS = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "marks"))
+_NO_STATS = dict.fromkeys(("trainer_logprobs", "proximal_logprobs", "weights", "entropies", "token_flags"))
 
 
 def _stats(stats: TokenStats, mask: BoolArray) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _stats(stats: TokenStats, mask: BoolArray) -> dict[str, Any]:
         "proximal_logprobs": _aligned(stats.proximal_logprobs, is_sampled),
         "weights": _aligned(stats.weights, is_sampled),
         "entropies": _aligned(stats.entropies, is_sampled),
-        "marks": flags,
+        "token_flags": flags,
     }
 
 

@@ -30,7 +30,9 @@ NUMBER, TEXT, FLAG, LIST, MAP = "number", "text", "flag", "list", "map"
 
 _FINAL = tuple(status for status in GroupStatus if status.is_final)
 _TEXTS = "prompt_text prompt_messages columns completion_text messages reset_messages turns branches extra"
-_TOKENS = "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies marks"
+_TOKENS = (
+    "prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs weights entropies token_flags"
+)
 INDEXED = tuple(name for name in COLUMN_NAMES if name not in f"{_TEXTS} {_TOKENS}".split())
 """Columns of the store that are held in memory; the others stay in the blocks."""
 
@@ -70,8 +72,8 @@ FLAGS = (
     _flag("cancelled", "r.group_status = 'cancelled'", "its group was given up"),
     _flag("scored", "r.reward IS NOT NULL", "has a reward"),
     _flag("unscored", "r.reward IS NULL", "has no reward"),
-    _flag("clipped", "r.clipped_share > 0", "at least one of its tokens was clipped"),
-    _flag("masked", "r.masked_share > 0", "at least one of its tokens was left out of the loss"),
+    _flag("clipped", "r.clipped_fraction > 0", "at least one of its tokens was clipped"),
+    _flag("masked", "r.masked_fraction > 0", "at least one of its tokens was left out of the loss"),
     _flag("superseded", "r.superseded", "left behind by a resume (shown where superseded rows are asked for)"),
 )
 
@@ -98,8 +100,8 @@ _ROLLOUT = (
     _number("ratio", "r.ratio_mean", "mean importance weight"),
     _number("ratio_min", "r.ratio_min", "lowest importance weight of a token"),
     _number("ratio_max", "r.ratio_max", "highest importance weight of a token", "ratio_max > 5"),
-    _number("clipped_share", "r.clipped_share", "fraction of its tokens that were clipped", "clipped_share > 0.1"),
-    _number("masked_share", "r.masked_share", "fraction of its tokens that a correction or filter left out of the loss"),
+    _number("clipped_fraction", "r.clipped_fraction", "fraction of its tokens that were clipped", "clipped_fraction > 0.1"),
+    _number("masked_fraction", "r.masked_fraction", "fraction of its tokens that a correction or filter left out of the loss"),
     _number("mismatch", "r.mismatch_mean", "mean |trainer - sampler| log-probability"),
     _number("logprob", "r.logprob_mean", "mean sampler log-probability"),
     _number("logprob_min", "r.logprob_min", "lowest sampler log-probability of a token"),
@@ -135,8 +137,8 @@ _GROUP = (
     _number("group_staleness", "g.staleness", "the highest of its rollouts"),
     _number("group_entropy", "g.entropy_mean", "mean entropy, nats"),
     _number("group_ratio_max", "g.ratio_max", "highest importance weight"),
-    _number("group_clipped_share", "g.clipped_share", "mean fraction of clipped tokens"),
-    _number("group_masked_share", "g.masked_share", "mean fraction of masked tokens"),
+    _number("group_clipped_fraction", "g.clipped_fraction", "mean fraction of clipped tokens"),
+    _number("group_masked_fraction", "g.masked_fraction", "mean fraction of masked tokens"),
     _number("group_mismatch", "g.mismatch_mean", "mean mismatch"),
     _number("group_duration", "g.total_duration_s", "seconds of its longest rollout"),
 )  # fmt: skip
@@ -213,7 +215,7 @@ _EXAMPLES = (
     ("not finished or rewards['format'] < 1", "no answer of its own, or in the wrong form"),
     ("text ilike '%i cannot%' and advantage > 0", "refusals that were rewarded, in any case of letters"),
     ("columns['answer'] = '9' and group_reward < 0.8", "one answer of the data set"),
-    ("staleness >= 2 or clipped_share > 0.1", "far off policy"),
+    ("staleness >= 2 or clipped_fraction > 0.1", "far off policy"),
     ("step = last and group_status in ('filtered', 'stale')", "what the newest step did not use"),
     ("reward is null", "without a reward; a comparison with a missing value holds for nothing"),
 )

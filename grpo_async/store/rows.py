@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
-from grpo_async.store.schema import SCHEMA
+from grpo_async.store.schema import OLD_NAMES, SCHEMA
 
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
 
@@ -41,8 +41,8 @@ class RolloutRow:
     Where the mask is 0 (tool and environment tokens) the logprob is 0.0 and the version -1. `reward` and `advantage`
     are None for a rollout that was never scored. Numbers that are not finite are None.
 
-    `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `marks` (records.TokenFlag) are what the trainer
-    found: aligned with `completion_ids`, None where the mask is 0; each is None as a whole where the trainer never saw the
+    `trainer_logprobs`, `proximal_logprobs`, `weights`, `entropies` (nats) and `token_flags` (records.TokenFlag) are what the
+    trainer found: aligned with `completion_ids`, None where the mask is 0; each is None as a whole where the trainer never saw the
     rollout, or `record.rollouts.token_stats` was off.
     """
 
@@ -73,7 +73,7 @@ class RolloutRow:
     proximal_logprobs: Sequence[float | None] | None = None
     weights: Sequence[float | None] | None = None
     entropies: Sequence[float | None] | None = None
-    marks: Sequence[int | None] | None = None
+    token_flags: Sequence[int | None] | None = None
     branches: Sequence[RolloutRow] = ()
     """Further paths of an agent that changed its history, as if each were a rollout: "g7-r0.b1" of the rollout "g7-r0"."""
     parent: str | None = None
@@ -136,9 +136,15 @@ def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
     shared = {name: content[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
     branches = [
         _path_from({**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each})
-        for each in content["branches"] or ()
+        for each in map(_named_now, content["branches"] or ())
     ]
     return _path_from({**content, "branches": branches})
+
+
+def _named_now(branch: Mapping[str, Any]) -> dict[str, Any]:
+    """A branch of `OLD_SCHEMA` with the names of today."""
+    names = {old: name for name, old in OLD_NAMES.items()}
+    return {names.get(name, name): value for name, value in branch.items()}
 
 
 def _path_from(content: Mapping[str, Any]) -> RolloutRow:

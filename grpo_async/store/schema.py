@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCHEMA = 4
+SCHEMA = 5
 """Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
+OLD_SCHEMA = 4
+"""Can be read as well: some of its columns have another name (`OLD_NAMES`)."""
+OLD_NAMES = {"clipped_fraction": "clipped_share", "masked_fraction": "masked_share", "token_flags": "marks"}
 
 _MIN_BUFFER = 1 << 24  # bytes; DuckDB's own default
 
@@ -47,6 +50,7 @@ _ALL_VERSIONS = "list_concat(r.versions, json_extract(r.branches, '$[*].versions
 _VERSIONS = f"list_filter({_ALL_VERSIONS}, lambda version: version >= 0)"
 _SAMPLED_LOGPROBS = "list_filter(r.logprobs, lambda logprob, k: r.mask[k] = 1)"
 _MISMATCHES = "list_transform(r.trainer_logprobs, lambda logprob, k: abs(logprob - r.logprobs[k]))"
+_FLAGS = "coalesce(r.token_flags, r.marks)"
 _CALLS_FAILED = "json_extract_string(r.turns, '$[*].tool_calls[*].failed')"
 _TEXTS = "array_to_string(json_extract_string({}, '$[*].content'), chr(10))"
 _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
@@ -54,7 +58,7 @@ _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
 
 def _fraction_flagged(bits: int) -> str:
     """The fraction of the tokens with a flag (the others are NULL) that have one of `bits`."""
-    return f"list_avg(list_transform(r.marks, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
+    return f"list_avg(list_transform({_FLAGS}, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -121,9 +125,9 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("ratio_mean", "DOUBLE", "Of `weights`", expression="list_avg(r.weights)"),
     _rollout("ratio_min", "DOUBLE", "Of `weights`", expression="list_min(r.weights)"),
     _rollout("ratio_max", "DOUBLE", "Of `weights`", expression="list_max(r.weights)"),
-    _rollout("clipped_share", "DOUBLE", "Fraction of the sampled tokens whose gradient the clip took",
+    _rollout("clipped_fraction", "DOUBLE", "Fraction of the sampled tokens whose gradient the clip took",
              expression=_fraction_flagged(1 | 2)),
-    _rollout("masked_share", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4 to 32)",
+    _rollout("masked_fraction", "DOUBLE", "Fraction of the sampled tokens left out for another reason (flags 4 to 32)",
              expression=_fraction_flagged(4 | 8 | 16 | 32)),
     _rollout("mismatch_mean", "DOUBLE", "Mean of abs(trainer's - sampler's log-probability)", unit="nats",
              expression=f"list_avg({_MISMATCHES})"),
@@ -148,16 +152,17 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("proximal_logprobs", "FLOAT[]", "What the ratio of the loss is taken against", unit="nats"),
     _rollout("weights", "FLOAT[]", "Importance weight: the off-policy correction's, or else the ratio of the loss"),
     _rollout("entropies", "FLOAT[]", "Of the policy's distribution at the token", unit="nats"),
-    _rollout("marks", "UTINYINT[]", "Bits: 1 clipped low, 2 clipped high, 4 masked by the correction, 8 off_policy_mask,"
-             " 16 top_entropy_quantile, 32 the update was skipped"),
+    _rollout("token_flags", "UTINYINT[]", "Bits: 1 clipped low, 2 clipped high, 4 masked by the correction, 8 off_policy_mask,"
+             " 16 top_entropy_quantile, 32 the update was skipped", expression=_FLAGS),
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
-_TYPES = {column.name: column.type for column in COLUMNS} | {"schema": "INTEGER", "status": "VARCHAR"}
+_TYPES = {column.name: column.type for column in COLUMNS}
+_TYPES |= {"schema": "INTEGER", "status": "VARCHAR", "marks": _TYPES["token_flags"]}
 _ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns
 branches extra started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs
-weights entropies marks"""
+weights entropies token_flags marks"""
 _ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_FIELDS.split()) + ")[]"
 _GROUP_FIELDS = "schema seq group_id prompt_id step status written_at prompt_hash messages columns prompt_ids"
 _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollouts": _ROLLOUT_TYPE}

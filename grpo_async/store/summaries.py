@@ -61,8 +61,8 @@ class RolloutSummary:
     ratio_mean: float | None
     ratio_min: float | None
     ratio_max: float | None
-    clipped_share: float | None
-    masked_share: float | None
+    clipped_fraction: float | None
+    masked_fraction: float | None
     mismatch_mean: float | None
     started_at: float | None
     total_duration_s: float | None
@@ -103,8 +103,8 @@ class GroupSummary:
     staleness: Annotated[int | None, "max(staleness)"]
     entropy_mean: Annotated[float | None, "avg(entropy_mean)"]
     ratio_max: Annotated[float | None, "max(ratio_max)"]
-    clipped_share: Annotated[float | None, "avg(clipped_share)"]
-    masked_share: Annotated[float | None, "avg(masked_share)"]
+    clipped_fraction: Annotated[float | None, "avg(clipped_fraction)"]
+    masked_fraction: Annotated[float | None, "avg(masked_fraction)"]
     mismatch_mean: Annotated[float | None, "avg(mismatch_mean)"]
     started_at: Annotated[float | None, "min(started_at)"]
     total_duration_s: Annotated[float | None, "max(total_duration_s)"]
@@ -129,16 +129,16 @@ class StepSummary:
     reward_max: Annotated[float | None, "max(reward)"]
     rewards: Mapping[str, float]  # mean of each part that has one
     num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
-    truncated_share: Annotated[float, "coalesce(avg(truncated::INTEGER), 0.0)"]
-    failed_share: Annotated[float, "coalesce(avg((status = 'failed')::INTEGER), 0.0)"]
+    truncated_fraction: Annotated[float, "coalesce(avg(truncated::INTEGER), 0.0)"]
+    failed_fraction: Annotated[float, "coalesce(avg((status = 'failed')::INTEGER), 0.0)"]
     num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::BIGINT"]
     num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::BIGINT"]
     staleness_mean: Annotated[float | None, "avg(staleness)"]
     staleness_max: Annotated[int | None, "max(staleness)"]
     entropy_mean: Annotated[float | None, "avg(entropy_mean)"]
     ratio_mean: Annotated[float | None, "avg(ratio_mean)"]
-    clipped_share: Annotated[float | None, "avg(clipped_share)"]
-    masked_share: Annotated[float | None, "avg(masked_share)"]
+    clipped_fraction: Annotated[float | None, "avg(clipped_fraction)"]
+    masked_fraction: Annotated[float | None, "avg(masked_fraction)"]
     mismatch_mean: Annotated[float | None, "avg(mismatch_mean)"]
     group_statuses: Mapping[str, int]  # groups by status
 

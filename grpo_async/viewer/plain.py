@@ -301,14 +301,14 @@ def _token_parts(rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[Rende
     }
     known = {name: values for name, values in trainer.items() if values is not None}  # empty: no trainer has seen it
     _add_numbers(table, "mask", "logprob", "version", *known)
-    if rollout.marks is not None:
+    if rollout.token_flags is not None:
         table.add_column("flags", no_wrap=True, overflow="ellipsis")
     columns = (rollout.completion_ids, rollout.mask, rollout.logprobs, rollout.versions)
     for index, (token_id, mask, logprob, version) in enumerate(zip(*columns, strict=True)):
         text = [Text(quoted(texts.of(token_id)))] if isinstance(texts, TokenTexts) else []
         sampled = (number(logprob, 4), str(version)) if mask else ("-", "-")
         found = [number(values[index], 4) for values in known.values()]
-        flags = [] if rollout.marks is None else [", ".join(flag_names(rollout.marks[index]))]
+        flags = [] if rollout.token_flags is None else [", ".join(flag_names(rollout.token_flags[index]))]
         style = token_style(logprob, mask)
         table.add_row(str(index), str(token_id), *text, str(mask), *sampled, *found, *flags, style=style)
     yield table

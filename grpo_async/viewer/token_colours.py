@@ -136,7 +136,7 @@ def log_ratio(rollout: RolloutRow, index: int) -> float | None:
 def _advantage_class(rollout: RolloutRow, index: int) -> str:
     if rollout.advantage is None:
         return UNKNOWN
-    return NO_GRADIENT if at(rollout.marks, index) else _signed(rollout.advantage, ADVANTAGE_BOUNDS)
+    return NO_GRADIENT if at(rollout.token_flags, index) else _signed(rollout.advantage, ADVANTAGE_BOUNDS)
 
 
 def _log_ratio_class(rollout: RolloutRow, index: int) -> str:
@@ -161,7 +161,7 @@ def _version_class(rollout: RolloutRow, index: int) -> str:
 
 
 def _flag_class(rollout: RolloutRow, index: int) -> str:
-    flags = at(rollout.marks, index)
+    flags = at(rollout.token_flags, index)
     if rollout.advantage is None or flags is None:  # never scored, or the trainer's values are not recorded
         return UNKNOWN
     return next((name for flag, name, _ in _FLAGS if flags & flag), "trained")

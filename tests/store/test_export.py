@@ -76,14 +76,14 @@ def test_an_export_has_every_row_and_column_in_the_order_of_writing(
     assert last["completion_text"] == 'say "hi"\n\x1b[2J漢'
     assert last["logprobs"] == pytest.approx([-0.1, -1e-8, -2.5])
     assert last["weights"] == [1.0, 2.0, 3.0]
-    assert last["marks"] == [0, 1, 2]
+    assert last["token_flags"] == [0, 1, 2]
     assert last["rewards"] == {"exact": 0.5, "format": None}
     assert (last["step"], last["superseded"], last["truncated"]) == (9, False, False)
     tools = rows[-3]
     columns = tools["columns"] if format_ == "jsonl" else orjson.loads(tools["columns"])
     assert columns == {"answer": {"a": [1, None]}}
     assert tools["tool_names"] == ["add"]
-    assert (tools["weights"], tools["marks"]) == ([1.0, 2.0, None, None, 3.0], [0, 1, None, None, 2])
+    assert (tools["weights"], tools["token_flags"]) == ([1.0, 2.0, None, None, 3.0], [0, 1, None, None, 2])
     assert rows[0]["weights"] is None
     if format_ == "jsonl":  # the digits that single precision needs
         assert b'"logprobs":[-0.1,' in out.read_bytes()

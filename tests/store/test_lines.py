@@ -98,7 +98,7 @@ def test_a_row_holds_everything_of_a_group() -> None:
         "the server refused the request",
         None,
     )
-    assert first.weights is second.marks is None
+    assert first.weights is second.token_flags is None
 
 
 def test_stats_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> None:
@@ -110,8 +110,8 @@ def test_stats_of_the_trainer_stand_at_the_tokens_that_the_policy_sampled() -> N
     assert first.proximal_logprobs == [-1.25, -1.75, None, None, -2.25]
     assert first.weights == [1.0, 2.0, None, None, 3.0]
     assert first.entropies == [0.5, 1.5, None, None, 2.5]
-    assert first.marks == [0, 1, None, None, 2]
-    assert (second.weights, second.marks) == ([5.0, 6.0, 7.0], [0, 1, 2])
+    assert first.token_flags == [0, 1, None, None, 2]
+    assert (second.weights, second.token_flags) == ([5.0, 6.0, 7.0], [0, 1, 2])
 
 
 def test_branches_stand_below_their_rollout_each_with_its_own_turns_tokens_and_stats() -> None:

@@ -76,7 +76,7 @@ def test_the_statistics_of_the_trainer_are_stored_unless_they_are_switched_off(
         store.flush()
     (on,), (off,) = (read_groups(tmp_path / str(is_on))[0].rollouts for is_on in (True, False))
     assert on.weights == [1.0, 2.0, 3.0]
-    assert off.weights is off.marks is None
+    assert off.weights is off.token_flags is None
 
 
 # -- torn and damaged lines
@@ -104,7 +104,7 @@ def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
     ]
 
 
-@pytest.mark.parametrize("content", [b"", b'{"schema":4,"se'])
+@pytest.mark.parametrize("content", [b"", b'{"schema":5,"se'])
 def test_a_block_without_a_whole_line_is_removed_and_its_name_not_used_again(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FIRST_BLOCK).write_bytes(content)
     assert _ids(tmp_path) == []

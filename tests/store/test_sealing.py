@@ -122,12 +122,20 @@ def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenS
         "version_min": 2, "version_max": 3, "staleness": 3,  # 6 - 1 - 2
         "logprob_mean": pytest.approx(-5.5 / 3), "logprob_min": -3.5, "entropy_mean": 1.5,
         "ratio_mean": 2.0, "ratio_min": 1.0, "ratio_max": 3.0,
-        "clipped_share": pytest.approx(2 / 3), "masked_share": 0.0,  # marks 0, 1, 2
+        "clipped_fraction": pytest.approx(2 / 3), "masked_fraction": 0.0,  # marks 0, 1, 2
         "mismatch_mean": pytest.approx(2.0 / 3),  # 0.5, 0, 1.5
         "started_at": None, "waiting_duration_s": None, "tool_duration_s": 0.125, "generation_duration_s": 0.0,
     }  # fmt: skip
     assert {name: first[name] for name in expected} == expected
-    nothing = ("version_min", "staleness", "logprob_mean", "entropy_mean", "clipped_share", "mismatch_mean", "reward")
+    nothing = (
+        "version_min",
+        "staleness",
+        "logprob_mean",
+        "entropy_mean",
+        "clipped_fraction",
+        "mismatch_mean",
+        "reward",
+    )
     assert {name: second[name] for name in nothing} == dict.fromkeys(nothing)
     assert (third["version_min"], third["version_max"], third["staleness"]) == (0, 4, 5)
     assert (second["num_tool_calls"], second["tool_names"], second["completion_text"]) == (0, [], "")

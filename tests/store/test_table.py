@@ -88,7 +88,7 @@ def test_a_rollout_in_a_table_has_its_stats_and_the_beginning_of_its_texts(
     assert found.logprob_mean == -0.25
     assert found.mismatch_mean == pytest.approx((0.75 + 1.25 + 1.75) / 3)
     assert (found.ratio_mean, found.ratio_max, found.entropy_mean) == (2.0, 3.0, 1.5)
-    assert found.clipped_share == pytest.approx(2 / 3)  # marks 0, 1, 2
+    assert found.clipped_fraction == pytest.approx(2 / 3)  # marks 0, 1, 2
     assert (len(found.prompt_preview), len(found.completion_preview)) == (240, 240)
 
 
@@ -140,7 +140,7 @@ def test_a_page_of_groups_counts_the_rollouts_that_match(table: RolloutTable) ->
     assert [(group.group_id, group.num_matching, group.size) for group in found] == [(3, 2, 2), (0, 1, 2), (2, 1, 2)]
     assert [group.group_id for group in table.group_page(sort="-reward")] == [3, 2, 1, 0, 4]
     assert [group.group_id for group in table.group_page(sort="std", limit=2, offset=1)] == [1, 0]
-    with pytest.raises(QueryError, match="groups have no advantage; they have clipped_share"):
+    with pytest.raises(QueryError, match="groups have no advantage; they have clipped_fraction"):
         table.group_page(sort="advantage")
 
 

@@ -8,18 +8,32 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
+from grpo_async.store.blocks import open_name, sealed_name
 from grpo_async.store.index import Index, Sql
 from grpo_async.store.query import both, parse_query
+from grpo_async.store.schema import OLD_NAMES, OLD_SCHEMA, SCHEMA
 from grpo_async.store.table import RolloutTable
-from tests.store.builders import OpenStore, append_simple, seal_all, small_blocks, write_groups
+from tests.store.builders import (
+    OpenStore,
+    append_simple,
+    build_branched_rollout,
+    build_group,
+    build_rollout,
+    build_stats,
+    seal_all,
+    small_blocks,
+    write_groups,
+)
 
 _WRITER = """
 import sys
@@ -180,7 +194,7 @@ def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: P
         os.kill(writer.pid, signal.SIGKILL)
     newest = max(folder.glob("*.jsonl"), default=None) or folder / f"block-{10**6:012d}.jsonl"
     with newest.open("ab") as file:
-        file.write(b'{"schema":4,"seq":99,"gr')
+        file.write(b'{"schema":5,"seq":99,"gr')
     with RolloutTable.open(folder) as table:
         counts = table.count()
         assert counts.groups >= 31
@@ -210,7 +224,7 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
         assert ["100 bytes are left out" in note for note in table.notes] == [True]
 
 
-@pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":4}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
+@pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":5}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
 def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: bytes) -> None:
     write_groups(tmp_path, 0, 1, 2)
     (path,) = tmp_path.glob("*.jsonl")
@@ -286,9 +300,38 @@ def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
 def test_stores_of_other_versions_are_refused(tmp_path: Path) -> None:
     write_groups(tmp_path, 0)
     (path,) = tmp_path.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"schema":4', b'"schema":9'))
-    with pytest.raises(RunError, match=r"has format 9 .*this version reads 4"):
+    path.write_bytes(path.read_bytes().replace(b'"schema":5', b'"schema":9'))
+    with pytest.raises(RunError, match=r"has format 9 .*this version reads 4 and 5"):
         RolloutTable.open(tmp_path)
+
+
+def test_a_store_of_the_version_before_is_read_by_the_names_of_today(tmp_path: Path, open_store: OpenStore) -> None:
+    """A run that the older version began and this one goes on with: sealed blocks and lines, with a branch."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    completions = [build_rollout("g0-r0"), build_branched_rollout("g0-r1")]
+    stats = {"g0-r0": build_stats(3), "g0-r1": build_stats(3), "g0-r1.b2": build_stats(2)}
+    for group_id in range(2):
+        seal_all(new)
+        with open_store(new) as store:
+            store.append(replace(build_group(0, completions), group_id=group_id), GroupStatus.TRAINED, 1, stats=stats)
+    shutil.copytree(new, old)
+    sealed, lines = old / sealed_name(0, 0), old / open_name(1)
+    named = ", ".join(f'"{name}" AS "{was}"' for name, was in OLD_NAMES.items())
+    duckdb.execute(
+        f"COPY (SELECT * EXCLUDE ({', '.join(OLD_NAMES)}), {named} FROM read_parquet('{new / sealed.name}')) "
+        f"TO '{sealed}' (FORMAT parquet, KV_METADATA {{grpo_async_schema: '{OLD_SCHEMA}'}})"
+    )
+    text = lines.read_text()
+    lines.write_text(text.replace(f'"schema":{SCHEMA}', f'"schema":{OLD_SCHEMA}').replace('"token_flags"', '"marks"'))
+    for folder in (new, old):
+        with RolloutTable.open(folder) as table:
+            for seq in range(2):
+                own, branched = table.group_at(seq).rollouts
+                assert own.token_flags == branched.token_flags == [0, 1, 2]
+                assert [branch.token_flags for branch in branched.branches] == [None, [0, 1]]
+            found = table.page(parse_query("clipped and text like '%1 + 1%'"))
+            assert [row.clipped_fraction for row in found] == [pytest.approx(2 / 3)] * 4
+            assert len(list(table.dump_json(parse_query("masked_fraction = 0")))) == 4
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a?", "it's a[b]*?", 'q"uote ünï'])

@@ -31,7 +31,7 @@ FILTERS = (
     "rewards['exact'] < 1",
     "step between 20 and 40 and not finished",
     "group_std=0",
-    "staleness>=2 or clipped_share>0.1",
+    "staleness>=2 or clipped_fraction>0.1",
     "columns['answer'] = '9'",
     "text ilike '%zyzzyva%'",
     "completion ilike '%so therefore%' and reward>0.5",

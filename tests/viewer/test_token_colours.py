@@ -40,7 +40,7 @@ def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
     }  # fmt: skip
     for advantage, name in expected.items():
         assert token_classes(ColourMode.ADVANTAGE, _rollout([1], advantage=advantage)) == [name]
-    clipped = _rollout([1, 1, 0], advantage=2.0, marks=[0, TokenFlag.CLIPPED_HIGH, None])
+    clipped = _rollout([1, 1, 0], advantage=2.0, token_flags=[0, TokenFlag.CLIPPED_HIGH, None])
     assert token_classes(ColourMode.ADVANTAGE, clipped) == ["up-3", "no-gradient", "untrained"]
     entries = _entries(ColourMode.ADVANTAGE, clipped)
     assert [text for _, text in entries] == [
@@ -50,7 +50,7 @@ def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
 
 def test_the_strongest_flag_gives_the_colour_and_all_are_named() -> None:
     flags = TokenFlag.CLIPPED_LOW | TokenFlag.IS_MASKED
-    rollout = _rollout([1, 1], marks=[0, flags])
+    rollout = _rollout([1, 1], token_flags=[0, flags])
     assert token_classes(ColourMode.FLAGS, rollout) == ["trained", "is-masked"]
     assert flag_names(flags) == ["masked by correction", "clipped low"]
     assert flag_names(None) == flag_names(0) == []
@@ -60,7 +60,7 @@ def test_the_strongest_flag_gives_the_colour_and_all_are_named() -> None:
 @pytest.mark.parametrize("mode", list(ColourMode))
 def test_every_class_has_its_colours_and_its_entry_in_the_legend(mode: ColourMode) -> None:
     for flag in (0, *TokenFlag):
-        rollout = _rollout([1], marks=[flag], entropies=[1.0], trainer_logprobs=[-1.3])
+        rollout = _rollout([1], token_flags=[flag], entropies=[1.0], trainer_logprobs=[-1.3])
         named = dict(_entries(mode, rollout))
         (name,) = token_classes(mode, rollout)
         assert named[name]

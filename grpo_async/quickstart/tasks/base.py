@@ -28,9 +28,9 @@ class WarmupRecipe:
     betas: tuple[float, float] = (0.9, 0.98)
     lr_warmup_steps: int = 20
     min_lr_ratio: float = 0.1
-    good_only_share: float = 0.875
+    good_only_fraction: float = 0.875
     """Of the steps: so many, from the first, in which every demonstration is of the good way."""
-    good_share_after: float = 0.3
+    good_fraction_after: float = 0.3
     """Of the demonstrations in the steps after those: so many are good, the others lazy."""
 
     def lr_factor(self, step: int) -> float:

@@ -142,7 +142,7 @@ class ReasoningGymTask(_SumTask):
 
 class ToolTask(_SumTask):
     name = "tool"
-    recipe = WarmupRecipe(num_steps=600, batch_size=10, lr=3e-3, good_share_after=0.2)
+    recipe = WarmupRecipe(num_steps=600, batch_size=10, lr=3e-3, good_fraction_after=0.2)
 
     def all_items(self) -> Sequence[ChainSum]:
         """The first 4000 different sums to train on, and the first 400 that are held out."""

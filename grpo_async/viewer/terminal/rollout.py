@@ -97,8 +97,8 @@ def token_details(rollout: RolloutRow, index: int, texts: TokenTexts | str) -> l
     if not is_sampled:
         return [first, [("mask", "0: not trained on (a tool's answer, an environment's text, or the chat template)")]]
     ratio = log_ratio(rollout, index)
-    flags = ", ".join(flag_names(at(rollout.marks, index))) or "none: trained on"
-    if rollout.marks is None:
+    flags = ", ".join(flag_names(at(rollout.token_flags, index))) or "none: trained on"
+    if rollout.token_flags is None:
         flags = "not recorded: no update used it, or record.rollouts.token_stats"
     return [
         first,

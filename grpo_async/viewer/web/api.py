@@ -286,7 +286,7 @@ _TOKEN_FIELDS = (
     "proximal_logprobs",
     "weights",
     "entropies",
-    "marks",
+    "token_flags",
 )
 
 
@@ -303,7 +303,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
     """Lists with one entry per completion token.
 
     `classes[mode][i]` is a place in `palette`; `texts` is None where there is no tokenizer, and `texts_missing` says why.
-    `flag_names` has the names of each value that occurs in `marks`.
+    `flag_names` has the names of each value that occurs in `token_flags`.
     """
     named = {mode: token_classes(mode, rollout) for mode in ColourMode}
     palette = sorted(set().union(*named.values()))
@@ -317,7 +317,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
         "texts": texts_of(rollout.completion_ids),
         "texts_missing": texts if isinstance(texts, str) else None,
         "prompt_texts": texts_of(rollout.prompt_ids),
-        "flag_names": {value: flag_names(value) for value in set(rollout.marks or ()) - {None}},
+        "flag_names": {value: flag_names(value) for value in set(rollout.token_flags or ()) - {None}},
         "palette": palette,
         "classes": {mode: [places[name] for name in names] for mode, names in named.items()},
         "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColourMode],

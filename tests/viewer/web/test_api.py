@@ -189,7 +189,7 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert tokens["logprobs"] == [-0.5, -1.5, 0.0, 0.0, -3.5]
     assert tokens["trainer_logprobs"] == [-1.0, -1.5, None, None, -2.0]  # None: the tool's tokens
     assert tokens["weights"] == [1.0, 2.0, None, None, 3.0]
-    assert tokens["marks"] == [0, 1, None, None, 2]
+    assert tokens["token_flags"] == [0, 1, None, None, 2]
     assert tokens["flag_names"]["1"] == ["clipped low"]
     classes = [tokens["palette"][place] for place in tokens["classes"]["flags"]]
     assert classes == ["trained", "clipped-low", "untrained", "untrained", "clipped-high"]

@@ -176,8 +176,8 @@ function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
     "mean entropy": number(summary.entropy_mean),
     "importance weight": `${number(summary.ratio_mean)} (${number(summary.ratio_min, 2)} to ${number(summary.ratio_max, 2)})`,
     mismatch: number(summary.mismatch_mean),
-    clipped: percent(summary.clipped_share),
-    "masked out": percent(summary.masked_share),
+    clipped: percent(summary.clipped_fraction),
+    "masked out": percent(summary.masked_fraction),
   };
   const times = {
     started: summary.started_at ? new Date(1000 * summary.started_at).toLocaleString() : "–",

@@ -131,8 +131,8 @@ export class Tokens {
   }
 
   flags(index) {
-    const { marks, flag_names: names } = this.data;
-    return !marks || marks[index] === null ? "not recorded" : names[marks[index]].join(", ") || "none";
+    const { token_flags: flags, flag_names: names } = this.data;
+    return !flags || flags[index] === null ? "not recorded" : names[flags[index]].join(", ") || "none";
   }
 }
 
