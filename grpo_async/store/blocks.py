@@ -21,7 +21,7 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.whole_lines import whole_bytes
+from grpo_async.utils.whole_lines import append_whole, whole_bytes
 
 _OPEN = re.compile(r"block-(\d{12})\.jsonl")
 _SEALED = re.compile(r"block-(\d{12})-(\d{12})\.parquet")
@@ -86,6 +86,19 @@ def torn_bytes(path: Path) -> int:
     with path.open("rb") as file:
         whole = whole_bytes(file.fileno())
         return file.seek(0, 2) - whole
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 where it has gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def quote(text: str) -> str:
+    """`text` as a literal of SQL: "it's" -> "'it''s'"."""
+    return "'" + text.replace("'", "''") + "'"
 
 
 def sql_path(path: Path) -> str:
@@ -180,8 +193,8 @@ class LineFile:
     def __init__(self, folder: Path, first_seq: int) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / open_name(first_seq)
-        # "x": should another writer have taken the name meanwhile, this fails instead of mixing two writers' lines
-        self._file = FileIO(self.path, "xb", opener=_open_private)
+        # exclusive: should another writer have taken the name meanwhile, this fails instead of mixing two writers' lines
+        self._file = FileIO(self.path, "xb", opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o600))
         self.num_bytes = 0
         self.is_broken = False
 
@@ -192,11 +205,9 @@ class LineFile:
             OSError: it could not be written; nothing of it is left, or `is_broken` is set.
         """
         try:
-            rest = memoryview(line)
-            while rest:  # unbuffered: a write that fails leaves nothing behind that a later close would try again
-                rest = rest[self._file.write(rest) :]
+            append_whole(self._file.fileno(), line)
         except OSError:
-            self._cut_back()
+            self.is_broken = os.fstat(self._file.fileno()).st_size != self.num_bytes
             raise
         self.num_bytes += len(line)
 
@@ -206,14 +217,3 @@ class LineFile:
         if self.num_bytes == 0:
             with contextlib.suppress(OSError):  # an empty block is no harm: the next writer removes it
                 self.path.unlink(missing_ok=True)
-
-    def _cut_back(self) -> None:
-        try:
-            self._file.truncate(self.num_bytes)
-            self._file.seek(self.num_bytes)
-        except OSError:
-            self.is_broken = True
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_abandoned, sql_path
-from grpo_async.store.query import Query, QueryError, quote
+from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, quote, read_abandoned, size_of, sql_path
+from grpo_async.store.query import Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, OLD_NAMES, OLD_SCHEMA, SCHEMA, select_from_lines
 from grpo_async.store.time_limit import interrupting
@@ -297,7 +297,7 @@ class Index:
                 f"the last line of {block.path.name} is torn (the writer was killed, or the disk was full): "
                 f"{rest} bytes are left out, at most one group"
                 for block in self._blocks.values()
-                if not block.is_sealed and block.first != written and (rest := _size_of(block.path) - block.offset) > 0
+                if not block.is_sealed and block.first != written and (rest := size_of(block.path) - block.offset) > 0
             ]
 
     def _ingest(self, listing: dict[int, Block]) -> None:
@@ -459,14 +459,6 @@ def _sealed(path: Path) -> _Block:
 def _stamp(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
-
-
-def _size_of(path: Path) -> int:
-    """0 where it has gone."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def _check_line(path: Path, line: bytes) -> None:

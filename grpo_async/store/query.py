@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 
 from grpo_async.errors import ConfigError
+from grpo_async.store.blocks import quote
 from grpo_async.store.query_names import (
     BLOCK_NAMES,
     BLOCK_SQL,
@@ -131,11 +132,6 @@ def both(first: Query, second: Query) -> Query:
         reads_blocks=first.reads_blocks or second.reads_blocks,
         parts=(first, second),
     )
-
-
-def quote(text: str) -> str:
-    """`text` as a literal: "it's" -> "'it''s'"."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, sealed_name, sql_path
+from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, quote, sealed_name, sql_path
 from grpo_async.store.schema import SCHEMA, select_from_lines
 from grpo_async.utils.folders import sync
 from grpo_async.utils.lifetime import die_with_parent
@@ -35,7 +35,7 @@ def seal_block(path: Path, *, compression_level: int) -> Path:
     try:
         with duckdb.connect(config={**options, "temp_directory": ""}) as connection:
             connection.execute(
-                f"COPY ({select_from_lines(num_bytes)}) TO {_quoted(temporary)} (FORMAT parquet, COMPRESSION zstd, "
+                f"COPY ({select_from_lines(num_bytes)}) TO {quote(str(temporary))} (FORMAT parquet, COMPRESSION zstd, "
                 f"COMPRESSION_LEVEL {int(compression_level)}, ROW_GROUP_SIZE {ROWS_PER_GROUP}, "
                 f"KV_METADATA {{grpo_async_schema: '{SCHEMA}'}})",
                 [sql_path(path)],
@@ -75,11 +75,6 @@ def main(arguments: list[str]) -> int:
             print(f"{name} stays as JSON lines: {error}", file=sys.stderr)
             failed = True
     return int(failed)
-
-
-def _quoted(path: Path) -> str:
-    """A path as a literal of SQL: COPY takes no parameter there."""
-    return "'" + str(path).replace("'", "''") + "'"
 
 
 def _num_lines(path: Path) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.store.blocks import Block, find_blocks
+from grpo_async.store.blocks import find_blocks, size_of
 from grpo_async.store.metadata import MetadataFile
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Sealer:
         """Delete the oldest blocks until the store has no more than `max_gb`; the newest always stays."""
         limit = self._settings.max_gb * 1e9
         blocks = find_blocks(self._folder)
-        sizes = [_size(block) for block in blocks]
+        sizes = [size_of(block.path) for block in blocks]
         total = sum(sizes)
         for block, size, following in zip(blocks, sizes, blocks[1:], strict=False):
             if total <= limit:
@@ -136,10 +136,3 @@ class Sealer:
             with self._metadata.change() as now:
                 now.deleted_blocks += 1
                 now.deleted_until = following.first_seq
-
-
-def _size(block: Block) -> int:
-    try:
-        return block.path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -28,9 +28,10 @@ from typing import Any, Self, TypeVar
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
+from grpo_async.store.blocks import quote
 from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
-from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query, quote
+from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query
 from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER, ROW_KEY
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA

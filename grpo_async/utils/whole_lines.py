@@ -7,6 +7,7 @@ hold are lost, and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -37,14 +38,15 @@ def append_whole(descriptor: int, lines: bytes) -> None:
     """Append lines to a file that is opened for appending; no reader ever sees half of one that could not be written.
 
     Raises:
-        OSError: they could not be written, and nothing of them is left.
+        OSError: they could not be written. Nothing of them is left, unless the file cannot be cut back either.
     """
     size, rest = os.fstat(descriptor).st_size, memoryview(lines)
     try:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
     except OSError:
-        os.ftruncate(descriptor, size)
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
         raise
 
 

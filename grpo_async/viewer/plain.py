@@ -20,8 +20,9 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import Origin, root_id
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
+from grpo_async.store.blocks import quote
 from grpo_async.store.export import printable
-from grpo_async.store.query import Query, both, parse_query, quote
+from grpo_async.store.query import Query, both, parse_query
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
-from collections.abc import Iterator
-from io import FileIO
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from grpo_async.store import RolloutStore, rollout_store, sealer
 from grpo_async.store.blocks import AbandonedRange, add_abandoned, find_blocks, read_abandoned, torn_bytes
 from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
+from grpo_async.utils import whole_lines
 from tests.store.builders import (
     OpenStore,
     append,
@@ -147,38 +149,42 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path, open_store: OpenStore) -
 # -- what cannot be written
 
 
-class _Disk(FileIO):
+@dataclass
+class _Disk:
     """Full, it takes 200 bytes of a line, and no more; `truncates`: a file may be cut even so, as on a real full disk."""
 
-    is_full = False
-    truncates = True
+    is_full: bool = False
+    truncates: bool = True
+    has_taken: bool = False  # 200 bytes of a line
 
-    def write(self, data: Any) -> int:
-        if not _Disk.is_full:
-            return super().write(bytes(data)) or 0
-        if len(data) < 200 or self.tell() % 1000 == 200:
+    def write(self, descriptor: int, data: Any, *, write: Callable[[int, Any], int] = os.write) -> int:
+        if not self.is_full:
+            return write(descriptor, data)
+        self.has_taken = not self.has_taken
+        if not self.has_taken:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(bytes(data)[: 200 - self.tell() % 1000 % 200]) or 0
+        return write(descriptor, data[:200])
 
-    def truncate(self, size: int | None = None) -> int:
-        if not _Disk.truncates:
+    def truncate(self, descriptor: int, size: int, *, truncate: Callable[[int, int], None] = os.ftruncate) -> None:
+        if not self.truncates:
             raise OSError(errno.EIO, "Input/output error")
-        return super().truncate(size)
+        truncate(descriptor, size)
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Disk]]:
+def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
     """Stores write to it, and do not wait for room."""
-    monkeypatch.setattr("grpo_async.store.blocks.FileIO", _Disk)
+    disk = _Disk()
+    monkeypatch.setattr(whole_lines.os, "write", disk.write)
+    monkeypatch.setattr(whole_lines.os, "ftruncate", disk.truncate)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_RETRY_S", 0.01)
-    yield _Disk
-    _Disk.is_full, _Disk.truncates = False, True
+    return disk
 
 
 @pytest.mark.parametrize("truncates", [True, False])
 def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lost(
-    tmp_path: Path, open_store: OpenStore, disk: type[_Disk], truncates: bool
+    tmp_path: Path, open_store: OpenStore, disk: _Disk, truncates: bool
 ) -> None:
     disk.truncates = truncates
     store = open_store(tmp_path)
@@ -197,7 +203,7 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
 
 
 def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
-    tmp_path: Path, open_store: OpenStore, disk: type[_Disk], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, open_store: OpenStore, disk: _Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, disk.is_full = open_store(tmp_path), True
     _append(store, 0)
@@ -214,7 +220,7 @@ def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(
 def test_a_group_waits_for_room_on_a_full_disk(
     tmp_path: Path,
     open_store: OpenStore,
-    disk: type[_Disk],
+    disk: _Disk,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -229,7 +235,7 @@ def test_a_group_waits_for_room_on_a_full_disk(
 
 
 def test_closing_raises_what_could_not_be_written_unless_something_else_ends_the_run(
-    tmp_path: Path, disk: type[_Disk], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.is_full = True
     with pytest.raises(RunError, match="Group 0 is lost"), RolloutStore(tmp_path / "a") as store:
@@ -269,12 +275,13 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
 ) -> None:
     go_on = threading.Event()
 
-    class Hanging(FileIO):
-        def write(self, data: Any) -> int:
-            go_on.wait(timeout=30.0)
-            return super().write(data) or 0
+    write = os.write
 
-    monkeypatch.setattr("grpo_async.store.blocks.FileIO", Hanging)
+    def hanging(descriptor: int, data: Any) -> int:
+        go_on.wait(timeout=30.0)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(whole_lines.os, "write", hanging)
     store = open_store(tmp_path)
     _append(store, *range(65))  # one is being written, 64 wait
     monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)
