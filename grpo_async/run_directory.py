@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_async.utils.folders import replacing
+
 
 class _Entry:
     """A name below a run directory; read from a RunDir it is the path."""
@@ -157,16 +159,13 @@ def attempt_config(attempt: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write `text` to a temporary name beside `path`, then rename: a reader sees the old file or the new one.
+    """Write `text` as `utils.folders.replacing` does: a reader sees the old file or the new one.
 
     Args:
         mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    if mode is None:
-        temporary.write_text(text, encoding="utf-8")
-    else:
+    with replacing(path) as temporary:
         temporary.unlink(missing_ok=True)  # one that a killed process left has another mode, perhaps
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-    os.replace(temporary, path)

@@ -4,7 +4,6 @@ The columns are those of the store (`schema`) and `superseded`. The file appears
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import BinaryIO, Literal, TypeAlias
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.folders import replacing
 from grpo_async.utils.safe_text import DIRECTIONS
 
 Format: TypeAlias = Literal["jsonl", "parquet"]
@@ -59,26 +59,26 @@ def export_rollouts(
         if isinstance(out, Path):
             _to_file(table, out, format_, query, with_superseded=with_superseded)
         else:
-            for line in table.dump_json(query, with_superseded=with_superseded):
-                out.write(printable(line).encode() + b"\n")
-            out.flush()
+            _to_stream(table, out, query, with_superseded=with_superseded)
         return Exported(rollouts=counts.rollouts, groups=counts.groups, notes=table.notes)
 
 
 def _to_file(table: RolloutTable, out: Path, format_: Format, query: Query, *, with_superseded: bool) -> None:
-    temporary = out.absolute().with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        if format_ == "parquet":
-            table.write_parquet(temporary, query, with_superseded=with_superseded)
-        else:
+        with replacing(out.absolute()) as temporary:
+            if format_ == "parquet":
+                table.write_parquet(temporary, query, with_superseded=with_superseded)
+                return
             with temporary.open("wb") as file:
-                for line in table.dump_json(query, with_superseded=with_superseded):
-                    file.write(printable(line).encode() + b"\n")
-        os.replace(temporary, out)
+                _to_stream(table, file, query, with_superseded=with_superseded)
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}; check the folder's permissions and free space") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+
+
+def _to_stream(table: RolloutTable, out: BinaryIO, query: Query, *, with_superseded: bool) -> None:
+    for line in table.dump_json(query, with_superseded=with_superseded):
+        out.write(printable(line).encode() + b"\n")
+    out.flush()
 
 
 _OBEYED = re.compile(rf"[\x7f-\x9f{DIRECTIONS}]")

@@ -9,7 +9,6 @@ line says how much was.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from grpo_async.utils.folders import replacing
 from grpo_async.utils.whole_lines import Outage, append_whole, whole_bytes
 
 logger = logging.getLogger(__name__)
@@ -150,14 +150,11 @@ class EventWriter:
 
     def _drop_older_half(self) -> None:
         """Begin the file anew with its newer half."""
-        temporary = self.path.with_name(self.path.name + ".tmp")
         try:
-            self._copy_newer_half(temporary)
-            os.replace(temporary, self.path)
+            with replacing(self.path) as temporary:
+                self._copy_newer_half(temporary)
         except OSError:
             self._makes_room_at = time.monotonic() + _ROOM_RETRY_S
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             raise
         self.close()
         self._open()

@@ -1,10 +1,26 @@
-"""Folders that stand whole under their name, and on the disk."""
+"""Files and folders that stand whole under their name, and on the disk."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name beside `path` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After an
+    error nothing is left of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync(path: Path) -> None:

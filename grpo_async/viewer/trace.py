@@ -11,13 +11,13 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
+from grpo_async.utils.folders import replacing
 from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.timeline import ORDER, TITLES, Events, lay_out, track_group, usage
@@ -43,16 +43,13 @@ def write_trace(events: Sequence[Event], path: Path, *, title: str) -> int:
         ConfigError: it cannot be written there.
     """
     records = trace_records(events, title=title)
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        with _open(temporary, is_compressed=path.suffix == ".gz") as file:
+        with replacing(path) as temporary, _open(temporary, is_compressed=path.suffix == ".gz") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for number, record in enumerate(records):
                 file.write(("" if number == 0 else ",\n") + json.dumps(record, separators=(",", ":")))
             file.write("\n]}\n")
-        os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
     return len(records)
 
