@@ -37,6 +37,7 @@ from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
 from grpo_async.utils.child_process import CHUNK, ChildProcess
 from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.text import clipped
 
 SETTING = "rollout.agent.command"
 
@@ -201,8 +202,8 @@ def _last_json(stdout: str) -> Any:
         with contextlib.suppress(ValueError):
             return json.loads(text)
     raise AgentError(
-        f"the last line that the agent's command wrote to stdout is no JSON: {lines[-1].strip()[:200]!r}; its result belongs "
-        'there, such as {"reward": 1.0}, and logs on stderr; a command without a result prints nothing'
+        f"the last line that the agent's command wrote to stdout is no JSON: {clipped(lines[-1].strip(), 200)!r}; its result "
+        'belongs there, such as {"reward": 1.0}, and logs on stderr; a command without a result prints nothing'
     )
 
 

@@ -17,6 +17,7 @@ from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate, Message
 from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
+from grpo_async.utils.text import clipped
 
 _RESULTS = ("kqresultonezq", "kqresulttwozq")
 _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their calls and their results"
@@ -140,7 +141,7 @@ class ToolCheck:
             if [(one.name, dict(one.arguments)) for one in found] != [(name, {"kqkey": 1})]:
                 return [
                     f"the parser `{self.parser.name}` does not read a call as this chat template writes it "
-                    f"({after[len(before) :].strip()[:80]!r}); check tool_calling.parser"
+                    f"({clipped(after[len(before) :].strip(), 80)!r}); check tool_calling.parser"
                 ]
             break
         return []

@@ -23,7 +23,7 @@ from pathlib import Path
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import RunError
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
-from grpo_async.utils.text import format_bytes
+from grpo_async.utils.text import clipped, format_bytes
 
 _PACKAGE = "grpo-async"
 _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
@@ -139,7 +139,7 @@ def _output(command: list[str], timeout_s: float, remedy: str) -> str:
 def _gpu(line: str) -> Found:
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 7:
-        return "warn", f"nvidia-smi said something unknown: {line[:120]}"
+        return "warn", f"nvidia-smi said something unknown: {clipped(line, 120)}"
     index, name, driver, total, used, capability, mig = parts
     message = f"{index}: {name}, driver {driver}, compute capability {capability}, {used} of {total} MiB used"
     if mig == "Enabled":

@@ -39,6 +39,7 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
+from grpo_async.utils.text import clipped
 from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
@@ -258,7 +259,7 @@ def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
 def _differing_ids(tokenizer: Any, server: Server, text: str) -> str:
     ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     theirs = server.control.tokenize(text)
-    return "" if ours == theirs else f"{text[:60]!r} is {ours[:12]} here and {theirs[:12]} there"
+    return "" if ours == theirs else f"{clipped(text)!r} is {ours[:12]} here and {theirs[:12]} there"
 
 
 def check_chat_template(context: PreflightContext) -> list[Found]:

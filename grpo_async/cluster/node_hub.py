@@ -21,6 +21,7 @@ from grpo_async.cluster.members import Member, say_farewell
 from grpo_async.errors import RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.utils.safe_text import plain
+from grpo_async.utils.text import clipped
 from grpo_async.utils.threads import in_thread
 
 _SHORT_TIMEOUT_S = 8.0
@@ -161,7 +162,7 @@ class NodeHub:
             case {"kind": "failed", "error": str(error)}:
                 self._servers.lost(f"on {member.name} {plain(error)}")
             case _:
-                self._user.warning(f"{member.name} sent a message that nobody knows: {str(message)[:200]!r}")
+                self._user.warning(f"{member.name} sent a message that nobody knows: {clipped(str(message), 200)!r}")
 
     def _lose(self, member: Member) -> None:
         self._gone.add(member.rank)

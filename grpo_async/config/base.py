@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
 
+from grpo_async.utils.text import clipped
+
 _MAX_INT = (1 << 32) - 1
 _MIN_FLOAT = 1e-30
 
@@ -53,7 +55,7 @@ def _check_reference(text: str) -> str:
     module, _, attribute = text.rpartition(".")
     example = f"{module}:{attribute}"
     hint = f"; did you mean '{example}'?" if _REFERENCE.fullmatch(example) else ", such as my_rewards:length_reward"
-    raise ValueError(f"{text[:80]!r} is not written module:attribute, with a colon{hint}")
+    raise ValueError(f"{clipped(text, 80)!r} is not written module:attribute, with a colon{hint}")
 
 
 def _check_path(path: Path) -> Path:
@@ -81,7 +83,7 @@ def _check_server_url(url: str) -> str:
     except ValueError:  # brackets that do not close, a port beyond 65535
         is_whole = False
     if not is_whole or parts.scheme not in ("http", "https") or url != f"{parts.scheme}://{parts.netloc}":
-        raise ValueError(f"{url[:80]!r} is not http://host:port or https://host:port, without a path")
+        raise ValueError(f"{clipped(url, 80)!r} is not http://host:port or https://host:port, without a path")
     return url
 
 
@@ -89,9 +91,9 @@ def _check_host(host: str) -> str:
     try:
         host.encode("idna")
     except UnicodeError as error:
-        raise ValueError(f"{host[:80]!r} is no name or address of a machine: {error}") from error
+        raise ValueError(f"{clipped(host, 80)!r} is no name or address of a machine: {error}") from error
     if re.search(r"[\s/@]", host) or not host:
-        raise ValueError(f"{host[:80]!r} is no name or address of a machine, such as 127.0.0.1")
+        raise ValueError(f"{clipped(host, 80)!r} is no name or address of a machine, such as 127.0.0.1")
     return host
 
 

@@ -37,6 +37,7 @@ from grpo_async.processes.assignment import Node
 from grpo_async.processes.failures import explain
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.text import clipped
 
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
@@ -259,4 +260,4 @@ class Follower:
                 if (server := self._servers.get(index)) is not None:
                     server.ask_restart(reason, message.get("life"))
             case _:
-                self._display.warning(f"node 0 sent a message that nobody knows: {str(dict(message))[:200]}")
+                self._display.warning(f"node 0 sent a message that nobody knows: {clipped(str(dict(message)), 200)}")

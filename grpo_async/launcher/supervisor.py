@@ -34,6 +34,7 @@ from grpo_async.launcher.signals import Signals, end_children, first_of
 from grpo_async.launcher.spawned_servers import SpawnedServers
 from grpo_async.processes.control import ControlServer
 from grpo_async.processes.failures import explain
+from grpo_async.utils.text import clipped
 
 _NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
@@ -302,7 +303,9 @@ class Supervisor:
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:
-                self._display.warning(f"the trainer sent a message that nobody knows: {str(dict(message))[:200]}")
+                self._display.warning(
+                    f"the trainer sent a message that nobody knows: {clipped(str(dict(message)), 200)}"
+                )
 
 
 def _read_check(content: Any) -> Check:

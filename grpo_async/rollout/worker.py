@@ -36,6 +36,7 @@ from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
+from grpo_async.utils.text import clipped
 
 _MIN_FAILED_GROUPS = 8
 
@@ -386,7 +387,9 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
         calls = [call for c in scored.group.trainable for turn in c.all_turns for call in turn.tool_calls]
         if calls and all(call.failed for call in calls):
             last = calls[-1]
-            return equal_rewards(rewards[0], f"every tool call failed; the last, {last.name}: {last.result[:200]}")
+            return equal_rewards(
+                rewards[0], f"every tool call failed; the last, {last.name}: {clipped(last.result, 200)}"
+            )
         return equal_rewards(rewards[0], "the task is solved, too hard for this policy, or the policy has collapsed")
     return (
         "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"

@@ -36,6 +36,7 @@ from grpo_async.store.query_names import (
     create_tables,
 )
 from grpo_async.store.time_limit import interrupting
+from grpo_async.utils.text import clipped
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -115,7 +116,7 @@ def parse_query(text: str) -> Query:
         return EVERYTHING
     if len(text) > MAX_CHARACTERS:
         problem = f"the query has {len(text)} characters, at most {MAX_CHARACTERS} are read"
-        raise QueryError(text[:60] + "...", 60, 3, problem)
+        raise QueryError(clipped(text), 59, 1, problem)
     _check_characters(text)
     with _database() as cursor, interrupting(cursor):
         names = _check_nodes(_parse(cursor, text), text)

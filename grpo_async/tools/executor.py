@@ -15,7 +15,7 @@ from typing import Any
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, cut, error_text
 from grpo_async.tools.tool import Tool
-from grpo_async.utils.text import did_you_mean
+from grpo_async.utils.text import clipped, did_you_mean
 
 # A policy that repeats itself can write hundreds of calls into one turn. Their results would fill any context, and the
 # calls all the threads; nobody needs more than this at once.
@@ -82,7 +82,9 @@ class ToolExecutor:
         tool = self._tools.get(call.name)
         if tool is None:
             hint = did_you_mean(call.name, self._tools)
-            raise ToolError(f"there is no tool {call.name[:60]!r}; there is {', '.join(self._tools) or 'none'}{hint}")
+            raise ToolError(
+                f"there is no tool {clipped(call.name)!r}; there is {', '.join(self._tools) or 'none'}{hint}"
+            )
         return tool
 
     def _record(self, call: ToolCall, outcome: str | ToolError, duration_s: float) -> ToolCallRecord:

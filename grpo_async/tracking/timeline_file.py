@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_async.utils.folders import replacing
+from grpo_async.utils.text import clipped
 from grpo_async.utils.whole_lines import Outage, append_whole, whole_bytes
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ def event_line(event: Event) -> str:
 
 def _detail(value: Any) -> Any:
     if isinstance(value, str):
-        return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
+        return clipped(value, _MAX_TEXT)
     if isinstance(value, list | tuple):
         return [_detail(each) for each in value]
     if isinstance(value, float):

@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from grpo_async.utils.text import clipped
+
 DIRECTIONS = "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
 """Inside of a pattern's []: characters that turn the direction of what follows."""
 
@@ -49,8 +51,7 @@ def visible(text: str) -> str:
 
 def visible_line(text: str, limit: int) -> str:
     """`visible` text on one line of at most `limit` characters."""
-    flat = " ".join(visible(text).split())
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+    return clipped(" ".join(visible(text).split()), limit)
 
 
 def quoted(text: str) -> str:

@@ -57,8 +57,8 @@ def shortlist(texts: Collection[str], separator: str = "; ", *, limit: int = 8) 
 
 
 def clipped(text: str, limit: int = 60) -> str:
-    """At most so many characters, the last three dots where some are left out."""
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    """At most so many characters, the last an ellipsis where some are left out."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def both_ends(text: str, most: int) -> str:
