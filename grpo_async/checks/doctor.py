@@ -23,6 +23,7 @@ from pathlib import Path
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import RunError
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
+from grpo_async.utils.cpus import usable_cpus
 from grpo_async.utils.text import clipped, format_bytes
 
 _PACKAGE = "grpo-async"
@@ -58,7 +59,7 @@ def run_doctor(*, full: bool = False) -> list[Check]:
 
 def check_cpus() -> Iterator[Found]:
     """Server and trainer want a core each, and the rollout thread one."""
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    usable = usable_cpus()
     quota, period = _numbers(_CGROUP / "cpu.max") or (usable, 1)
     allowed, load = quota / period, os.getloadavg()[0]
     container = f", the container may use {allowed:g} of them" if allowed < usable else ""

@@ -26,9 +26,9 @@ from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.utils.safe_text import plain
 
 _RUN = "run"
-_CONNECT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 30.0
-_END_S = 10.0  # for the others to hear that the run is over
+_END_TIMEOUT_S = 10.0  # for the others to hear that the run is over
 
 
 class Member(BaseModel):
@@ -78,11 +78,11 @@ def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Launch
     except BaseException as error:
         for rank in range(1, node.count):
             launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
-        say_farewell(launchers, range(1, node.count), timeout_s=_END_S)
+        say_farewell(launchers, range(1, node.count), timeout_s=_END_TIMEOUT_S)
         raise
 
 
-def say_farewell(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_S) -> None:
+def say_farewell(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_TIMEOUT_S) -> None:
     """Until the others have read the last message to them, or are gone: the store ends with this process."""
     ends_at = time.monotonic() + timeout_s
     with contextlib.suppress(ForgedError):
@@ -213,7 +213,7 @@ def _reach(config: ExperimentConfig, place: Place, ends_at: float, say: Callable
     last: OSError | None = None
     while True:
         try:
-            with socket.create_connection((place.host, place.port), timeout=_CONNECT_S) as connection:
+            with socket.create_connection((place.host, place.port), timeout=_CONNECT_TIMEOUT_S) as connection:
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             if last is None:

@@ -31,7 +31,7 @@ from grpo_async.utils.safe_text import plain
 
 _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25
-_END_S = 5.0
+_END_TIMEOUT_S = 5.0
 EVENTS = (
     "start", "phase", "preflight", "step", "example", "evaluation", "servers", "advice", "learning", "note",
     "warning", "error", "end",
@@ -259,7 +259,7 @@ class LiveView(View):
     def __exit__(self, *error: Any) -> None:
         self._ended.set()
         self._changed.set()
-        self._thread.join(_END_S)
+        self._thread.join(_END_TIMEOUT_S)
         self._live.stop()
         progress = self._progress
         for message in list(progress.messages):  # the screen that had them is gone; an output lost here adds one

@@ -25,7 +25,7 @@ from grpo_async.run_directory import RunDir, write_atomically
 VERSION = 1
 INTERVAL_S = 2.0
 _MIN_INTERVAL_S = 0.2
-_END_S = 10.0
+_END_TIMEOUT_S = 10.0
 
 
 class StatusFile(View):
@@ -67,7 +67,7 @@ class StatusFile(View):
             self.end("failed", exit_code=1, error=message_of(error[1]))
         self._ended.set()
         self._changed.set()
-        self._thread.join(_END_S)
+        self._thread.join(_END_TIMEOUT_S)
         self._write()
 
     def end(self, state: str, *, exit_code: int, error: str | None) -> None:

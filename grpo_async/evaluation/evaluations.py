@@ -35,7 +35,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
 
-_SEAL_AT_END_S = 10.0
+_SEAL_TIMEOUT_S = 10.0
 """What is not sealed by then stays JSON lines, which is no loss."""
 
 
@@ -214,7 +214,7 @@ class RunEvaluations:
         if running is not None:
             running.future.cancel()
             running.store.close()
-        self._seal(wait_s=_SEAL_AT_END_S)
+        self._seal(wait_s=_SEAL_TIMEOUT_S)
 
     @property
     def _all_slots(self) -> int:
@@ -226,7 +226,7 @@ class RunEvaluations:
         evaluator = self._evaluator
         assert evaluator is not None
         folder = self._run_dir.evaluation(step)
-        self._seal(wait_s=_SEAL_AT_END_S if folder.exists() else 0.0)  # nothing may seal what is written anew
+        self._seal(wait_s=_SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is written anew
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
         # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)

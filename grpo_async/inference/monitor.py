@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _STARTING_INTERVAL_S = 0.1
 _MAX_QUESTION_S = 10.0
 """To a server that serves nothing."""
-_END_S = 1.0
+_END_TIMEOUT_S = 1.0
 
 
 class Monitor:
@@ -68,7 +68,7 @@ class Monitor:
         self._is_closed = True
         for wanted in self._wanted:
             wanted.set()
-        until = time.monotonic() + _END_S
+        until = time.monotonic() + _END_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 

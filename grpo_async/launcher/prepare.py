@@ -131,7 +131,7 @@ def writing(run_dir: RunDir) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {run_dir.root} cannot be written: {error}; free space, mend its permissions, or set another run.dir"
+            f"run.dir: {run_dir.root} cannot be written: {error}; free space, correct its permissions, or set another run.dir"
         ) from error
 
 

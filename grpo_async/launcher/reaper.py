@@ -29,8 +29,8 @@ _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
 _PREFIX = "grpo-async-run-"
 _YOUNG_S = 60.0
-_END_S = 5.0  # for the reaper to end when the launcher has
-_KILL_S = 10.0
+_END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
+_KILL_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -79,9 +79,9 @@ def reaped_after(launcher: int, folder: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
-            process.communicate(_DONE, timeout=_END_S)
+            process.communicate(_DONE, timeout=_END_TIMEOUT_S)
         process.kill()
-        process.wait(_END_S)
+        process.wait(_END_TIMEOUT_S)
 
 
 def main(launcher: int, folder: Path) -> int:
@@ -93,7 +93,7 @@ def main(launcher: int, folder: Path) -> int:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if len(psutil.wait_procs(left, timeout=_KILL_S)[1]) == len(left):
+        if len(psutil.wait_procs(left, timeout=_KILL_TIMEOUT_S)[1]) == len(left):
             break  # they hang in the kernel
     shutil.rmtree(folder, ignore_errors=True)
     return 0

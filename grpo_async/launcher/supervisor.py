@@ -118,7 +118,7 @@ class Supervisor:
         if self._cluster is None:
             return await self._supervise()
         hub = self._hub = NodeHub(
-            self._cluster.launcher_store,
+            self._cluster.launchers,
             self._cluster.members,
             self._assignment,
             user=self._display,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.cpus import usable_cpus
 from grpo_async.utils.network import binding_error, family_of
 
 _QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds, and so does torch
@@ -38,7 +39,7 @@ def inspect() -> Machine:
     """This machine, as the plan sees it."""
     gpus, gpu_bytes = find_gpus()
     return Machine(
-        num_cpus=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        num_cpus=usable_cpus(),
         gpus=gpus,
         gpu_bytes=gpu_bytes,
         python=sys.executable,
@@ -132,7 +133,7 @@ def _output(*command: str, environment: Mapping[str, str] | None = None) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{command[0]} has not answered for {_QUESTION_TIMEOUT_S:.0f} s: the driver of the GPUs hangs; mend it, or go on "
+            f"{command[0]} has not answered for {_QUESTION_TIMEOUT_S:.0f} s: the driver of the GPUs hangs; fix it, or go on "
             "without them by an empty CUDA_VISIBLE_DEVICES"
         ) from error
     return done.stdout

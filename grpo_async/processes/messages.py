@@ -1,4 +1,4 @@
-"""Messages between the processes of a run: JSON objects with a `kind`, one per line (`control`, cluster.node_channel)."""
+"""Messages between the processes of a run: JSON objects with a `kind`, one per line (`control`)."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
+from grpo_async.utils.cpus import usable_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ async def code_tests(
     judge = await asyncio.to_thread(
         _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )
-    slots = _slots_of_loop(max_parallel or max(1, (os.cpu_count() or 1) // 2))
+    slots = _slots_of_loop(max_parallel or max(1, usable_cpus() // 2))
 
     async def score(index: int, completion: Any) -> float | None:
         try:

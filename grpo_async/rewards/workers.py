@@ -38,6 +38,7 @@ from grpo_async.rewards.call import (
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.cpus import usable_cpus
 from grpo_async.utils.exits import describe_exit
 from grpo_async.utils.lifetime import die_with_parent
 
@@ -68,7 +69,7 @@ class WorkerPool:
         self._name, self._reference = name, reference
         self._first = None if first is None else pickle.dumps(first)
         self._loop = UserLoop(f"workers of reward-{name}")  # nothing but this class runs there
-        self._slots = asyncio.Semaphore(num_workers or max(1, min(4, (os.cpu_count() or 1) // 2)))
+        self._slots = asyncio.Semaphore(num_workers or max(1, min(4, usable_cpus() // 2)))
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []  # the last one used is taken first
         self._is_closed = False

@@ -127,7 +127,7 @@ def capabilities() -> list[Capability]:
 # ------------------------------------------------------------------------------------------------ trying them
 
 _LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30.0, memory_mb=256, file_mb=1, directory_mb=4, max_processes=8)
-_DAEMON_DIES_WITHIN_S = 2.0
+_DAEMON_TIMEOUT_S = 2.0
 # Which restriction to try without, when a start fails for a reason that names none.
 _SUSPECTS = ("user", "landlock", "namespaces", "seccomp")
 
@@ -296,7 +296,7 @@ def _attack(mechanisms: frozenset[str]) -> frozenset[str]:
             raise SandboxError(
                 f"a trial run gave no result: {result.status}, exit code {result.exit_code}. {result.stderr[-500:]}"
             ) from error
-        if not _is_closed_within(seen, _DAEMON_DIES_WITHIN_S):
+        if not _is_closed_within(seen, _DAEMON_TIMEOUT_S):
             passed.add("daemon")
         if "proc /proc cannot be mounted" in notes or "namespaces" not in mechanisms:
             passed.add("together")
@@ -319,7 +319,7 @@ def _victim() -> Iterator[subprocess.Popen[bytes]]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)
-        process.wait(_DAEMON_DIES_WITHIN_S)
+        process.wait(_DAEMON_TIMEOUT_S)
         if process.stdin is not None:
             process.stdin.close()
 

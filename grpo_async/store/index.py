@@ -30,6 +30,7 @@ from grpo_async.store.query import Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, OLD_NAMES, OLD_SCHEMA, SCHEMA, select_from_lines
 from grpo_async.store.time_limit import interrupting
+from grpo_async.utils.cpus import usable_cpus
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -518,14 +519,13 @@ def _connect(
     """A database in memory that reaches files in `folders` and no others, and loads no extensions."""
     import duckdb
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
     connection = duckdb.connect(
         ":memory:",
         config={
             "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
-            "threads": str(threads or cores),
+            "threads": str(threads or usable_cpus()),
             "memory_limit": f"{memory // 1024}KiB",
             "temp_directory": str(scratch / "spilled"),
         },

@@ -55,7 +55,7 @@ _FLUSH_TIMEOUT_S = 15.0
 _ROOM_TIMEOUT_S = 10.0
 """So long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
 _ROOM_RETRY_S = 0.5
-_SEAL_AT_CLOSE_S = 10.0
+_SEAL_TIMEOUT_S = 10.0
 """What is not sealed by then stays JSON lines, which is no loss; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
 _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
@@ -200,7 +200,7 @@ class RolloutStore(Writer):
             if thread.is_alive():
                 raise self._hangs("the rest of the groups", _FLUSH_TIMEOUT_S)
             if self._seals_at_close:
-                self._sealer.close(_SEAL_AT_CLOSE_S)
+                self._sealer.close(_SEAL_TIMEOUT_S)
             else:
                 self._sealer.finish()
         self._save_metadata()

@@ -37,7 +37,7 @@ from grpo_async.utils.safe_text import visible_line
 
 logger = logging.getLogger(__name__)
 
-_PROMETHEUS_END_S = 5.0
+_PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
 _MLFLOW_TABLES = "mlflow.loggedArtifacts"
 _MAX_CELL = 1000  # characters of a text in TensorBoard, which shows all of a table at once
@@ -258,7 +258,7 @@ class Prometheus:
     def close(self, *, failed: bool) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(_PROMETHEUS_END_S)
+        self._thread.join(_PROMETHEUS_END_TIMEOUT_S)
 
 
 def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: RunDir) -> Tracker:

@@ -15,6 +15,7 @@ from grpo_async.utils.json_files import numbers, read_objects
 from grpo_async.utils.text import finite
 
 When = Literal["start", "step", "end"]
+_WHEN: tuple[When, ...] = get_args(When)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def read_evaluations(path: Path, problems: list[str]) -> Iterator[EvaluationReco
 
 
 def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:
-    step, when, by_group, rewards = (line.get(name) for name in ("step", "when", "by_group", "prompt_rewards"))
+    step, by_group, rewards = (line.get(name) for name in ("step", "by_group", "prompt_rewards"))
     if finite(step) is None:
         return None
     skipped, error = (str(line[name]) if line.get(name) else None for name in ("skipped", "error"))
@@ -66,7 +67,7 @@ def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:
     return EvaluationRecord(
         step=int(step or 0),
         due=int(step or 0) if due is None else int(due),
-        when=when if when in get_args(When) else "step",
+        when=next((when for when in _WHEN if when == line.get("when")), "step"),
         metrics=numbers(line.get("metrics")),
         by_group={str(group): numbers(values) for group, values in groups.items()},
         prompt_rewards=[finite(reward) for reward in rewards] if isinstance(rewards, list) else [],

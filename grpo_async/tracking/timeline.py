@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SHORTEST_WAIT_S = 0.001
 """Shorter waits are left out of the timeline: every request and every group has one."""
 _INTERVAL_S = 1.0
-_CLOSE_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 _MAX_PENDING = 100_000
 _BATCH = 5_000  # events made into text at once, so that the text stays small
 
@@ -97,9 +97,9 @@ class Timeline:
         return Slots(self, track)
 
     def close(self) -> None:
-        """Write what there is; takes `_CLOSE_S` at most. Safe to call twice; what is recorded later is dropped."""
+        """Write what there is; takes `_CLOSE_TIMEOUT_S` at most. Safe to call twice; what is recorded later is dropped."""
         self._closing.set()
-        self._thread.join(timeout=_CLOSE_S)
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning("the last events were not written to %s: the disk hangs", self._file.path)
 

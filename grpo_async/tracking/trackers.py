@@ -20,7 +20,7 @@ from grpo_async.tracking.backends import Rows, Tracker, open_tracker
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 1000  # steps that a tracker may lag behind; then the newest are left out
-_CLOSE_S = 10.0  # with the store's end it has to fit into launch.stop_timeout_s
+_CLOSE_TIMEOUT_S = 10.0  # with the store's end it has to fit into launch.stop_timeout_s
 
 
 class Trackers:
@@ -30,7 +30,7 @@ class Trackers:
         close_s: seconds that all of them together have to end at `close`.
     """
 
-    def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_S) -> None:
+    def __init__(self, trackers: Sequence[tuple[str, Tracker]], *, close_s: float = _CLOSE_TIMEOUT_S) -> None:
         self.shown_by = [f"{name}: {tracker.shown_by}" for name, tracker in trackers]
         """How people look at each: a command, or an address."""
         self._close_s = close_s

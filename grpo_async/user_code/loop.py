@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS_WITHIN_S = 0.5  # a loop that is not held; else somebody holds it
-_CLOSES_WITHIN_S = 5.0
+_ANSWER_TIMEOUT_S = 0.5  # a loop that is not held; else somebody holds it
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class LoopHeldError(TimeoutError):
@@ -82,7 +82,7 @@ class UserLoop:
             loop, self._current = self._current, None
         if loop is not None:
             loop.stop()
-            loop.thread.join(_CLOSES_WITHIN_S)
+            loop.thread.join(_CLOSE_TIMEOUT_S)
 
     def _start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], _Loop]:
         with self._lock:
@@ -119,7 +119,7 @@ class _Loop:
         """Whether it runs callbacks, and is not held by a function that blocks."""
         answer: Future[None] = Future()
         self._soon(lambda: answer.set_result(None))
-        done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWERS_WITHIN_S)
+        done, _ = await asyncio.wait({asyncio.wrap_future(answer)}, timeout=_ANSWER_TIMEOUT_S)
         return bool(done)
 
     def held_at(self) -> str:

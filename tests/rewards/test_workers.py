@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -106,7 +105,7 @@ def test_a_cancelled_caller_ends_its_worker() -> None:
 def test_with_one_worker_no_second_one_is_started_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """`check-reward` measures calls, and the start of a worker would count as a slow one. Without `num_workers` a second one is
     started where there are four CPUs or more."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("grpo_async.rewards.workers.usable_cpus", lambda: 8)
     section = RewardSection(function=f"{FAULTY}:where_it_runs", run_in="process")
 
     async def workers() -> set[float | None]:

@@ -92,7 +92,7 @@ def test_a_killed_writer_leaves_what_was_flushed_and_a_resume_goes_on_from_its_c
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a busy machine may leave lines unsealed at the end of a run; here they are waited for
-    monkeypatch.setattr("grpo_async.store.rollout_store._SEAL_AT_CLOSE_S", 120.0)
+    monkeypatch.setattr("grpo_async.store.rollout_store._SEAL_TIMEOUT_S", 120.0)
     moments = random.Random(3)
     expected: list[int] = []  # group ids that count
     resume = -1

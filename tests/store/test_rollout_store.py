@@ -297,7 +297,12 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
 
 
 def test_closing_fits_into_the_time_that_a_stop_has() -> None:
-    ends = rollout_store._FLUSH_TIMEOUT_S + rollout_store._SEAL_AT_CLOSE_S + sealer._KILL_TIMEOUT_S + trackers._CLOSE_S
+    ends = (
+        rollout_store._FLUSH_TIMEOUT_S
+        + rollout_store._SEAL_TIMEOUT_S
+        + sealer._KILL_TIMEOUT_S
+        + trackers._CLOSE_TIMEOUT_S
+    )
     assert ends < LaunchSection().stop_timeout_s
 
 
