@@ -37,6 +37,7 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.tools.results import encodable
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.utils.network import host_in_url
+from grpo_async.utils.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
@@ -297,14 +298,7 @@ async def _replies(complete: Complete, exchange: Exchange) -> list[Reply]:
     first = complete(exchange.call, reply_id=exchange.id)
     if exchange.num_replies == 1:
         return [await first]
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(first)]
-            running += [tasks.create_task(complete(exchange.call)) for _ in range(exchange.num_replies - 1)]
-    except BaseExceptionGroup as errors:
-        error = errors.exceptions[0]
-        raise error from error.__cause__  # without the group, and with what it came from
-    return [task.result() for task in running]
+    return await all_of([first, *(complete(exchange.call) for _ in range(exchange.num_replies - 1))])
 
 
 async def _stream(request: web.BaseRequest, complete: Complete, exchange: Exchange) -> web.StreamResponse:

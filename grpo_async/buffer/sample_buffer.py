@@ -20,6 +20,8 @@ from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, Track
 
+HEARTBEAT_S = 20.0
+"""Between two heartbeats of rank 0 while it waits: the other ranks wait for its commands with a deadline."""
 OnDrop = Callable[[ScoredGroup, GroupStatus, int | None], None]
 
 
@@ -45,7 +47,7 @@ class Watch:
     progress: Callable[[], int]
     heartbeat: Callable[[], None] = _nothing
     on_change: Callable[[], None] = _nothing
-    heartbeat_s: float = 20.0
+    heartbeat_s: float = HEARTBEAT_S
     describe: Callable[[], str] = str
 
 

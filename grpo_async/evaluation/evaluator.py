@@ -31,6 +31,7 @@ from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.utils.tasks import all_of
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.format import conversation
 
@@ -110,13 +111,7 @@ class Evaluator:
                 rows[number] = {"step": task.step, **_row(group, outcomes[0])}
             return outcomes
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one(number)) for number in range(len(self._prompts))]
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise first from first.__cause__  # without the group, and with what it came from
-        made = [each.result() for each in running]
+        made = await all_of(map(one, range(len(self._prompts))))
         self._check_failures([outcome.error for each in made for outcome in each if outcome.error is not None])
         prompts = [PromptOutcomes(outcomes=each, group=group) for each, group in zip(made, self._groups, strict=True)]
         result = evaluation_result(

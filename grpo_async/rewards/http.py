@@ -39,6 +39,7 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.rewards.call import ENVIRONMENTS, checked_by, read_arguments
 from grpo_async.rewards.text import final_text
 from grpo_async.utils.retry import RetryPolicy, server_message
+from grpo_async.utils.tasks import all_of
 from grpo_async.utils.text import clipped
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -148,13 +149,7 @@ async def remote_reward(
             raise ValueError(f"columns: the data has no {unknown}; it has {sorted(columns)}")
         columns = {name: columns[name] for name in settings.columns}
     requests = _requests(settings, prompts, completions, completion_ids, columns)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_scores(settings, request)) for request in requests]
-    except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__  # without the group, and with what it came from
-    return [score for task in running for score in task.result()]
+    return [score for scores in await all_of(_scores(settings, request) for request in requests) for score in scores]
 
 
 # ------------------------------------------------------------------------------------------------------- the network

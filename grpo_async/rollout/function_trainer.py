@@ -26,6 +26,7 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.thread import result_within
+from grpo_async.utils.tasks import all_of
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
@@ -181,14 +182,9 @@ class FunctionTrainer:
         assert task is not None
         self._asking.add(task)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._one(prompt, overrides)) for prompt in prompts]
-        except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
-            raise first from first.__cause__  # without the group, and with what it came from
+            return await all_of(self._one(prompt, overrides) for prompt in prompts)
         finally:
             self._asking.discard(task)
-        return [one.result() for one in running]
 
     async def _one(self, prompt: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.client import InferenceClient
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_HEARTBEAT_S = 20.0
 _SWITCH_INTERVAL_S = 5e-5
 """How long a thread that computes may keep the interpreter from another that wants it (Python's default: 5 ms). The training thread
 lets go of it at each of hundreds of operations a step, and waits that long wherever the rollout thread computes just then."""
@@ -230,7 +229,7 @@ class AsyncRolloutSource:
             GrpoAsyncError: too many rollouts failed, or the run has (see `fail`).
         """
         while not running.done():
-            if not self._attention.wait(timeout=_HEARTBEAT_S):
+            if not self._attention.wait(timeout=HEARTBEAT_S):
                 heartbeat()
             elif not running.done():
                 self._attention.clear()

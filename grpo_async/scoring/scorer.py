@@ -7,7 +7,6 @@ agent gave a reward of their own.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.compare import Advantages
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.utils.tasks import all_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,13 +176,8 @@ class Scorer:
                 span.details[f"{reward.name} s"] = time.time() - span.start
                 return outcome
 
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(score(reward)) for reward in self._rewards]
-            except BaseExceptionGroup as errors:
-                first = errors.exceptions[0]
-                raise first from first.__cause__  # without the group, and with what it came from
-        outcomes = {reward.name: task.result() for reward, task in zip(self._rewards, running, strict=True)}
+            results = await all_of(map(score, self._rewards))
+        outcomes = {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
         parts: list[dict[str, float | None]] = [
             {name: outcome.values[index] for name, outcome in outcomes.items()}
             | {name: completion.environment_rewards.get(name) for name in self._environment_names}

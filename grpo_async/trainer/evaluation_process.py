@@ -1,12 +1,11 @@
 """The process of `grpo-async eval` that asks the servers: rollouts, rewards and numbers as in a run, no trainer, no weights sent.
 
-wait for a server -> take what it has loaded -> evaluate -> result to the launcher and to RUN/evaluation.json
+wait for a server -> take what it has loaded -> evaluate -> result to the launcher
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,12 +17,9 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.user_code.threads import call_when_set
 
-RESULT_NAME = "evaluation.json"
-
 
 def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """The whole life of this process."""
-    from grpo_async.run_directory import write_atomically
     from grpo_async.store.rollout_store import RolloutStore, all_groups
     from grpo_async.trainer.connections import open_fleet
 
@@ -45,7 +41,6 @@ def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlC
             return  # stopped
         info = next((server.info for server in fleet.serving() if server.info is not None), None)
         result["engine"] = "unknown" if info is None else info.engine
-        write_atomically(assignment.run_dir.root / RESULT_NAME, json.dumps(result, indent=2))
         control.send("summary", summary=result)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from grpo_async.buffer.ledger import is_closed
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.doctor import machine_memory
 from grpo_async.checks.memory import ADVICE, ModelSize, describe_peak, trainer_memory
@@ -58,7 +59,6 @@ logger = logging.getLogger(__name__)
 _NUM_PROBES = 4
 _PREFLIGHTS = 3
 """A server that dies while it is checked is checked again when it is back, this many times in all."""
-_WAIT_SLICE_S = 20.0
 _EXAMPLE_STEPS = 5
 """Every so many steps, and after the first, people are shown what the policy writes."""
 _LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
@@ -369,7 +369,7 @@ class _Leader:
         """
         ends_at = time.monotonic() + self._config.inference.longest_startup_s
         while True:
-            slice_s = min(_WAIT_SLICE_S, ends_at - time.monotonic())
+            slice_s = min(HEARTBEAT_S, ends_at - time.monotonic())
             try:
                 return self._fleet.wait_for_members(
                     deadline_s=max(0.0, slice_s),

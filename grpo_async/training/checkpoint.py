@@ -56,6 +56,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from grpo_async.buffer.resume import ResumeState, read_resume_state
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
@@ -75,7 +76,6 @@ from grpo_async.training.model import Policy
 from grpo_async.utils.folders import put_in_place, sync
 
 _PREFIX = "writing_"
-_SLICE_S = 20.0
 _MARGIN_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -448,7 +448,7 @@ class CheckpointWriter:
         if writing is None:
             return
         began = time.monotonic()
-        while not wait([writing], timeout=_SLICE_S).done:
+        while not wait([writing], timeout=HEARTBEAT_S).done:
             waited_s = time.monotonic() - began
             if waited_s > self.longest_s:
                 raise DeadlineError(

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import dump_values
 from grpo_async.config.public import public_config
@@ -39,7 +40,6 @@ from grpo_async.utils.threads import in_thread
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 
-_SLICE_S = 20.0
 CARD = "README.md"
 """The model card; written again after the last evaluation, which comes after the export."""
 
@@ -77,7 +77,7 @@ def export_model(
                 write_adapter(partial, policy.model, adapter_state)
 
     written = in_thread(write, name="export")
-    while not wait([written], timeout=_SLICE_S).done:  # the stall guard ends it if the disk hangs
+    while not wait([written], timeout=HEARTBEAT_S).done:  # the stall guard ends it if the disk hangs
         heartbeat()
     written.result(timeout=0.0)
 

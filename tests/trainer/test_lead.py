@@ -257,7 +257,7 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub = _Stub(monkeypatch)
-    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    monkeypatch.setattr(lead_module, "HEARTBEAT_S", 0.01)
     late = DeadlineError("a server", waited_s=0.01, setting="inference.startup_timeout_s")
     stub.sync.outcomes = [None]
     stub.fleet.up = [True, late, late, True]
@@ -265,7 +265,7 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     assert told.count("WaitCommand") == 2
 
     again = _Stub(monkeypatch)
-    monkeypatch.setattr(lead_module, "_WAIT_SLICE_S", 0.01)
+    monkeypatch.setattr(lead_module, "HEARTBEAT_S", 0.01)
     again.sync.outcomes = [None]
     again.fleet.up = [True, *[late] * 1_000_000]
     (tmp_path / "2").mkdir()

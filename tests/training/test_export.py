@@ -110,7 +110,7 @@ def test_the_rank_that_writes_tells_the_others_meanwhile(
         told.set()
 
     monkeypatch.setattr(export, "_write", write)
-    monkeypatch.setattr(export, "_SLICE_S", 0.01)
+    monkeypatch.setattr(export, "HEARTBEAT_S", 0.01)
     export_model(tmp_path / "model", stub_of_rank(0), None, dtype="float32", heartbeat=heartbeat)
     assert events[0] == "heartbeat"
     assert events[-1] == "written"
