@@ -98,6 +98,12 @@ class ToolCall:
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.tool_call_id, "type": "function", "function": function}
 
+    def result_message(self, text: str) -> TaggedMessage:
+        """The message with which a tool answers it."""
+        return TaggedMessage(
+            role="tool", content=text, origin=Origin.TOOL, name=self.name, tool_call_id=self.tool_call_id
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedMessage:

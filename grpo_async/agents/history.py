@@ -326,13 +326,7 @@ def _rest(answer: Answer, messages: Sequence[Message], length: int) -> list[Tagg
             call = own.pop(message.get("tool_call_id"), None)
             if call is None or others:
                 return None
-            results[call.tool_call_id] = TaggedMessage(
-                role="tool",
-                content=message["content"],
-                origin=Origin.TOOL,
-                name=call.name,
-                tool_call_id=call.tool_call_id,
-            )
+            results[call.tool_call_id] = call.result_message(message["content"])
         elif role == "assistant":
             return None
         else:

@@ -16,7 +16,7 @@ from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate, Message
 from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
-from grpo_async.records import Origin, TaggedMessage, ToolCall
+from grpo_async.records import ToolCall
 from grpo_async.utils.text import clipped
 
 _RESULTS = ("kqresultonezq", "kqresulttwozq")
@@ -117,7 +117,7 @@ class ToolCheck:
 
     def _suffix_of(self, names: Sequence[str]) -> list[int]:
         calls = [_call(name, number) for number, name in enumerate(names)]
-        return self.suffix.ids(calls, [_result(call, text) for call, text in zip(calls, _RESULTS, strict=False)])
+        return self.suffix.ids(calls, [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)])
 
     def _check_parser(self, name: str) -> list[str]:
         """Does the parser read a call as the template writes it?"""
@@ -152,7 +152,7 @@ class ToolCheck:
         asked: Message = {"role": "user", "content": "question"}
         called: Message = {"role": "assistant", "content": thinking.strip(), "tool_calls": [call.as_dict()]}
         answered: Message = {"role": "assistant", "content": thinking + "answer"}
-        messages = [asked, called, _result(call, "result").as_dict(), answered, asked]
+        messages = [asked, called, call.result_message("result").as_dict(), answered, asked]
         try:
             shorter, longer = (self.template.render(messages[:count], add_generation_prompt=False) for count in (4, 5))
             first, second = (self.template.render(messages[:count], add_generation_prompt=False) for count in (2, 3))
@@ -166,7 +166,3 @@ class ToolCheck:
 
 def _call(name: str, number: int) -> ToolCall:
     return ToolCall(tool_call_id=f"kqcall00{number}", name=name)
-
-
-def _result(call: ToolCall, text: str) -> TaggedMessage:
-    return TaggedMessage(role="tool", content=text, origin=Origin.TOOL, name=call.name, tool_call_id=call.tool_call_id)

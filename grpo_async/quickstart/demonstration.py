@@ -79,12 +79,7 @@ def segments(
         text_ids = tokenizer(turn.text + str(tokenizer.eos_token), add_special_tokens=False)["input_ids"]
         found.append(Segment(token_ids=text_ids, learned=True))
         if turn.results:
-            results = [
-                TaggedMessage(
-                    role="tool", content=result, origin=Origin.TOOL, name=call.name, tool_call_id=call.tool_call_id
-                )
-                for call, result in zip(turn.calls, turn.results, strict=True)
-            ]
+            results = [call.result_message(result) for call, result in zip(turn.calls, turn.results, strict=True)]
             found.append(Segment(token_ids=renderer.suffix_ids(turn.calls, results), learned=False))
     return found
 

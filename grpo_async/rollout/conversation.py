@@ -195,12 +195,7 @@ class Conversation:
             span.details["seconds"] = [record.duration_s for record in records]
             span.details["failed"] = sum(record.failed for record in records)
         execution_s = time.monotonic() - began
-        results = [
-            TaggedMessage(
-                role="tool", content=record.result, origin=Origin.TOOL, name=call.name, tool_call_id=call.tool_call_id
-            )
-            for call, record in zip(calls, records, strict=True)
-        ]
+        results = [call.result_message(record.result) for call, record in zip(calls, records, strict=True)]
         rollout.is_done = await _is_done(rollout)
         suffix_ids: Sequence[int] = ()
         if not rollout.is_done:

@@ -96,17 +96,6 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def quote(text: str) -> str:
-    """`text` as a literal of SQL: "it's" -> "'it''s'"."""
-    return "'" + text.replace("'", "''") + "'"
-
-
-def sql_path(path: Path) -> str:
-    """A path as a parameter of DuckDB's read functions, which would take brackets, stars and question marks for a pattern: the run
-    `a[1]` must not be read from `a1`."""
-    return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
-
-
 _ABANDONED = "branches.jsonl"
 
 

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, quote, read_abandoned, size_of, sql_path
+from grpo_async.store.blocks import Block, find_blocks, has_writer, open_name, read_abandoned, size_of
+from grpo_async.store.database import connect, quote, sql_path
 from grpo_async.store.query import Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, OLD_NAMES, OLD_SCHEMA, SCHEMA, select_from_lines
@@ -517,18 +518,11 @@ def _connect(
     folders: Sequence[Path], scratch: Path, threads: int | None, memory_bytes: int | None
 ) -> DuckDBPyConnection:
     """A database in memory that reaches files in `folders` and no others, and loads no extensions."""
-    import duckdb
-
     memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
-    connection = duckdb.connect(
-        ":memory:",
-        config={
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "threads": str(threads or usable_cpus()),
-            "memory_limit": f"{memory // 1024}KiB",
-            "temp_directory": str(scratch / "spilled"),
-        },
+    connection = connect(
+        threads=str(threads or usable_cpus()),
+        memory_limit=f"{memory // 1024}KiB",
+        temp_directory=str(scratch / "spilled"),
     )
     connection.execute("SET parquet_metadata_cache = true")  # sealed blocks never change
     paths = [each.absolute() for each in folders]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.cells import cell_len
 
 from grpo_async.errors import ConfigError
-from grpo_async.store.blocks import quote
+from grpo_async.store.database import connect, quote
 from grpo_async.store.query_names import (
     BLOCK_NAMES,
     BLOCK_SQL,
@@ -176,10 +176,7 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
 @functools.cache
 def _connection() -> DuckDBPyConnection:
     """Empty tables with the columns of the real ones; reaches no file."""
-    import duckdb
-
-    options = {"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"}
-    connection = duckdb.connect(":memory:", config={**options, "threads": "1", "memory_limit": "128MiB"})
+    connection = connect(threads="1", memory_limit="128MiB")
     create_tables(connection)
     connection.execute(
         f"CREATE VIEW everything AS SELECT * FROM rollouts JOIN (SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM unsealed) "

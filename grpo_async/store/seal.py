@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 from grpo_async.errors import RunError
-from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, quote, sealed_name, sql_path
+from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, sealed_name
+from grpo_async.store.database import connect, quote, sql_path
 from grpo_async.store.schema import SCHEMA, select_from_lines
 from grpo_async.utils.folders import sync
 from grpo_async.utils.lifetime import die_with_parent
@@ -31,9 +32,8 @@ def seal_block(path: Path, *, compression_level: int) -> Path:
 
     folder, num_bytes = path.parent, path.stat().st_size
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    options = {"autoinstall_known_extensions": False, "autoload_known_extensions": False, "threads": 1}
     try:
-        with duckdb.connect(config={**options, "temp_directory": ""}) as connection:
+        with connect(threads="1", temp_directory="") as connection:
             connection.execute(
                 f"COPY ({select_from_lines(num_bytes)}) TO {quote(str(temporary))} (FORMAT parquet, COMPRESSION zstd, "
                 f"COMPRESSION_LEVEL {int(compression_level)}, ROW_GROUP_SIZE {ROWS_PER_GROUP}, "

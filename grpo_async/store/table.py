@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 
 from grpo_async.errors import RunError
 from grpo_async.records import root_id
-from grpo_async.store.blocks import quote
+from grpo_async.store.database import quote
 from grpo_async.store.index import Index, Sql, of_query
 from grpo_async.store.metadata import StoreMetadata, read_metadata
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query

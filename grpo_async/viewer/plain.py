@@ -20,7 +20,7 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import Origin, root_id
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.store.blocks import quote
+from grpo_async.store.database import quote
 from grpo_async.store.export import printable
 from grpo_async.store.query import Query, both, parse_query
 from grpo_async.store.summaries import GroupSummary

@@ -43,10 +43,6 @@ def call(name: str = "search", number: int = 0, turn: int = 0, **arguments: Any)
     return ToolCall(tool_call_id=f"c{turn:04d}{number:04d}", name=name, arguments=arguments)
 
 
-def result(of: ToolCall, text: str) -> TaggedMessage:
-    return TaggedMessage(role="tool", content=text, origin=Origin.TOOL, name=of.name, tool_call_id=of.tool_call_id)
-
-
 def assistant(content: str, calls: Sequence[ToolCall] = ()) -> dict[str, Any]:
     made = [c.as_dict() for c in calls]
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {})

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.chat import ChatError, ChatRenderer
 from grpo_async.chat.template import ChatTemplate
-from tests.chat.helpers import TOOLS, assistant, call, rendered, renderer_of, result, tokens, user
+from tests.chat.helpers import TOOLS, assistant, call, rendered, renderer_of, tokens, user
 from tests.support.chat_families import family
 
 PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
@@ -39,7 +39,7 @@ def test_sampled_tokens_are_never_tokenised_again(name: str, before: str, after:
     prompt = renderer.prompt_ids([user("what is the answer?")], tools=TOOLS)
     turn = renderer.parse(sampled, turn=0)
     assert [(made.name, dict(made.arguments)) for made in turn.tool_calls] == [("search", {"query": "hello"})]
-    suffix = renderer.suffix_ids(turn.tool_calls, [result(turn.tool_calls[0], "42")])
+    suffix = renderer.suffix_ids(turn.tool_calls, [turn.tool_calls[0].result_message("42")])
     following = prompt + sampled + suffix
     assert following[len(prompt) : len(prompt) + len(sampled)] == sampled
     assert "42" in family(name).decode(suffix)
@@ -59,7 +59,7 @@ def test_five_turns_by_suffixes_equal_one_rendering_of_all(name: str) -> None:
         after = rendered(name, messages, generation=False, tools=TOOLS)
         assert after.startswith(before)
         ids += tokens(name, after[len(before) :].rstrip("\n"))  # as a policy samples it: up to the end-of-turn token
-        answer = result(made, f"hello {turn} degrees")
+        answer = made.result_message(f"hello {turn} degrees")
         messages.append(answer.as_dict())
         ids += renderer.suffix_ids([made], [answer])
     assert ids == tokens(name, rendered(name, messages, generation=True, tools=TOOLS))
@@ -69,7 +69,7 @@ def test_gpt_oss_ends_a_calling_turn_with_call_and_names_the_tool_in_the_result(
     """R4.6: the header of a result repeats the real name."""
     renderer = renderer_of("gpt_oss")
     made = call("calculate")
-    assert family("gpt_oss").decode(renderer.suffix_ids([made], [result(made, "42")])) == (
+    assert family("gpt_oss").decode(renderer.suffix_ids([made], [made.result_message("42")])) == (
         '<|start|>functions.calculate to=assistant<|channel|>commentary<|message|>"42"<|end|><|start|>assistant'
     )
 
@@ -106,7 +106,7 @@ def test_gpt_oss_ends_a_calling_turn_with_call_and_names_the_tool_in_the_result(
 def test_several_results_of_one_turn(name: str, expected: str) -> None:
     renderer = renderer_of(name)
     calls = [call("search", 0, turn=7), call("calculate", 1, turn=7)]
-    ids = renderer.suffix_ids(calls, [result(calls[0], "3"), result(calls[1], "4")])
+    ids = renderer.suffix_ids(calls, [calls[0].result_message("3"), calls[1].result_message("4")])
     assert family(name).decode(ids) == expected
 
 
@@ -114,14 +114,14 @@ def test_the_suffix_begins_right_after_the_end_of_turn_token() -> None:
     """R1.9: Qwen3 writes a newline after <|im_end|>; the policy has not sampled it, so it belongs to the suffix."""
     made = call()
     renderer = renderer_of("qwen3")
-    suffix = renderer.suffix_ids([made], [result(made, "hello")])
+    suffix = renderer.suffix_ids([made], [made.result_message("hello")])
     assert family("qwen3").decode(suffix).startswith("\n<|im_start|>user")
 
 
 def test_a_template_without_end_of_turn_token_is_not_cut() -> None:
     """R4.6: no cut if the template has none."""
     made = call()
-    suffix = renderer_of("no_end_token").suffix_ids([made], [result(made, "hello")])
+    suffix = renderer_of("no_end_token").suffix_ids([made], [made.result_message("hello")])
     assert family("no_end_token").decode(suffix) == "Tool: hello\n\nAssistant:"
 
 
@@ -137,12 +137,12 @@ def test_a_turn_may_be_ended_by_the_first_token_of_the_next_message() -> None:
     )
     renderer = ChatRenderer(tokenizer, chat_template=template, end_of_turn_tokens=["<|user|>", "<|observation|>"])
     made = call()
-    assert tokenizer.decode(renderer.suffix_ids([made], [result(made, "hello")])) == "hello<|assistant|>"
+    assert tokenizer.decode(renderer.suffix_ids([made], [made.result_message("hello")])) == "hello<|assistant|>"
 
 
 def test_further_messages_may_follow_the_results() -> None:
     made = call()
-    suffix = renderer_of("qwen2_5").suffix_ids([made], [result(made, "1"), user("go on")])
+    suffix = renderer_of("qwen2_5").suffix_ids([made], [made.result_message("1"), user("go on")])
     assert (
         family("qwen2_5")
         .decode(suffix)
@@ -156,7 +156,7 @@ def test_template_arguments_reach_the_suffix() -> None:
     """R1.14: enable_thinking=false puts an empty think block into every generation prompt."""
     made = call()
     renderer = renderer_of("qwen3", template_arguments={"enable_thinking": False})
-    suffix = renderer.suffix_ids([made], [result(made, "hello")])
+    suffix = renderer.suffix_ids([made], [made.result_message("hello")])
     assert family("qwen3").decode(suffix).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
@@ -176,7 +176,7 @@ def test_the_cost_of_a_suffix_does_not_grow_with_the_turns(monkeypatch: pytest.M
     for turn in range(100):
         made = call(turn=turn % 2)  # what another rollout asked before is cached
         lengths.clear()
-        renderer.suffix_ids([made], [result(made, "hello")])
+        renderer.suffix_ids([made], [made.result_message("hello")])
         per_turn.append(list(lengths))
     assert all(
         len(rendered_now) == 1 for rendered_now in per_turn[2:]
@@ -189,7 +189,7 @@ def test_a_date_in_the_template_may_change_during_the_run(monkeypatch: pytest.Mo
     """GPT-OSS writes the date into its system message: from midnight on, what was cached the day before is rendered anew."""
     renderer = renderer_of("gpt_oss")
     made = call()
-    before = renderer.suffix_ids([made], [result(made, "hello")])
+    before = renderer.suffix_ids([made], [made.result_message("hello")])
     render = ChatTemplate.render
 
     def next_day(self: ChatTemplate, *args: Any, **kwargs: Any) -> str:
@@ -197,7 +197,7 @@ def test_a_date_in_the_template_may_change_during_the_run(monkeypatch: pytest.Mo
         return text.replace("Current date: ", "Current date: 9")
 
     monkeypatch.setattr(ChatTemplate, "render", next_day)
-    assert renderer.suffix_ids([made], [result(made, "hello")]) == before
+    assert renderer.suffix_ids([made], [made.result_message("hello")]) == before
 
 
 def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
@@ -210,12 +210,12 @@ def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
     with pytest.raises(
         ChatError, match=r"renders a turn in another way once tool results follow it.*model.chat_template"
     ):
-        renderer.suffix_ids([made], [result(made, "hello")])
+        renderer.suffix_ids([made], [made.result_message("hello")])
 
 
 def test_a_call_without_a_readable_name_still_gets_its_error() -> None:
     made = call("")
-    text = family("gpt_oss").decode(renderer_of("gpt_oss").suffix_ids([made], [result(made, "not JSON")]))
+    text = family("gpt_oss").decode(renderer_of("gpt_oss").suffix_ids([made], [made.result_message("not JSON")]))
     assert text.startswith("<|start|>functions.unknown to=assistant")
 
 
@@ -223,8 +223,8 @@ def test_a_tokenizer_with_a_second_template_for_tools_uses_it() -> None:
     tokenizer = copy.deepcopy(family("qwen2_5"))
     tokenizer.chat_template = {"default": family("no_tool_role").chat_template, "tool_use": tokenizer.chat_template}
     made = call()
-    expected = renderer_of("qwen2_5").suffix_ids([made], [result(made, "hello")])
-    assert ChatRenderer(tokenizer).suffix_ids([made], [result(made, "hello")]) == expected
+    expected = renderer_of("qwen2_5").suffix_ids([made], [made.result_message("hello")])
+    assert ChatRenderer(tokenizer).suffix_ids([made], [made.result_message("hello")]) == expected
 
 
 def test_results_of_calls_that_are_rendered_one_by_one_join_without_doubling_what_ends_a_turn() -> None:
@@ -236,7 +236,7 @@ def test_results_of_calls_that_are_rendered_one_by_one_join_without_doubling_wha
     )
     calls = [call(number=0), call(number=1)]
     ids = renderer_of("chatml", chat_template=template).suffix_ids(
-        calls, [result(calls[0], "3"), result(calls[1], "4")]
+        calls, [calls[0].result_message("3"), calls[1].result_message("4")]
     )
     assert family("chatml").decode(ids) == (
         "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"

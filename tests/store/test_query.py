@@ -12,7 +12,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
 from grpo_async.store import query as query_module
-from grpo_async.store.blocks import quote
+from grpo_async.store.database import quote
 from grpo_async.store.query import EVERYTHING, Query, QueryError, both, find_value, parse_query
 from grpo_async.store.query_names import BY_NAME, FLAG, HELP, LIST, MAP, NAMES, NUMBER, OF_GROUPS, help_text
 from grpo_async.store.table import RolloutTable

@@ -20,7 +20,8 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import find_blocks, sql_path
+from grpo_async.store.blocks import find_blocks
+from grpo_async.store.database import sql_path
 from grpo_async.store.metadata import read_metadata
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
 from grpo_async.store.seal import seal_block

@@ -8,7 +8,7 @@ from textual.app import App
 from textual.binding import Binding, BindingType
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.store.blocks import quote
+from grpo_async.store.database import quote
 from grpo_async.viewer.terminal.base import HelpScreen, InspectorScreen, Session, key
 from grpo_async.viewer.terminal.browse import BrowseScreen
 
