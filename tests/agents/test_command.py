@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import has_loopback
 from tests.agents.support import FakePolicy, renderer, serving
+from tests.support.waiting import until
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 MARK = "GRPO_ASYNC_TEST_MARK"
@@ -55,13 +56,6 @@ def _marked(mark: str) -> list[psutil.Process]:
                 found += [process] if process.status() != psutil.STATUS_ZOMBIE else []
         except (psutil.Error, OSError):
             continue
-    return found
-
-
-async def _until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    async with asyncio.timeout(timeout_s):
-        while not (found := condition()):
-            await asyncio.sleep(0.02)
     return found
 
 
@@ -183,7 +177,7 @@ def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_no
 def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
     async def run() -> None:
         running = asyncio.ensure_future(_run([*PYTHON, SELF_DAEMONIZING + DAEMON + "time.sleep(1000)"]))
-        await _until(lambda: len(_marked(mark)) >= 4)  # the keeper, the command, two daemons
+        await until(lambda: len(_marked(mark)) >= 4)  # the keeper, the command, two daemons
         running.cancel()
         await asyncio.wait({running}, timeout=20.0)
         assert running.cancelled()
@@ -196,12 +190,12 @@ def test_the_keeper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
     async def run() -> None:
         code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
         running = asyncio.ensure_future(_run([*PYTHON, code]))
-        await _until(lambda: len(_marked(mark)) == 3)
+        await until(lambda: len(_marked(mark)) == 3)
         (keeper,) = [each for each in _marked(mark) if "keeper.py" in " ".join(each.cmdline())]
         keeper.kill()
         with pytest.raises(AgentError, match="killed by SIGKILL"):
             await running
-        await _until(lambda: not _marked(mark))
+        await until(lambda: not _marked(mark))
 
     asyncio.run(run())
 
@@ -215,10 +209,10 @@ def test_kill_nine_of_the_process_that_runs_agents_ends_them(mark: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=Path(__file__).parents[2])
 
     async def run() -> None:
-        await _until(lambda: len(_marked(mark)) >= 4, timeout_s=60.0)
+        await until(lambda: len(_marked(mark)) >= 4, within_s=60.0)
         owner.send_signal(signal.SIGKILL)
         owner.wait(10.0)
-        await _until(lambda: not _marked(mark))
+        await until(lambda: not _marked(mark))
 
     asyncio.run(run())
 

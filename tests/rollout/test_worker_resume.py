@@ -18,6 +18,7 @@ from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
 from grpo_async.rollout.in_flight import without_open_turns
 from tests.rollout.test_worker import _answer, _Setup
 from tests.support.records import make_completion, make_turn
+from tests.support.waiting import until
 
 
 class _Slow(_Setup):
@@ -52,18 +53,12 @@ class _Slow(_Setup):
         self.client.generate = slowly  # type: ignore[method-assign]
 
 
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 def _state_when(setup: _Setup, condition: Any) -> ResumeState:
     """What a checkpoint has of a run in the moment in which `condition` holds."""
     kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
-        await _until(condition)
+        await until(condition)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
@@ -77,7 +72,7 @@ def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -
     kept: list[ResumeState] = []
 
     async def steps(task: asyncio.Task[None]) -> None:
-        await _until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
+        await until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
         for group in await setup.take(trained) if trained else []:
             setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
         kept.append(setup.worker.resume_state())
@@ -144,7 +139,7 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     monkeypatch.setattr(setup.worker._admission, "admit", admit_one)
 
     async def steps(task: asyncio.Task[None]) -> None:
-        await _until(lambda: calls == 2 and not setup.worker.in_flight())
+        await until(lambda: calls == 2 and not setup.worker.in_flight())
 
     setup.run(steps)
     assert setup.ledger.snapshot()["groups"]["stale"] == 1

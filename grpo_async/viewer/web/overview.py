@@ -51,7 +51,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning) -> dict[str, Any]:
         "name": run.label,
         "level": top.level,
         "status": top.status,
-        "story": top.story,
+        "outcome": top.outcome,
         "step": run.last_step,
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),

@@ -106,7 +106,7 @@ function drawCard(element, found, box) {
       h("div", {}, hint("reward "), values.length ? `${number(values[0], 2)} → ${number(values.at(-1), 2)}` : "–"),
       held ? h("div", {}, hint("held out "), `${number(held[0], 2)} → ${number(held[1], 2)}`) : null,
     ),
-    h("footer", { class: "row small" }, links, spacer(), hint(found.story)),
+    h("footer", { class: "row small" }, links, spacer(), hint(found.outcome)),
   );
   if (values.length > 1) {
     Charts.spark(picture, values);

@@ -27,7 +27,7 @@ export async function runView({ app, main, parameters, signal }) {
       heading(
         run,
         badge(found.status, found.level),
-        hint(found.story),
+        hint(found.outcome),
         spacer(),
         h("a", { class: "button", href: reportAddress(run), target: "_blank", rel: "noopener" }, "Report"),
         copyLink(),
