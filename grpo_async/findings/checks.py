@@ -547,6 +547,6 @@ def first_line(text: str | None) -> str:
 
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     # what explains the rest stands before it
-    no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, zero_variance, collapsed, reward_trend, reward_parts,
+    no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, collapsed, zero_variance, reward_trend, reward_parts,
     held_out, held_out_peak, failed_groups, no_tool_calls, lengths, off_policy, entropy, bad_updates, *_LIMITS,
 )  # fmt: skip

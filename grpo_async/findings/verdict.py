@@ -24,9 +24,9 @@ _BLOCKING = (
     "truncated",
     "no-gradient",
     "hardly-moves",
+    "collapsed",
     "zero-variance",
     "failed-groups",
-    "collapsed",
 )
 
 

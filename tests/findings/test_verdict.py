@@ -162,6 +162,9 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
         Run(reward=peak(0.2, 0.8, 0.02), held_out={0: 0.2, 30: 0.8, 60: 0.02}), "collapsed", False
     ),
     "collapses, no evaluation": (Run(reward=peak(0.2, 0.8, 0.02)), "collapsed", False),
+    "collapses until all rewards are equal": (
+        Run(reward=peak(0.2, 0.8, 0.02), metrics={"frac_reward_zero_std": 0.95}), "collapsed", False
+    ),
     "falls": (Run(reward=line(0.6, 0.2), held_out={0: 0.6, 60: 0.2}), "fell", False),
     "falls, no evaluation": (Run(reward=line(0.6, 0.42)), "fell", False),
     "a reward raises, no evaluation": (

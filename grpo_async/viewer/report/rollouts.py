@@ -60,7 +60,7 @@ class Change:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeAfter:
     """The held-out prompts in two evaluations: how many got better, worse, or stayed; `changes`: what changed most comes first, the
-    gains before the losses."""
+    gains before the losses, or where the mean fell the losses before the gains."""
 
     first_step: int
     last_step: int
@@ -142,8 +142,11 @@ def before_and_after(first: RolloutTable, last: RolloutTable, first_step: int, l
         for key, each in before.items()
         if key in after
     ]
-    # the gains, the largest first; then the losses, the largest first; then what stayed
-    changes.sort(key=lambda each: (each.change == 0.0, each.change < 0.0, -abs(each.change), each.first.group_id))
+    has_fallen = sum(each.change for each in changes) < 0.0
+    # what went as the whole did, the largest change first; then what did the opposite; then what stayed
+    changes.sort(
+        key=lambda each: (each.change == 0.0, (each.change < 0.0) != has_fallen, -abs(each.change), each.first.group_id)
+    )
     return BeforeAfter(
         first_step=first_step,
         last_step=last_step,

@@ -354,7 +354,7 @@ var Charts = (() => {
       this.isStacked = isStacked;
       Object.assign(this, onOneAxis(options));
       this.isLog = Boolean(options.log) && !isStacked && this.series.some((each) => each.values.some((value) => value > 0));
-      this.weight = isStacked ? 0 : options.smooth || 0;
+      this.smooth = options.smooth && !isStacked ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
       if (!this.series.some((each) => each.values.some(isNumber))) {
         this.empty();
         return;
@@ -423,7 +423,7 @@ var Charts = (() => {
         series.push({ ...edge }, { ...edge });
         bands.push({ series: [low + 1, low], fill: fill(each, 0.16) });
       }
-      for (const each of this.weight ? this.series : []) {
+      for (const each of this.smooth) {
         each.edges = [...(each.edges || []), series.length + 1];
         series.push({ stroke: fill(each, 0.35), width: 1, points: { show: false } });
       }
@@ -435,7 +435,8 @@ var Charts = (() => {
       if (!this.isStacked) {
         const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
         const lines = this.series.map((each) => drawable(each.values));
-        return [this.xs, ...lines.map((values) => smoothed(values, this.weight)), ...edges, ...(this.weight ? lines : [])];
+        const smooth = this.series.map((each, index) => (this.smooth.includes(each) ? smoothed(lines[index], this.options.smooth) : lines[index]));
+        return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
       }
       const total = new Array(this.xs.length).fill(0);
       const pile = (each, index) =>

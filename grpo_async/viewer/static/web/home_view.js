@@ -103,8 +103,12 @@ function drawCard(element, found, box) {
       "div",
       { class: "run-numbers small" },
       values.length > 1 ? picture : null,
-      h("div", {}, hint("reward "), values.length ? `${number(values[0], 2)} → ${number(values.at(-1), 2)}` : "–"),
-      held ? h("div", {}, hint("held out "), `${number(held[0], 2)} → ${number(held[1], 2)}`) : null,
+      h(
+        "div",
+        { class: "numeric" },
+        h("div", {}, hint("reward "), values.length ? `${number(values[0], 2)} → ${number(values.at(-1), 2)}` : "–"),
+        held ? h("div", {}, hint("held out "), `${number(held[0], 2)} → ${number(held[1], 2)}`) : null,
+      ),
     ),
     h("footer", { class: "row small" }, links, spacer(), hint(found.outcome)),
   );

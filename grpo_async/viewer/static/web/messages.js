@@ -22,9 +22,9 @@ export function trace(rollout) {
     const made = new Map(turn.tool_calls.map((call) => [call.tool_call_id, call]));
     made.forEach((_, id) => answered.add(id));
     const asked = each.tool_calls.filter((call) => !made.has(call.id)).map(callNotMade);
-    const since = turn.started_at && rollout.started_at ? `at ${Charts.duration(turn.started_at - rollout.started_at)}, ` : "";
+    const since = turn.started_at && rollout.started_at ? turn.started_at - rollout.started_at : 0;
     return message(each, {
-      about: `${since}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
+      about: `${since > 0.01 ? `at ${Charts.duration(since)}, ` : ""}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
       below: [
         turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
         turn.tool_calls.map((call) => toolCall(call, true)),
