@@ -192,6 +192,7 @@ class TurnRecord:
     output_logprobs: FloatArray
     policy_versions: IntArray
     finish_reason: FinishReason
+    stop_reason: str | None = None  # the stop string that ended it
     messages: Sequence[TaggedMessage] = ()
     tool_calls: Sequence[ToolCallRecord] = ()
     tool_response_ids: IntArray = field(default_factory=no_tokens)

@@ -41,8 +41,9 @@ USED = {
     "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs",
     "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason",
     "vllm.logprobs:Logprob": "logprob",
-    "vllm.sampling_params:SamplingParams": "max_tokens temperature top_p top_k min_p stop_token_ids ignore_eos logprobs detokenize "
-    "output_kind prompt_logprobs logprob_token_ids",
+    "vllm.sampling_params:SamplingParams": "max_tokens temperature top_p top_k min_p repetition_penalty stop_token_ids ignore_eos "
+    "structured_outputs logprobs detokenize output_kind prompt_logprobs logprob_token_ids",
+    "vllm.sampling_params:StructuredOutputsParams": "json regex choice grammar",
     "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
     "vllm.inputs:": "tokens_input(prompt_token_ids, cache_salt=)",
     "vllm.v1.worker.worker_base:WorkerBase": "rank vllm_config",
@@ -51,7 +52,8 @@ USED = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "get_model()",
     "vllm.config:ParallelConfig": "world_size world_size_across_dp data_parallel_index data_parallel_size",
     "vllm.config:SchedulerConfig": "max_num_seqs",
-    "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization get_vocab_size()",
+    "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization trust_remote_code tokenizer_revision "
+    "get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",

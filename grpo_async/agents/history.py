@@ -436,6 +436,7 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
                 output_logprobs=np.array(generation.logprobs, np.float32),
                 policy_versions=np.array(generation.policy_versions, np.int32),
                 finish_reason=generation.finish_reason or FinishReason.ABORT,
+                stop_reason=generation.stop_reason,
                 messages=[answer.message, *(following.request.messages if following else ())],
                 tool_calls=[
                     ToolCallRecord(

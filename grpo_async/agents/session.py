@@ -7,14 +7,14 @@ each use what was left when they began), `inference.max_model_len` context and a
 number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is cut, or for which no token is left,
 ends with finish_reason "length". After the first call that found nothing left, further ones are refused.
 
-Sampling: the policy gradient is of the distribution that the run samples from, so its temperature holds; `temperature`, `top_p`,
-`top_k` of a call are ignored, with one warning in a run. A call's `seed` is mixed with that of the rollout: else all rollouts of a
+Sampling: what is trained has to be sampled as the run says, so its settings hold; `temperature`, `top_p`, `top_k` of a call are
+ignored, with one warning in a run. A call's `seed` is mixed with that of the rollout: else all rollouts of a
 group would be the same. `response_format` other than text, and a `tool_choice` that forces a call, would sample from another
 distribution too (that of a mask), and are refused.
 
 A call counts when its answer is whole: what a cancelled call has sampled (the client hung up, the session was closed) is in no
-completion. The answer to a call whose client hung up after it was whole does count. An answer that a stop string ended is kept up
-to the token that completes the string; what the engine sampled after it is not.
+completion. The answer to a call whose client hung up after it was whole does count. Stop strings are those of the run
+(rollout.stop) and of the call; an answer that one of them ended is kept as it was sampled, and its text ends before the string.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from grpo_async.agents.calls import AgentRefusal, Call, OnText, Reply, refuse
@@ -33,7 +34,7 @@ from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
-from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.inference.sampling import SamplingSettings, find_stop, seed_of
 from grpo_async.records import (
     AGENT_REWARD,
     THINKING,
@@ -52,10 +53,6 @@ _WATCH_INTERVAL_S = 0.1
 """How often tokens arrive of a call whose text somebody reads along."""
 
 
-class _StopReachedError(Exception):
-    """Ends a generation whose text has a stop string; never leaves the session."""
-
-
 class SessionSetup:
     """What all sessions of an endpoint share."""
 
@@ -70,7 +67,7 @@ class SessionSetup:
             self._said.add(field)
             logger.warning(
                 "an agent's call sets `%s`, which is ignored: what is trained has to be sampled as the run says "
-                "(rollout.temperature, and nothing else that changes the policy's distribution)",
+                "(rollout.temperature, top_p and its other settings of sampling)",
                 field,
             )
 
@@ -165,15 +162,14 @@ class AgentSession:
         if budget < 1:
             return Reply(id=reply_id, prompt_ids=context, finish_reason="length", created=time.time())
         wanted = budget if call.max_tokens is None else min(budget, call.max_tokens)
-        reader = _Reader(self._setup.renderer, call, on_text) if call.stop or on_text is not None else None
+        settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
+        reader = None if on_text is None or call.tools else _Reader(self._setup.renderer, call, settings.stop, on_text)
         generation = await self._generate(
-            GenerateRequest(
+            settings.request(
                 request_id=f"{self.rollout_id}-t{number}",
                 token_ids=context,
                 max_tokens=wanted,
-                temperature=self._settings.temperature,
                 seed=seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed),
-                stop_token_ids=list(self._settings.stop_token_ids),
                 **({} if reader is None else {"flush_interval_s": _WATCH_INTERVAL_S}),
             ),
             number,
@@ -182,7 +178,9 @@ class AgentSession:
         self._num_sampled += len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         self.is_truncated |= is_cut and wanted == budget
-        answer, reply = self._read(call, request, context, generation, number=number, reply_id=reply_id, reader=reader)
+        answer, reply = self._read(
+            call, request, context, generation, number=number, reply_id=reply_id, settings=settings
+        )
         if is_trained:
             self._history.record(answer, reply.content)
         return reply
@@ -255,7 +253,7 @@ class AgentSession:
     def _check(self, call: Call) -> None:
         if self.is_closed:
             raise closed()
-        ours = {"temperature": self._settings.temperature, "top_p": 1.0}
+        ours = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
         other = [name for name, value in ours.items() if getattr(call, name) not in (None, value)]
         for name in (*other, *call.ignored):
             self._setup.warn_once(name)
@@ -270,7 +268,8 @@ class AgentSession:
         if call.response_format is not None and call.response_format.get("type", "text") != "text":
             raise refuse(
                 f"response_format {call.response_format.get('type')!r} is not supported: a grammar's mask would sample from "
-                "another distribution than the policy's; describe the format in the prompt, and reward it",
+                "another distribution than the policy's; describe the format in the prompt, and reward it, or have the run mask "
+                "every answer (rollout.structured_outputs)",
                 param="response_format",
             )
 
@@ -300,20 +299,17 @@ class AgentSession:
         def on_tokens(count: int, version: int) -> None:
             if self._on_tokens is not None:
                 self._on_tokens(count, version)
-            if reader is not None and reader.read(generation.token_ids):
-                raise _StopReachedError
+            if reader is not None:
+                reader.read(generation.token_ids)
 
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
             with self._track.span("generate", turn=number) as span:
-                try:
-                    await self._setup.client.generate(
-                        request, on_tokens=on_tokens, affinity=self._affinity, partial=generation
-                    )
-                except _StopReachedError:
-                    generation.duration_s = time.time() - generation.started_at
+                await self._setup.client.generate(
+                    request, on_tokens=on_tokens, affinity=self._affinity, partial=generation
+                )
                 generation.note(span, self._track)
         except asyncio.CancelledError as error:
             if self.is_closed and task.uncancel() == 0:
@@ -324,9 +320,6 @@ class AgentSession:
             raise AgentRefusal(503, "server_error", self.last_error) from error
         finally:
             self._running.discard(task)
-        if reader is not None and reader.stop is not None:
-            generation.truncate(reader.num_kept)
-            generation.finish_reason = FinishReason.STOP
         return generation
 
     def _read(
@@ -338,7 +331,7 @@ class AgentSession:
         *,
         number: int,
         reply_id: str,
-        reader: _Reader | None,
+        settings: SamplingSettings,
     ) -> tuple[Answer, Reply]:
         """What was sampled, for the tree and for the client."""
         chat = self._setup.renderer.chat
@@ -353,9 +346,11 @@ class AgentSession:
             parse_error = turn.parse_error or next(iter(problems), None)
             if not problems:  # else the client gets the whole text: it cannot make half of the calls
                 calls, text = turn.tool_calls, turn.content
-        stop = None if reader is None else reader.stop
-        shown = text if stop is None else text[: text.find(stop)] if stop in text else text
-        thinking, said = chat.split_thinking(shown) if call.prompt is None else ("", shown)
+        said = _before(text, settings.stop)
+        thinking = ""
+        if call.prompt is None:
+            thinking, said = chat.split_thinking(said)
+            text = settings.shown(text)  # that of a prompt stays whole: what goes on from it is found by its text
         called = [each.as_dict() for each in calls]
         message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called)
         answer = Answer(
@@ -372,51 +367,26 @@ class AgentSession:
             tokens=[chat.token_text(token) for token in generation.token_ids] if call.with_logprobs else (),
             prompt_ids=context,
             finish_reason=finish,
-            stop_sequence=stop,
+            stop_sequence=generation.stop_reason,
             created=time.time(),
         )
         return answer, reply
 
 
 class _Reader:
-    """Reads a text while it is sampled: finds stop strings, and hands on what is sure to be in the answer."""
+    """Reads a text while it is sampled, and hands on what is sure to be in the answer."""
 
-    def __init__(self, renderer: HistoryRenderer, call: Call, on_text: OnText | None) -> None:
+    def __init__(self, renderer: HistoryRenderer, call: Call, stop: Sequence[str], on_text: OnText) -> None:
         self._chat = renderer.chat
-        self._stop = call.stop
+        self._stop = stop
         self._has_thinking = call.prompt is None
-        self._on_text = None if call.tools else on_text
+        self._on_text = on_text
         self._num_given = 0
-        self._num_read = 0
-        self.stop: str | None = None
-        """The stop string that ended the answer."""
-        self.num_kept = 0
-        """Tokens up to the one that completes it."""
 
-    def read(self, ids: Sequence[int]) -> bool:
-        """More tokens are there; returns whether a stop string is."""
-        text = self._chat.completion_text(ids)
-        self.stop = self._first_stop(text)
-        if self.stop is not None:
-            length = self._num_read + 1
-            while self._first_stop(self._chat.completion_text(ids[:length])) is None:
-                length += 1
-            self.num_kept = length
-            self.stop = self._first_stop(self._chat.completion_text(ids[:length]))
-            return True
-        self._num_read = len(ids)
-        if self._on_text is not None:
-            self._give(text)
-        return False
-
-    def _first_stop(self, text: str) -> str | None:
-        """Of those that `text` holds, the one that begins first."""
-        found = [(place, stop) for stop in self._stop if (place := text.find(stop)) >= 0]
-        return min(found, default=(0, None))[1]
-
-    def _give(self, text: str) -> None:
-        """Hand on what is new, without what may still become a stop string, thinking, or another letter. Nothing where there is
-        thinking, which comes first."""
+    def read(self, ids: Sequence[int]) -> None:
+        """More tokens are there. Hand on the text that is new, without what may still become a stop string, thinking, or another
+        letter. Nothing where there is thinking, which comes first."""
+        text = _before(self._chat.completion_text(ids), self._stop)
         text = text.rstrip("\ufffd").rstrip()  # the first bytes of a letter; some tokenizers take blanks back
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         text = text[: len(text) - held]
@@ -426,9 +396,14 @@ class _Reader:
         ):
             return
         if len(text) > self._num_given:
-            assert self._on_text is not None
             self._on_text(text[self._num_given :])
             self._num_given = len(text)
+
+
+def _before(text: str, stop: Sequence[str]) -> str:
+    """The text before the stop string that ends it."""
+    found = find_stop(text, stop)
+    return text if found is None else text[: found[0]]
 
 
 def _overlap(text: str, stop: str) -> int:

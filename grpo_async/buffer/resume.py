@@ -51,6 +51,7 @@ class PartialRollout:
     open_logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
     open_versions: IntArray = field(default_factory=no_tokens)
     open_finish: FinishReason | None = None
+    open_stop_reason: str | None = None
 
     def __post_init__(self) -> None:
         as_arrays(self, prompt_ids=np.int32, open_ids=np.int32, open_logprobs=np.float32, open_versions=np.int32)

@@ -23,7 +23,7 @@ from grpo_async.chat.reading import TurnReader
 from grpo_async.chat.startup import ToolCheck
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import ChatTemplate
-from grpo_async.chat.turn import PolicyTurn
+from grpo_async.chat.turn import ChatError, PolicyTurn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
@@ -138,15 +138,29 @@ class ChatRenderer:
         rendered = self._template.render(guarded.messages, tools=tools, add_generation_prompt=True)
         return self._encoder.encode(rendered, guarded.placeholders)
 
-    def suffix_ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
-        """Ids that follow the policy's end-of-turn token: the results of `calls`, in their order, and the next generation
-        prompt. Independent of the conversation so far.
+    def suffix_ids(
+        self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage], *, is_ended: bool = True
+    ) -> list[int]:
+        """Ids that follow the policy's turn: the results of `calls`, in their order, and the next generation prompt. Independent of
+        the conversation so far.
+
+        Args:
+            is_ended: the policy sampled an end-of-turn token. False: a stop string ended the turn, and the template's own token
+                closes it.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
             ChatError: the template cannot render these messages, or its tokens do not line up; this rollout cannot go on.
         """
-        return self._suffix.ids(calls, results)
+        if is_ended:
+            return self._suffix.ids(calls, results)
+        end = self.turn_end_id(calls)
+        if end is None:
+            raise ChatError(
+                "a stop string (rollout.stop) ended a turn that calls a tool, and the chat template has no end-of-turn token to "
+                "close it with; leave the string out, or set model.chat_template to one that ends turns with a token"
+            )
+        return [end, *self._suffix.ids(calls, results)]
 
     def parse(self, token_ids: Sequence[int], *, turn: int) -> PolicyTurn:
         """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises

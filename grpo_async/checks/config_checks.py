@@ -149,6 +149,12 @@ class _Findings:
             self.problems.append(
                 f"model.revision: {config.model.revision} is one of a hub name, and model.path: {folder} is a folder; leave it out"
             )
+        for name, section in (("rollout", config.rollout), ("evaluation", config.evaluation)):
+            if self.engine.engine == "embedded" and section is not None and section.structured_outputs is not None:
+                self.problems.append(
+                    f"{name}.structured_outputs: the embedded engine has no grammars, and is the one that serves here "
+                    f"({self.engine.reason}); set inference.engine: vllm, or leave it out"
+                )
         template = config.model.chat_template
         if template is not None and not template.is_file():
             self.problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")

@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from grpo_async.utils.text import clipped
 
@@ -38,6 +47,33 @@ class StrictModel(BaseModel):
         if isinstance(value, float) and value and not _MIN_FLOAT <= abs(value) <= 1 / _MIN_FLOAT:
             raise ValueError(f"{value:g} is out of range; a number lies between {_MIN_FLOAT:g} and {1 / _MIN_FLOAT:g}")
         return value
+
+
+class StructuredOutputs(StrictModel):
+    """Exactly one of these. As vLLM's `structured_outputs`."""
+
+    json_schema: dict[str, Any] | None = None
+    """JSON that fits this schema."""
+    regex: str | None = Field(default=None, min_length=1)
+    """Text that this regular expression describes, from its beginning to its end."""
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    """One of these texts."""
+    grammar: str | None = Field(default=None, min_length=1)
+    """Text of a context-free grammar, in the EBNF of xgrammar."""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> Self:
+        named = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"one of json_schema, regex, choice and grammar says what may be sampled; {' and '.join(named) or 'none'} is set"
+            )
+        return self
+
+    def as_vllm(self) -> dict[str, Any]:
+        """Under vLLM's names: {json_schema: {...}} -> {"json": {...}}."""
+        ((name, value),) = self.model_dump(exclude_none=True).items()
+        return {"json" if name == "json_schema" else name: value}
 
 
 def default_type(name: str) -> BeforeValidator:
@@ -120,5 +156,11 @@ Processes = Annotated[int, Field(ge=1, le=1024)]
 """Processes, or threads of one, on one machine."""
 Seed = Annotated[int, Field(ge=0, lt=1 << 32)]
 """What every generator of random numbers takes."""
+TopP = Annotated[float, Field(ge=0.01, le=1.0)]
+TopK = Annotated[int, Field(ge=0, le=1_000_000)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Field(ge=0.1, le=10.0)]
+StopStrings = Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(max_length=16)]
+"""Texts at which a generation ends."""
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 """Factor of a reward or of a part of the loss."""

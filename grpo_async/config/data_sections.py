@@ -6,7 +6,21 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import Count, FilePath, Reference, Seconds, Seed, StrictModel, default_type
+from grpo_async.config.base import (
+    Count,
+    FilePath,
+    MinP,
+    Reference,
+    RepetitionPenalty,
+    Seconds,
+    Seed,
+    StopStrings,
+    StrictModel,
+    StructuredOutputs,
+    TopK,
+    TopP,
+    default_type,
+)
 
 
 class DataSource(StrictModel):
@@ -157,6 +171,18 @@ class EvaluationSection(StrictModel):
     can be read) for those from 3 on, and mean@k for k = this."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0 = greedy, else at least 0.01."""
+    top_p: TopP = 1.0
+    """As `rollout.top_p`, for evaluation alone, where neither it nor the next four need anything of the loss."""
+    top_k: TopK = 0
+    """As `rollout.top_k`, for evaluation alone."""
+    min_p: MinP = 0.0
+    """As `rollout.min_p`, for evaluation alone."""
+    repetition_penalty: RepetitionPenalty = 1.0
+    """As `rollout.repetition_penalty`, for evaluation alone; also of greedy completions."""
+    structured_outputs: StructuredOutputs | None = None
+    """As `rollout.structured_outputs`, for evaluation alone."""
+    stop: StopStrings | None = None
+    """Texts that end a turn; null = those of `rollout.stop`, [] = none."""
     pass_reward: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None

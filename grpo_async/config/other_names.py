@@ -25,6 +25,13 @@ _TRL = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_completion_tokens",
     "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "min_p": "rollout.min_p",
+    "repetition_penalty": "rollout.repetition_penalty",
+    "stop": "rollout.stop",
+    "vllm_structured_outputs_regex": "rollout.structured_outputs.regex",
+    "vllm_guided_decoding_regex": "rollout.structured_outputs.regex",
     "mask_truncated_completions": "rollout.overlong",
     "max_tool_calling_iterations": "rollout.max_turns",
     "tools": "tools",
@@ -127,6 +134,11 @@ _VERL = {
     "actor_rollout_ref.rollout.n": "rollout.group_size",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "inference.vllm.gpu_memory_utilization",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "inference.vllm.tensor_parallel_size",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "evaluation.top_p",
+    "actor_rollout_ref.rollout.val_kwargs.top_k": "evaluation.top_k",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "evaluation.temperature",
     "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "training.micro_batch_tokens",
     "actor_rollout_ref.actor.clip_ratio_low": "loss.epsilon",
@@ -146,6 +158,8 @@ _VERL = {
 _PRIME_RL = {
     "orchestrator.rollouts_per_example": "rollout.group_size",
     "orchestrator.sampling.max_tokens": "rollout.max_completion_tokens",
+    "orchestrator.train.sampling.top_p": "rollout.top_p",
+    "orchestrator.train.sampling.top_k": "rollout.top_k",
     "orchestrator.max_off_policy_steps": "rollout.max_staleness",
     "max_async_level": "rollout.max_staleness",
     "orchestrator.env": "rollout.agent.environment",
@@ -183,13 +197,10 @@ _WITHOUT = {
     "use_vllm": "is not needed: inference.engine is vllm or embedded, and one of them always generates",
     "vllm_mode": "is not needed: servers are processes of their own; inference.vllm.sleep_while_training shares their GPUs",
     "use_liger_kernel": "is not needed: logits are computed for training.logprob_chunk_tokens tokens at a time",
+    "generation_kwargs": "is not needed: what it holds are settings of their own, such as rollout.top_p and rollout.stop",
     "fsdp": "is not needed: the trainer always shards with FSDP2; launch.sharding says how",
     "deepspeed": "is not supported: the trainer shards with FSDP2",
     "remove_unused_columns": "is not needed: every column is handed to the reward functions; data.train.drop leaves some out",
-    **dict.fromkeys(
-        ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"),
-        "is not supported: completions are sampled from the policy as it is; rollout.temperature can be set",
-    ),
 }
 _REST_OF_TRL = {
     # of the model
@@ -246,7 +257,6 @@ _REST_OF_TRL = {
     "label_names": "is not supported: it belongs to supervised training",
     "ignore_data_skip": "is not needed: a resume goes on in the data at once",
     # of generation
-    "vllm_structured_outputs_regex": "is not supported: completions are sampled from the policy as it is",
     **dict.fromkeys(
         ("cache_implementation", "use_transformers_continuous_batching", "use_transformers_paged"),
         "is not needed: inference.engine: embedded batches continuously with transformers' models",

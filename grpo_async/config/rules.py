@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from grpo_async.config.loss_sections import CustomLoss, GspoLoss
+from grpo_async.config.loss_sections import CispoLoss, CustomLoss, GspoLoss
 from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:
@@ -187,6 +187,12 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
             "inference.vllm.expert_parallel: divides experts among the GPUs of tensor_parallel_size and data_parallel_size, and "
             "both are 1; raise one of them, or leave it out"
         )
+    for name, section in (("rollout", rollout), ("evaluation", config.evaluation)):
+        if section is not None and section.structured_outputs is not None and config.weights.mode == "abort":
+            yield (
+                f"{name}.structured_outputs: what is broken off begins anew, and weights.mode: abort breaks everything off at each "
+                "push; set weights.mode: recompute"
+            )
 
 
 def _of_the_agent(config: ExperimentConfig) -> Iterator[str]:
@@ -213,6 +219,7 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
             "in one update, so there can be at most as many updates as groups"
         )
     yield from _proximal_conflicts(config)
+    yield from _sampling_conflicts(config)
     if loss.correction is not None and isinstance(loss, GspoLoss) and loss.correction.level == "token":
         yield (
             "loss.correction.level: token would weigh tokens of one sample differently, and gspo's ratio is the same for all of "
@@ -254,6 +261,40 @@ def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
+def _sampling_conflicts(config: ExperimentConfig) -> Iterator[str]:
+    """Settings that sample from a distribution mu other than the trained policy pi, at the same temperature.
+
+    Where tokens are cut off, mu is pi of those that are left, divided by their probability Z < 1. The sampler's log-probabilities
+    are those of mu, the trainer's those of pi: the ratio of an unchanged policy to mu is Z and not 1, so that the clip would act on
+    what was cut off. The weight pi / mu of each token corrects for it; that of a sequence is the product of its tokens' and
+    vanishes: 0.97 for each of 500 tokens makes 2e-7. (docs/howto/sampling.md)
+    """
+    names, loss = config.rollout.reshaping, config.loss
+    if not names or isinstance(loss, CustomLoss):
+        return
+    values = {name: getattr(config.rollout, name) for name in names}
+    what = ", ".join(
+        f"rollout.{name}" + (f": {value}" if isinstance(value, int | float) else "") for name, value in values.items()
+    )
+    is_corrected = loss.proximal == "recomputed" and loss.correction is not None and loss.correction.level == "token"
+    weighs_by_itself = isinstance(loss, CispoLoss) and loss.proximal == "sampler"
+    if isinstance(loss, GspoLoss):
+        yield (
+            f"{what} samples from another distribution than the policy's, which weights of single tokens correct for, and gspo's "
+            "ratio is that of a sequence; set another loss.type, or leave the setting to evaluation"
+        )
+    elif not is_corrected and not weighs_by_itself:
+        yield (
+            f"{what} samples from another distribution than the policy's, and the ratio of the loss would count that as a change "
+            "of the policy; set loss.proximal: recomputed and loss.correction: {level: token}, or leave the setting to evaluation"
+        )
+    if loss.off_policy_mask is not None:
+        yield (
+            f"loss.off_policy_mask: {loss.off_policy_mask:g} goes by sampler - policy, to which {what} adds what was cut off; "
+            "leave one of them out"
+        )
+
+
 def _metrics(samples: int) -> list[str]:
     """Metrics of an evaluation with so many completions of a prompt in which larger is better (evaluation.metrics)."""
     several = [f"mean@{samples}", "answered"] if samples > 1 else []
@@ -276,6 +317,12 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
             f"evaluation.samples: {evaluation.samples} greedy completions of a prompt are all the same; set "
             "evaluation.temperature, or samples: 1"
         )
+    if evaluation is not None and evaluation.temperature == 0:
+        for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if (value := getattr(evaluation, name)) != neutral:
+                yield (
+                    f"evaluation.{name}: {value} has no effect on greedy completions; set evaluation.temperature, or leave it out"
+                )
     every = None if evaluation is None else evaluation.every_steps
     if every is not None and every % config.training.weight_sync_steps:
         yield (

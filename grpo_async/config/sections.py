@@ -16,13 +16,30 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from grpo_async.config.base import Count, FilePath, Processes, Seconds, Seed, StrictModel
+from grpo_async.config.base import (
+    Count,
+    FilePath,
+    MinP,
+    Processes,
+    RepetitionPenalty,
+    Seconds,
+    Seed,
+    StopStrings,
+    StrictModel,
+    StructuredOutputs,
+    TopK,
+    TopP,
+)
 from grpo_async.config.interaction_sections import AgentSection
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
 _Line = Annotated[str, StringConstraints(pattern=r"^[^\n]*$")]
 _DEFAULT_STEPS = 100
+
+
+RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "structured_outputs": None}
+"""Settings of `rollout` that change the distribution which tokens are sampled from, and the values with which they do not."""
 
 
 class RunSection(StrictModel):
@@ -51,6 +68,25 @@ class RolloutSection(StrictModel):
     calls of the model, with retries and those of sub-agents."""
     temperature: float = Field(default=1.0, ge=0.01, le=100.0)
     """Sampling temperature; the trainer's logprobs use the same. vLLM raises anything below 0.01 to that."""
+    top_p: TopP = 1.0
+    """Sample from the fewest most likely tokens whose probabilities add up to this (nucleus sampling, arXiv 1904.09751); 1 = all.
+    This and the next four sample from another distribution than the policy's: they need `loss.proximal: recomputed` with
+    `loss.correction: {level: token}`."""
+    top_k: TopK = 0
+    """Sample from this many of the most likely tokens; 0 = all (-1 in vLLM's API)."""
+    min_p: MinP = 0.0
+    """Sample from tokens that are at least this times as likely as the most likely one (arXiv 2407.01082); 0 = all."""
+    repetition_penalty: RepetitionPenalty = 1.0
+    """Above 1 tokens that prompt or completion have already become less likely (arXiv 1909.05858); 1 = none."""
+    structured_outputs: StructuredOutputs | None = None
+    """Every turn of the policy is of this form; needs `inference.engine: vllm`. A turn that is broken off (its server ended, or a
+    resume) begins anew, for a grammar begins with the first token."""
+    stop: StopStrings = Field(default_factory=list)
+    """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
+    whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands
+    before it. A line feed needs double quotes in YAML."""
+    include_stop_str_in_output: bool = False
+    """true: what rewards and messages get ends with the text of `stop`, not before it. As vLLM's setting of this name."""
     max_in_flight: Count = 256
     """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
@@ -67,6 +103,11 @@ class RolloutSection(StrictModel):
     """Time the rollout thread has to end its tasks when the run stops."""
     agent: AgentSection | None = None
     """An agent of yours, which calls the model over HTTP, as the rollout: no tools, no environments, any framework."""
+
+    @property
+    def reshaping(self) -> list[str]:
+        """Names of the settings with which tokens are sampled from another distribution than the policy's."""
+        return [name for name, neutral in RESHAPING.items() if getattr(self, name) != neutral]
 
 
 class TrainingSection(StrictModel):

@@ -56,7 +56,7 @@ class EvaluationTask:
 
 
 class Evaluator:
-    """Makes `samples` completions per prompt with `producer`, which knows the temperature, and scores them.
+    """Makes `samples` completions per prompt with `producer`, which knows how to sample, and scores them.
 
     Args:
         pass_reward: a completion passes when its reward is at least this.
@@ -268,9 +268,7 @@ def build_evaluator(
     column = section.baseline_column
     return Evaluator(
         [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-        replace(parts, errors=errors, track="evaluation").build(
-            temperature=section.temperature, group_size=section.samples
-        ),
+        replace(parts, errors=errors, track="evaluation").build(section, group_size=section.samples),
         scorer,
         samples=section.samples,
         pass_reward=section.pass_reward,

@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import hypot, inf
 from statistics import median
 
+from grpo_async.config.sections import RESHAPING
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.messages import equal_value, first_reward_failure
@@ -409,18 +410,25 @@ def off_policy(evidence: Evidence) -> Finding | None:
     """Ratio, difference of log-probabilities and effective sample size: three views of one thing."""
     ratio, ess = evidence.recent(f"{_RATIO}/mean"), evidence.recent("sampling/ess")
     difference = evidence.recent("sampling/sampling_logp_difference/mean")
-    off = max(ratio, 1.0 / ratio) if ratio else 1.0
+    first = next(iter(evidence.values("sampling/sampling_logp_difference/mean")), 0.0)
+    since, on_policy = "", 1.0
+    if any(evidence.setting(f"rollout.{name}") not in (None, neutral) for name, neutral in RESHAPING.items()):
+        # sampler and trainer have two distributions on purpose: what the first step shows is that, what is more came later
+        since, on_policy = " more than in the first step", next(iter(evidence.values(f"{_RATIO}/mean")), 1.0) or 1.0
+        difference, first = None if difference is None else difference - first, 0.0
+    off = max(ratio / on_policy, on_policy / ratio) if ratio else 1.0
     views = []
     if ratio and off > _OFF_POLICY:
-        views.append(f"the mean importance ratio is {format_number(ratio)} (1 is on policy)")
+        views.append(f"the mean importance ratio is {format_number(ratio)} ({format_number(on_policy)} is on policy)")
     if difference is not None and difference > _MISMATCH:
-        views.append(f"log-probabilities of trainer and sampler differ by {format_number(difference)} nats on average")
+        views.append(
+            f"log-probabilities of trainer and sampler differ by {format_number(difference)} nats on average{since}"
+        )
     if ess is not None and ess < _LOW_ESS:
         views.append(f"the effective sample size is {percent(ess)}")
     if not views:
         return None
     is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
-    first = next(iter(evidence.values("sampling/sampling_logp_difference/mean")), 0.0)
     if first > _MISMATCH:
         why = "It was so in the first step already, before any staleness: the server computes other log-probabilities."
         do = "See the check of the log-probabilities in preflight.json, inference.dtype and the chat template."

@@ -42,7 +42,7 @@ was sampled until then.
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -76,16 +76,32 @@ class GenerateRequest(ApiModel):
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0.0)
     """0 is greedy; logprobs are then of the unscaled distribution."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, ge=0.01, le=1.0)
+    """The fewest most likely tokens whose probabilities add up to it; 1 = all."""
     top_k: int = Field(default=0, ge=0)
-    """0 = all."""
+    """The so many most likely tokens; 0 = all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Tokens at least this times as likely as the most likely one; 0 = all."""
+    repetition_penalty: float = Field(default=1.0, ge=0.1, le=10.0)
+    """Of every token that `token_ids` or the output has, a logit above 0 is divided by it, another multiplied with it
+    (arXiv 1909.05858), before the temperature."""
+    structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = Field(
+        default=None, min_length=1, max_length=1
+    )
+    """The form of the output, under the name that vLLM's StructuredOutputsParams has for it; other engines refuse it. What was
+    sampled before must not be among `token_ids`: the form begins with the first token."""
     seed: int = 0
     """For engines with `per_request_seed`: a token depends on seed, context and weights, whatever else is in flight (to float
     rounding). A continuation, which has the same seed and more context, goes on as the undisturbed request would have. Other
     engines do not use it."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Generation ends with the token that completes one of these in the text of what it has sampled (without special tokens); all
+    of its tokens are part of the output, the last one whole, even where it has text beyond the string."""
+    num_sampled: int = Field(default=0, ge=0)
+    """So many of `token_ids`, the last ones, are what the same generation sampled before it was cut off: a stop string may begin
+    in them."""
     ignore_eos: bool = False
     flush_interval_s: float = Field(default=4.0, ge=0.0)
     """What a broken connection loses at most; every chunk costs the client CPU time, whatever is in it. The client asks for less
@@ -98,13 +114,16 @@ class GenerateRequest(ApiModel):
 class GenerateChunk(ApiModel):
     """One line of the answer. The last line has a finish_reason or an error.
 
-    `logprobs` are of the distribution that was sampled from: log_softmax(logits / temperature), natural log.
+    `logprobs` are of the distribution that was sampled from: log_softmax(logits / temperature), natural log, of the tokens that the
+    settings leave.
     """
 
     token_ids: list[int] = Field(default_factory=list)
     logprobs: list[float] = Field(default_factory=list)
     policy_version: int = 0
     finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: str | None = None
+    """The one of `stop` that ended it."""
     error: str | None = None
     first_token_s: float | None = None
     """Seconds from the request's arrival to its first token; in the first line that has tokens."""

@@ -1,7 +1,8 @@
 """Asynchronous client of the rollout API: token ids in, token ids + logprobs + policy versions out.
 
 Invariant: what a server has streamed is never lost. When a request breaks in the middle, it goes on from prompt + tokens received
-so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with.
+so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with. (Not one with
+`structured_outputs`: its form begins with the first token, so it begins anew.)
 
     the server is fenced                 on another one, or when there is one again; not an attempt
     the server aborts the request        again at once; not an attempt, unless it has aborted 4 times in a row without a token
@@ -9,7 +10,7 @@ so far, there or on another server, and those tokens keep the logprobs and versi
                                          reported, so that it is fenced before the next attempt if it is dead
     4xx, an answer that cannot be used   raised at once
 
-`max_retries` bounds the attempts in a row without a token.
+`max_retries` bounds the attempts in a row without a token, and all attempts of one that begins anew.
 
 aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and what this
 thread computes in Python the trainer waits for.
@@ -66,6 +67,8 @@ class Generation:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     policy_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    """The stop string that ended it."""
     duration_s: float = 0.0
     started_at: float = 0.0  # seconds since the epoch
     waits: list[tuple[float, float]] = field(default_factory=list)
@@ -90,12 +93,12 @@ class Generation:
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
         if chunk.finish_reason is not None:
-            self.finish_reason = FinishReason(chunk.finish_reason)
+            self.finish_reason, self.stop_reason = FinishReason(chunk.finish_reason), chunk.stop_reason
 
-    def truncate(self, num_tokens: int) -> None:
-        """Drop all but the first tokens."""
+    def clear(self) -> None:
+        """Drop all tokens."""
         for column in (self.token_ids, self.logprobs, self.policy_versions):
-            del column[num_tokens:]
+            del column[:]
 
     def note(self, span: Span, track: Track) -> None:
         """Add what came of it to its span, and record where it waited for a server."""
@@ -193,6 +196,8 @@ class InferenceClient:
         server: Endpoint | None = None
         avoid: int | None = None
         while True:
+            if request.structured_outputs is not None:
+                generation.clear()  # a form begins with the first token
             received = len(generation.token_ids)
             try:
                 async with self._router.lease(affinity, avoid=avoid) as server:
@@ -208,7 +213,7 @@ class InferenceClient:
                 generation.finish_reason = _reason_to_end(request, generation)
                 if generation.finish_reason is not None:
                     break
-                if len(generation.token_ids) > received:
+                if len(generation.token_ids) > received and request.structured_outputs is None:
                     attempt = num_aborts = 0  # it made progress: this is a new failure, not the same one again
                 avoid = None
                 if isinstance(error, FencedError):
@@ -240,6 +245,7 @@ class InferenceClient:
         if generation.token_ids:
             update["token_ids"] = [*request.token_ids, *generation.token_ids]
             update["max_tokens"] = request.max_tokens - len(generation.token_ids)
+            update["num_sampled"] = len(generation.token_ids)
         return request.model_copy(update=update) if update else request
 
     async def _stream(

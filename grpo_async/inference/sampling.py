@@ -1,10 +1,13 @@
-"""How a rollout samples: its settings and limits, and the seeds of its requests."""
+"""How a rollout samples: its settings and limits, where its text ends, and the seeds of its requests."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from grpo_async.inference.api import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,11 +15,32 @@ class SamplingSettings:
     """How tokens are sampled and where a rollout is cut."""
 
     temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    structured_outputs: Mapping[str, Any] | None = None
     max_completion_tokens: int
     max_model_len: int
     max_turn_tokens: int | None = None
     max_turns: int = 1_000_000
     stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+
+    def request(self, **fields: Any) -> GenerateRequest:
+        """A request that samples so; `fields` are the others of GenerateRequest, and may replace these."""
+        sampling = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "structured_outputs": self.structured_outputs,
+            "stop_token_ids": list(self.stop_token_ids),
+            "stop": list(self.stop),
+        }
+        return GenerateRequest(**{**sampling, **fields})
 
     def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).
@@ -27,6 +51,25 @@ class SamplingSettings:
         fits = self.max_model_len - num_prompt_tokens - num_completion_tokens
         budget = max(0, min(left, fits))
         return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
+
+    def shown(self, text: str) -> str:
+        """What rewards and messages have of a sampled text: it ends before the stop string, or with it.
+
+        stop ["\\nQ:"]: "4\\nQ: 3" -> "4"; with include_stop_str_in_output "4\\nQ:".
+        """
+        found = find_stop(text, self.stop)
+        return text if found is None else text[: found[1 if self.include_stop_str_in_output else 0]]
+
+
+def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
+    """Begin and end in `text` of the stop string that ends first, and of those that end together of the one named first (vLLM's
+    rule); None where there is none.
+
+    "ab\\nQ:" and ["\\nQ:", "b\\n"] -> (1, 3).
+    """
+    places = ((text.find(each), len(each)) for each in stop)
+    found = [(begin, begin + length) for begin, length in places if begin >= 0]
+    return min(found, key=lambda place: place[1], default=None)
 
 
 def seed_of(*parts: object) -> int:

@@ -13,7 +13,9 @@ from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.environments import load_environment_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.data_sections import EvaluationSection
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.sections import RolloutSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.client import InferenceClient
@@ -178,11 +180,18 @@ class ProducerParts:
     track: str = "rollout"
     """Of the timeline: where rollouts in progress are shown."""
 
-    def build(self, *, temperature: float, group_size: int) -> GroupProducer:
-        """A producer that samples `group_size` rollouts of a prompt at `temperature`."""
+    def build(self, sampling: RolloutSection | EvaluationSection, *, group_size: int) -> GroupProducer:
+        """A producer that samples `group_size` rollouts of a prompt as the section says."""
         config, rollout = self.config, self.config.rollout
         settings = SamplingSettings(
-            temperature=temperature,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            structured_outputs=None if sampling.structured_outputs is None else sampling.structured_outputs.as_vllm(),
+            stop=rollout.stop if sampling.stop is None else sampling.stop,
+            include_stop_str_in_output=rollout.include_stop_str_in_output,
             max_completion_tokens=rollout.max_completion_tokens,
             max_model_len=config.inference.max_model_len,
             max_turn_tokens=rollout.max_turn_tokens,
@@ -190,7 +199,7 @@ class ProducerParts:
             stop_token_ids=self.renderer.end_of_turn_ids,
         )
         if self.components.function is not None:
-            return self._function_producer(self.components.function, settings, temperature, group_size)
+            return self._function_producer(self.components.function, settings, group_size)
         if self.components.agent is not None:
             return AgentProducer(
                 self.components.agent,
@@ -215,7 +224,7 @@ class ProducerParts:
         )
 
     def _function_producer(
-        self, function: Callable[..., Any], settings: SamplingSettings, temperature: float, group_size: int
+        self, function: Callable[..., Any], settings: SamplingSettings, group_size: int
     ) -> FunctionProducer:
         config = self.config
         section = config.rollout_function
@@ -229,7 +238,11 @@ class ProducerParts:
                 arguments=FunctionArguments(
                     num_generations=group_size,
                     max_completion_length=config.rollout.max_completion_tokens,
-                    temperature=temperature,
+                    temperature=settings.temperature,
+                    top_p=settings.top_p,
+                    top_k=settings.top_k,
+                    min_p=settings.min_p,
+                    repetition_penalty=settings.repetition_penalty,
                     seed=config.run.seed,
                     chat_template_kwargs=config.model.chat_template_arguments,
                 ),
@@ -246,9 +259,8 @@ class ProducerParts:
             groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
             reader=OutputReader(
                 decode=self.renderer.completion_text,
-                end_of_turn_ids=frozenset(self.renderer.end_of_turn_ids),
+                settings=settings,
                 num_tokens=len(self.renderer.tokenizer),
-                max_model_len=config.inference.max_model_len,
             ),
             tracks=self.timeline.slots(self.track),
         )

@@ -4,6 +4,7 @@
 
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
 tokenised again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
+What a stop string ended keeps all of its tokens, and calls are read from all of them; only the text of its message is cut.
 
 How a rollout ends:
 
@@ -26,7 +27,6 @@ import numpy as np
 from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment
-from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import (
@@ -96,6 +96,7 @@ class Rollout:
             open_logprobs=np.array(self.open_turn.logprobs, np.float32),
             open_versions=np.array(self.open_turn.policy_versions, np.int32),
             open_finish=self.open_turn.finish_reason,
+            open_stop_reason=self.open_turn.stop_reason,
         )
 
     def restore(self, partial: PartialRollout) -> None:
@@ -106,6 +107,7 @@ class Rollout:
             logprobs=array("f", partial.open_logprobs.tobytes()),
             policy_versions=array("i", partial.open_versions.tobytes()),
             finish_reason=partial.open_finish,
+            stop_reason=partial.open_stop_reason,
         )
 
 
@@ -144,13 +146,11 @@ class Conversation:
                 rollout.is_truncated = True
                 break
             number = len(rollout.turns)
-            request = GenerateRequest(
+            request = self._settings.request(
                 request_id=f"{rollout.rollout_id}-t{number}",
                 token_ids=rollout.context,
                 max_tokens=budget,
-                temperature=self._settings.temperature,
                 seed=seed_of(rollout.seed, number),
-                stop_token_ids=list(self._settings.stop_token_ids),
             )
             with rollout.track.span("generate", turn=number) as span:
                 generation = await self._client.generate(
@@ -172,7 +172,7 @@ class Conversation:
         """Add the turn and what follows it; returns whether the rollout is over."""
         is_cut = generation.finish_reason is not FinishReason.STOP
         if rollout.tools is None:
-            text = self._renderer.completion_text(generation.token_ids)
+            text = self._settings.shown(self._renderer.completion_text(generation.token_ids))
             own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
             rollout.add(_turn(generation, [own]))
             rollout.is_truncated = is_cut
@@ -181,7 +181,7 @@ class Conversation:
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",
-            content=policy_turn.content,
+            content=self._settings.shown(policy_turn.content),
             origin=Origin.POLICY,
             tool_calls=[call.as_dict() for call in calls],
         )
@@ -199,7 +199,8 @@ class Conversation:
         rollout.is_done = await _is_done(rollout)
         suffix_ids: Sequence[int] = ()
         if not rollout.is_done:
-            suffix_ids = self._renderer.suffix_ids(calls, results)
+            is_ended = generation.token_ids[-1] in self._settings.stop_token_ids
+            suffix_ids = self._renderer.suffix_ids(calls, results, is_ended=is_ended)
             used = rollout.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
             if self._settings.turn_budget(len(rollout.prompt_ids), used) < 1:
                 rollout.is_truncated = True
@@ -237,6 +238,7 @@ def _turn(
         output_logprobs=np.asarray(generation.logprobs, np.float32),
         policy_versions=np.asarray(generation.policy_versions, np.int32),
         finish_reason=generation.finish_reason or FinishReason.ABORT,
+        stop_reason=generation.stop_reason,
         messages=messages,
         tool_calls=tool_calls,
         tool_response_ids=np.array(tool_response_ids, np.int32),

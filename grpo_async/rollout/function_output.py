@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from grpo_async.errors import RolloutContractError
+from grpo_async.inference.sampling import SamplingSettings, find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 
 REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
@@ -28,15 +29,13 @@ class OutputReader:
 
     Attributes:
         decode: text of token ids, without special tokens.
-        end_of_turn_ids: a completion that ends in none of these counts as truncated.
+        settings: a completion that ends in none of their stop tokens, and whose text has no stop string, counts as truncated.
         num_tokens: size of the vocabulary.
-        max_model_len: longest prompt + completion.
     """
 
     decode: Callable[[Sequence[int]], str]
-    end_of_turn_ids: frozenset[int]
+    settings: SamplingSettings
     num_tokens: int
-    max_model_len: int
 
     def read(
         self, output: Any, rollout_ids: Sequence[str], *, version: int, started_at: float
@@ -64,46 +63,37 @@ class OutputReader:
                 raise RolloutContractError(
                     f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
                 )
-            if len(prompt_ids) + len(ids) > self.max_model_len:
+            if len(prompt_ids) + len(ids) > self.settings.max_model_len:
                 raise RolloutContractError(
                     f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
-                    f"tokens, inference.max_model_len is {self.max_model_len}"
+                    f"tokens, inference.max_model_len is {self.settings.max_model_len}"
                 )
             mask = _mask(None if masks is None else masks[index], len(ids), index)
             names = None if token_ids is None else token_ids[index]
             logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
-            is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
+            text = self.decode(ids)
+            is_whole = (bool(ids) and ids[-1] in self.settings.stop_token_ids) or bool(
+                find_stop(text, self.settings.stop)
+            )
             completions.append(
                 RolloutCompletion(
                     rollout_id=rollout_id,
                     prompt_ids=np.array(prompt_ids, np.int32),
-                    turns=self._turns(ids, mask, logprobs, version=version, started_at=started_at),
+                    turns=_turns(
+                        ids,
+                        mask,
+                        logprobs,
+                        text=self.settings.shown(text),
+                        is_whole=is_whole,
+                        version=version,
+                        started_at=started_at,
+                    ),
                     status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
                     reward_columns={key: values[index] for key, values in columns.items()},
                     started_at=started_at,
                 )
             )
         return completions
-
-    def _turns(
-        self, ids: list[int], mask: list[int], logprobs: list[float], *, version: int, started_at: float
-    ) -> list[TurnRecord]:
-        """A turn ends where the mask goes from 0 to 1. The first begins with the call of the function; when the others did is not
-        known. The text of the whole completion stands once."""
-        message = TaggedMessage(role="assistant", content=self.decode(ids), origin=Origin.POLICY)
-        is_whole = bool(ids) and ids[-1] in self.end_of_turn_ids
-        return [
-            TurnRecord(
-                output_ids=np.array(ids[begin:cut], np.int32),
-                output_logprobs=np.array(logprobs[begin:cut], np.float32),
-                policy_versions=np.full(cut - begin, version, np.int32),
-                finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
-                messages=[message] if begin == 0 else [],
-                tool_response_ids=np.array(ids[cut:end], np.int32),
-                started_at=started_at if begin == 0 else 0.0,
-            )
-            for begin, cut, end in turn_boundaries(mask)
-        ]
 
     def _ids(self, value: Any, where: str) -> list[int]:
         value = _plain_list(value)
@@ -116,6 +106,33 @@ class OutputReader:
                 f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {self.num_tokens - 1}"
             )
         return ids
+
+
+def _turns(
+    ids: list[int],
+    mask: list[int],
+    logprobs: list[float],
+    *,
+    text: str,
+    is_whole: bool,
+    version: int,
+    started_at: float,
+) -> list[TurnRecord]:
+    """A turn ends where the mask goes from 0 to 1. The first begins with the call of the function; when the others did is not
+    known. The text of the whole completion stands once."""
+    message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
+    return [
+        TurnRecord(
+            output_ids=np.array(ids[begin:cut], np.int32),
+            output_logprobs=np.array(logprobs[begin:cut], np.float32),
+            policy_versions=np.full(cut - begin, version, np.int32),
+            finish_reason=FinishReason.STOP if is_whole or end < len(ids) else FinishReason.LENGTH,
+            messages=[message] if begin == 0 else [],
+            tool_response_ids=np.array(ids[cut:end], np.int32),
+            started_at=started_at if begin == 0 else 0.0,
+        )
+        for begin, cut, end in turn_boundaries(mask)
+    ]
 
 
 def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:

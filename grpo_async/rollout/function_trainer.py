@@ -15,20 +15,19 @@ import concurrent.futures
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
-from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings, seed_of
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.thread import result_within
 from grpo_async.utils.tasks import all_of
 
-_OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
+_OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens", "seed")
 _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
 
 
@@ -43,6 +42,7 @@ class FunctionArguments:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     chat_template_kwargs: Mapping[str, Any] | None = None
 
 
@@ -127,7 +127,7 @@ class FunctionTrainer:
 
         Args:
             prompts: text, message lists (rendered by the chat template) or lists of token ids (used as they are).
-            generation_overrides: `temperature`, `top_p`, `top_k`, `min_p`, `max_tokens`, `seed`.
+            generation_overrides: `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `stop`, `max_tokens`, `seed`.
 
         Returns:
             For each prompt {"prompt_ids", "completion_ids", "logprobs", "text", "finish_reason"}.
@@ -195,24 +195,19 @@ class FunctionTrainer:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room in inference.max_model_len = "
                 f"{self._settings.max_model_len}"
             )
-        args = self.args
-        request = GenerateRequest(
-            request_id=f"function-{self._seed}-{number}",
-            token_ids=prompt_ids,
-            max_tokens=min(budget, int(overrides.get("max_tokens", budget))),
-            temperature=float(overrides.get("temperature", args.temperature)),
-            top_p=float(overrides.get("top_p", args.top_p)),
-            top_k=int(overrides.get("top_k", args.top_k)),
-            min_p=float(overrides.get("min_p", args.min_p)),
-            seed=seed_of(overrides.get("seed", self._seed), number),
-            stop_token_ids=list(self._settings.stop_token_ids),
-        )
+        changes = {
+            **overrides,
+            "max_tokens": min(budget, int(overrides.get("max_tokens", budget))),
+            "seed": seed_of(overrides.get("seed", self._seed), number),
+        }
+        settings = replace(self._settings, stop=overrides.get("stop", self._settings.stop))
+        request = settings.request(request_id=f"function-{self._seed}-{number}", token_ids=prompt_ids, **changes)
         generation = await self._client.generate(request, affinity=f"function-{self._seed}")
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": list(generation.token_ids),
             "logprobs": list(generation.logprobs),
-            "text": self._renderer.completion_text(generation.token_ids),
+            "text": settings.shown(self._renderer.completion_text(generation.token_ids)),
             "finish_reason": str(generation.finish_reason),
         }
 

@@ -46,6 +46,7 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
+from grpo_async.servers.stop_strings import StopStrings
 from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,11 @@ class Engine(ABC):
     Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """
 
-    def __init__(self, description: ServerInfo) -> None:
+    def __init__(self, description: ServerInfo, *, tokenizer_options: Mapping[str, Any] | None = None) -> None:
         self.requests = RequestTracker()
         self.description = description
         """What does not change while the server runs."""
+        self.stop_strings = StopStrings(description.model, tokenizer_options or {})
 
     @property
     @abstractmethod
@@ -200,6 +202,8 @@ class RolloutApp:
             )
         self._check_vocabulary(wanted.token_ids)
         self._check_vocabulary(wanted.stop_token_ids)
+        if wanted.stop:
+            await self._engine.stop_strings.load()
         await self._while_connected(self._stream(wanted, send), request)
 
     async def _stream(self, request: GenerateRequest, send: Send) -> None:

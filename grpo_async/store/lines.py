@@ -233,6 +233,7 @@ def _turn(turn: TurnRecord) -> dict[str, Any]:
     return {
         "num_tokens": len(turn.output_ids),
         "finish_reason": turn.finish_reason,
+        "stop_reason": turn.stop_reason,
         "generation_duration_s": turn.generation_duration_s,
         "tool_execution_duration_s": turn.tool_execution_duration_s,
         "parse_error": turn.parse_error,

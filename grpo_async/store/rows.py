@@ -32,6 +32,12 @@ class TurnRow:
     tool_calls: Sequence[ToolCallRecord]
     parse_error: str | None = None
     started_at: float = 0.0
+    stop_reason: str | None = None
+
+    @property
+    def ended_by(self) -> str:
+        """For people: "length", "stop", or with the stop string as Python writes it: "stop '\\\\nQ:'"."""
+        return self.finish_reason.value + ("" if self.stop_reason is None else f" {self.stop_reason!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -158,7 +158,7 @@ def build_rollout_side(
         section=rollout,
         seed=config.run.seed,
         stream=stream,
-        producer=parts.build(temperature=rollout.temperature, group_size=rollout.group_size),
+        producer=parts.build(rollout, group_size=rollout.group_size),
         errors=errors,
         scorer=scorer,
         buffer=buffer,

@@ -134,7 +134,7 @@ def call_tree(group: GroupRow, rollout: RolloutRow) -> Iterator[TreeLine]:
                 "-" if since is None else f"{since:+.1f} s",
                 duration(turn.generation_duration_s),
                 count(turn.num_tokens, "token"),
-                turn.finish_reason.value,
+                visible_line(turn.ended_by, 40),
                 f"{request} → {answer}",
             ]
             yield TreeLine(depth=depth + 1, rollout_id=path.rollout_id, text=" · ".join(shown), is_path=False)

@@ -269,7 +269,8 @@ def _rollout_parts(group: GroupRow, rollout: RolloutRow) -> Iterator[RenderableT
     table = _table("turn", "tokens", "ended by", "generation", "tools", "tool calls")
     for place, turn in enumerate(rollout.turns, start=1):
         durations = (duration(turn.generation_duration_s), duration(turn.tool_execution_duration_s))
-        table.add_row(str(place), str(turn.num_tokens), turn.finish_reason.value, *durations, str(len(turn.tool_calls)))
+        ended_by = visible_line(turn.ended_by, _DETAIL_WIDTH)
+        table.add_row(str(place), str(turn.num_tokens), ended_by, *durations, str(len(turn.tool_calls)))
     yield table
     for turn in rollout.turns:
         if turn.parse_error is not None:

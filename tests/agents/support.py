@@ -21,7 +21,7 @@ from grpo_async.agents.session import AgentSession, SessionSetup
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.inference.sampling import SamplingSettings
+from grpo_async.inference.sampling import SamplingSettings, find_stop
 from grpo_async.records import FinishReason, RolloutCompletion
 from tests.support.chat_families import FAMILIES, family
 
@@ -90,7 +90,13 @@ class FakePolicy:
         chance = random.Random(request.seed)
         ids = [*self._ids(self.say(request), chance), self.chat.end_of_turn_ids[0]]
         ids = ids[: request.max_tokens]
-        ended = ids[-1] in self.chat.end_of_turn_ids
+        stop_reason = None
+        for length in range(1, len(ids) + 1 if request.stop else 0):
+            text = self.chat.completion_text(ids[:length])
+            if found := find_stop(text, request.stop):
+                ids, stop_reason = ids[:length], text[slice(*found)]
+                break
+        ended = ids[-1] in self.chat.end_of_turn_ids or stop_reason is not None
         logprobs = logprobs_after(request.token_ids, ids)
         served = Served(request, [], affinity)
         self.served.append(served)
@@ -106,6 +112,7 @@ class FakePolicy:
             if on_tokens is not None:
                 on_tokens(len(chunk), self.version)
         generation.finish_reason = FinishReason.STOP if ended else FinishReason.LENGTH
+        generation.stop_reason = stop_reason
         served.is_whole = True
         return generation
 
@@ -186,7 +193,7 @@ def check_exact(
     """Every turn is, with all ids before it, what the engine saw and sampled; every whole generation is trained in exactly one
     place, and no other; logprobs are those of the ids that stand before each token."""
     unused = [served for served in policy.served if served.is_whole]
-    cut = [served for served in policy.served if not served.is_whole]  # a stop string ended it, or its client
+    cut = [served for served in policy.served if not served.is_whole]  # its client ended it
     for path in completion.paths:
         ids = [int(token) for token in path.prompt_ids]
         for turn in path.turns:

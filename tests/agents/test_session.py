@@ -97,17 +97,20 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(per_chunk:
     received: list[int] = []
 
     async def main() -> None:
-        session = make_session(policy, on_tokens=lambda count, _: received.append(count))
+        session = make_session(policy, on_tokens=lambda count, _: received.append(count), stop=["Now"])
         reply = await ask(session, user("q"), stop=["Never", "\nObs"])
         assert (reply.content, reply.stop_sequence, reply.finish_reason) == ("I think.", "\nObs", "stop")
         await ask(session, user("q"), reply.message, user("Observation: 3"))
         completion = session.completion(RolloutStatus.FINISHED)
-        # kept as it was sampled, with the string and without what came after it
+        # kept as it was sampled, with the string; the message has what stands before it
         assert policy.chat.completion_text(completion.turns[0].output_ids) == "I think.\nObs"
+        assert completion.turns[0].messages[0].content == "I think."
+        assert completion.turns[0].stop_reason == "\nObs"
         assert completion.turns[0].tool_response_ids[0] == policy.chat.turn_end_id(())
         check_exact(policy, completion)
         assert not completion.branches
-        assert sum(received) > completion.num_sampled_tokens or per_chunk < 1000
+        assert sum(received) == completion.num_sampled_tokens
+        assert [served.request.stop for served in policy.served] == [["Now", "Never", "\nObs"], ["Now"]]
 
     asyncio.run(main())
 

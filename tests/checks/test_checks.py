@@ -42,6 +42,19 @@ def test_a_row_far_down_a_small_file_is_found_before_anything_starts(tmp_path: P
         check_inputs(config, engine=EMBEDDED)
 
 
+def test_a_form_of_the_output_needs_vllm(tmp_path: Path) -> None:
+    form = {"structured_outputs": {"regex": "[0-9]+"}}
+    config = make_config(
+        tmp_path,
+        rollout=form,
+        loss={"proximal": "recomputed", "correction": {"level": "token"}},
+        inference={"engine": "auto"},
+    )
+    _write(tmp_path / "train.jsonl", [_row(number) for number in range(20)])
+    with pytest.raises(ConfigError, match=r"rollout\.structured_outputs: the embedded engine has no grammars"):
+        check_inputs(config, engine=EMBEDDED)
+
+
 def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_async.checks.config_checks._SMALL_BYTES", 10)
     config = make_config(tmp_path)

@@ -12,6 +12,7 @@ from grpo_async.config import ExperimentConfig
 
 JSONL = {"type": "jsonl", "path": "t"}
 TLS = {"certificate": "c.pem", "key": "k.pem"}
+TOKEN_WEIGHTS = {"proximal": "recomputed", "correction": {"level": "token"}}
 
 
 def _config(**sections: Any) -> ExperimentConfig:
@@ -62,6 +63,38 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"model": {"path": "m", "lora": {"push": "adapter"}}, "weights": {"transport": "nccl"}},
             "adapter travels over gloo alone, not over weights.transport: nccl",
         ),
+        # sampling
+        ({"rollout": {"top_p": 0.95}}, "rollout.top_p: 0.95 samples from another distribution than the policy's, and the ratio"),
+        (
+            {"rollout": {"repetition_penalty": 1.1, "top_k": 50}, "loss": {"proximal": "recomputed", "correction": {}}},
+            "rollout.top_k: 50, rollout.repetition_penalty: 1.1 samples from another distribution than the policy's, and the "
+            "ratio of the loss would count that as a change of the policy; set loss.proximal: recomputed and loss.correction: "
+            "{level: token}",
+        ),
+        (
+            {"rollout": {"min_p": 0.1}, "loss": {"proximal": "log_linear", "correction": {"level": "token"}}},
+            "set loss.proximal: recomputed and loss.correction: {level: token}",
+        ),
+        ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "gspo's ratio is that of a sequence; set another loss.type"),
+        (
+            {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
+            "loss.off_policy_mask: 0.1 goes by sampler - policy, to which rollout.top_p: 0.9 adds what was cut off",
+        ),
+        ({"rollout": {"top_p": 1e-320}}, "rollout.top_p"),
+        ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
+        ({"rollout": {"top_k": -1}}, "rollout.top_k"),
+        ({"rollout": {"min_p": 1.5}}, "rollout.min_p"),
+        ({"evaluation": {"repetition_penalty": 0.0}}, "evaluation.repetition_penalty"),
+        ({"rollout": {"stop": [""]}}, "rollout.stop.0"),
+        ({"rollout": {"stop": "END"}}, "rollout.stop"),
+        ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
+        ({"evaluation": {"structured_outputs": {}}}, "one of json_schema, regex, choice and grammar says what may be sampled"),
+        ({"evaluation": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "regex and choice is set"),
+        (
+            {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
+            "evaluation.structured_outputs: what is broken off begins anew, and weights.mode: abort breaks everything off",
+        ),
+        ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p: 0.9 has no effect on greedy completions"),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command and environment; none of them is set"),
         ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "function and command is set"),
@@ -162,6 +195,13 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"proximal": "log_linear", "correction": {"level": "token"}}},
         {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "sequence"}}},
         {"loss": {"beta": 0.1, "reference": "models/base"}},
+        {"rollout": {"top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}, "loss": TOKEN_WEIGHTS},
+        {"rollout": {"top_p": 0.95}, "loss": {"type": "cispo"}},
+        {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
+        {"rollout": {"stop": ["\nQ:", "END"], "include_stop_str_in_output": True}, "evaluation": {"stop": []}},
+        {"evaluation": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}},
+        {"evaluation": {"repetition_penalty": 1.1, "structured_outputs": {"json_schema": {"type": "object"}}}},
+        {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS},
         {"loss": {"type": "grpo", "reduction": "grpo"}},
         {"loss": {"delta": 1.29}},
         {

@@ -34,8 +34,10 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
         "samples": 2,
         "temperature": 0.7,
         "group_by": "part",
+        "stop": ["\nQ:"],
     }
-    return side_config(folder, model, evaluation=evaluation, **sections)
+    rollout = {"stop": ["END"], **sections.pop("rollout", {})}
+    return side_config(folder, model, evaluation=evaluation, rollout=rollout, **sections)
 
 
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
@@ -92,6 +94,8 @@ def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperatu
         assert len(asked) == 2 * NUM_PROMPTS
         assert len({request["seed"] for request in server.requests}) == 2 * NUM_PROMPTS + 4
         assert {request["temperature"] for request in asked} == {0.7}
+        assert {tuple(request["stop"]) for request in asked} == {("\nQ:",)}
+        assert {tuple(request["stop"]) for request in server.requests if request not in asked} == {("END",)}
         assert result.metrics["reward"] == 0.5  # of two samples one is odd
         assert result.metrics["pass@2"] == 1.0
         assert result.by_group.keys() == {"a", "b"}

@@ -60,6 +60,8 @@ STILL = {f"{RATIO}__min": 0.9999, f"{RATIO}__max": 1.0001}
 FORMAT = {"rewards__format__mean": 0.0, "rewards__format__std": 0.0, "rewards__exact__std": 0.3}
 LONGER = [{**row, "completions/mean_length": 40.0 + 10.0 * row["step"]} for row in _flat()]
 SPIKE = [{**row, "grad_norm": 100.0} if row["step"] == 7 else row for row in _flat()]
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+CUT_OFF = _flat(sampling__sampling_logp_difference__mean=0.2, **{f"{RATIO}__mean": 0.8})
 CASES = [
     Case(key="reward-trend", severity=WARNING, what=["The reward is flat"]),
     Case(key="reward-trend", severity=ERROR, what=["The reward fell"], metrics=steps(20, first=0.8, last=0.3), query=""),
@@ -96,6 +98,11 @@ CASES = [
     Case(key="off-policy", severity=WARNING, what=["importance ratio is 1.2", "It came with training"],
          metrics=_flat(from_step=6, **{f"{RATIO}__mean": 1.2})),
     Case(key="off-policy", severity=ERROR, metrics=_flat(**{f"{RATIO}__mean": 0.5})),
+    # with rollout.top_p the first step shows what it cuts off
+    Case(key="off-policy", severity=None, metrics=CUT_OFF, more={"config": {"rollout": {"top_p": 0.8}}}),
+    Case(key="off-policy", severity=ERROR, what=["0.5 nats on average more than in the first step", "It came with training"],
+         metrics=[{**row, DIFFERENCE: 0.2 if row["step"] < 6 else 0.7} for row in CUT_OFF],
+         more={"config": {"rollout": {"top_p": 0.8}}}),
     Case(key="entropy", severity=WARNING, what=["The entropy collapsed"], metrics=_flat(from_step=9, entropy=0.01)),
     Case(key="entropy", severity=NOTE, metrics=[*RISES[:8], *({**row, "entropy": 0.01} for row in RISES[8:])]),
     Case(key="entropy", severity=WARNING, what=["The entropy exploded"], metrics=_flat(from_step=11, entropy=4.0)),

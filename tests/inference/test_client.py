@@ -120,6 +120,26 @@ def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     assert list(generation.logprobs) == pytest.approx([-0.1, -0.2, -0.5])
     assert seen == [(1, 4)]
     assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
+    assert server.requests[0]["num_sampled"] == 2  # a stop string may begin in them
+
+
+def test_a_structured_output_that_is_broken_off_begins_anew_and_its_attempts_are_bounded() -> None:
+    request = _request().model_copy(update={"structured_outputs": {"choice": ["a"]}})
+
+    async def run(url: str) -> Generation:
+        partial = Generation(token_ids=array("i", [5]), logprobs=array("f", [-0.1]), policy_versions=array("i", [3]))
+        async with _client(FixedServers([url])) as client:
+            return await client.generate(request, partial=partial)
+
+    with local_server(_scripted([line([6], finish=None), BreakOff()], [line([7, 8], version=4)])) as server:
+        generation = _run(run(server.url))
+        assert (list(generation.token_ids), list(generation.policy_versions)) == ([7, 8], [4, 4])
+        assert [(each["token_ids"], each["max_tokens"]) for each in server.requests] == [([1, 2], 8)] * 2
+    with (
+        local_server(_scripted([line([6], finish=None), BreakOff()])) as server,
+        pytest.raises(ServerUnavailableError, match="failed 4 times in a row"),
+    ):
+        _run(run(server.url))
 
 
 @pytest.mark.parametrize("finish", [None, FinishReason.STOP])

@@ -107,8 +107,10 @@ class FakeRenderer:
         ]
         return PolicyTurn(text=text, content=text.replace(str(CALL), "").strip(), tool_calls=calls, parse_error=None)
 
-    def suffix_ids(self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage]) -> list[int]:
-        return [*(70 + number for number in range(len(results))), 79]
+    def suffix_ids(
+        self, calls: Sequence[ToolCall], results: Sequence[TaggedMessage], *, is_ended: bool = True
+    ) -> list[int]:
+        return [*([] if is_ended else [EOS]), *(70 + number for number in range(len(results))), 79]
 
 
 class FakeTools:

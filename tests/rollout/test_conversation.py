@@ -86,6 +86,26 @@ def test_messages_of_the_completion_stand_once_and_the_prompt_only_in_front() ->
     assert [m.content for m in completion.trajectory(make_prompt(text="1 + 1 ="))] == ["1 + 1 =", "5  2", "9", "6 2"]
 
 
+@pytest.mark.parametrize(("is_included", "text"), [(False, "5 6 "), (True, "5 6 7 8")])
+def test_a_stop_string_ends_the_text_and_not_the_tokens(is_included: bool, text: str) -> None:
+    """It ends before the string or with it; all tokens are trained, and the rollout is whole."""
+    client = ScriptedClient(stop(5, 6, 7, 8))
+    completion = _run(client, stop=["7 8"], include_stop_str_in_output=is_included)
+    assert client.requests[0].stop == ["7 8"]
+    assert [message.content for message in completion.completion_messages()] == [text]
+    assert (completion.completion_ids.tolist(), completion.truncated) == ([5, 6, 7, 8], False)
+
+
+def test_calls_are_read_from_all_that_was_sampled_and_a_turn_that_a_stop_string_ended_is_closed() -> None:
+    """ "50 9" is a call and the string that ends it; the next turn begins behind the template's own end of the turn."""
+    client, tools = ScriptedClient(stop(5, CALL, 9), stop(6, EOS)), FakeTools()
+    completion = _run(client, tools, stop=["50 9", " 9"])
+    assert len(tools.executed) == 1
+    assert client.requests[1].token_ids == [10, 11, 5, CALL, 9, EOS, 70, 79]
+    assert completion.completion_mask.tolist() == [1, 1, 1, 0, 0, 0, 1, 1]
+    assert completion.completion_messages()[0].content == "5 "
+
+
 def test_a_turn_cut_by_length_truncates_and_its_calls_are_not_made() -> None:
     """R2.5: finish_reason "length" is truncated."""
     tools = FakeTools()

@@ -52,16 +52,17 @@ class _SilentClient:
             self.cancelled.set()
 
 
-READER = OutputReader(
-    decode=FakeRenderer().completion_text, end_of_turn_ids=frozenset({EOS}), num_tokens=100, max_model_len=50
+SETTINGS = SamplingSettings(
+    temperature=1.0, max_completion_tokens=8, max_model_len=50, stop_token_ids=[EOS], stop=["9 9"]
 )
+READER = OutputReader(decode=FakeRenderer().completion_text, settings=SETTINGS, num_tokens=100)
 
 
 def _trainer(client: Any, renderer: Any = None, seed: int = 0) -> FunctionTrainer:
     return FunctionTrainer(
         client,
         renderer or _Renderer(),
-        SamplingSettings(temperature=1.0, max_completion_tokens=8, max_model_len=50, stop_token_ids=[EOS]),
+        SETTINGS,
         arguments=FunctionArguments(num_generations=2, max_completion_length=8, temperature=1.0),
         max_steps=9,
         served_version=lambda: 7,

@@ -64,6 +64,7 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: str | None = None
     error: str | None = None
     num_chunks: int = 0
 
@@ -74,7 +75,7 @@ class Output:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.versions += [chunk.policy_version] * len(chunk.token_ids)
-        self.finish_reason, self.error = chunk.finish_reason, chunk.error
+        self.finish_reason, self.stop_reason, self.error = chunk.finish_reason, chunk.stop_reason, chunk.error
         self.num_chunks += 1
 
 

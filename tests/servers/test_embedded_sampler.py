@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,12 +16,15 @@ CPU = torch.device("cpu")
 PROBABILITIES = torch.tensor([0.5, 0.05, 0.3, 0.15])
 
 
-def _batch(*settings: dict[str, float], vocab_size: int = 4) -> SamplingBatch:
+def _batch(
+    *settings: dict[str, float], vocab_size: int = 4, tokens: Sequence[Sequence[int]] | None = None
+) -> SamplingBatch:
     requests = [
         GenerateRequest(request_id="r", token_ids=[0], max_tokens=1, **{"temperature": 1.0, **fields})
         for fields in settings
     ]
-    return SamplingBatch.of(requests, vocab_size=vocab_size, device=CPU)
+    tokens = tokens or [[0]] * len(requests)
+    return SamplingBatch.of(requests, tokens=tokens, vocab_size=vocab_size, device=CPU)
 
 
 def _chi_squared(tokens: torch.Tensor, expected: torch.Tensor) -> float:
@@ -76,6 +80,19 @@ def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distri
     assert _chi_squared(tokens, expected + 1e-12) < 15.1  # 1 degree of freedom, one in 10 000
 
 
+def test_a_token_that_is_there_already_is_penalised_by_the_sign_of_its_logit_and_a_new_one_from_then_on() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5, 1.8]])
+    batch = _batch({"repetition_penalty": 2.0, "temperature": 0.0}, tokens=[[0, 1, 0]])
+    token, logprob = sample(logits, batch, np.zeros(1, dtype=np.uint64))
+    assert token.item() == 3  # 2.0 / 2 = 1.0, -1.0 x 2 = -2.0
+    expected = torch.tensor([1.0, -2.0, 0.5, 1.8]).log_softmax(-1)
+    assert logprob.item() == pytest.approx(expected[3].item(), abs=1e-6)
+    batch.note(token)
+    token, logprob = sample(logits, batch, np.zeros(1, dtype=np.uint64))
+    expected = torch.tensor([1.0, -2.0, 0.5, 0.9]).log_softmax(-1)
+    assert (token.item(), logprob.item()) == (0, pytest.approx(expected[0].item(), abs=1e-6))
+
+
 def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 50, generator=generator)
@@ -84,7 +101,7 @@ def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:
         {"seed": 4, "temperature": 0.0, "top_k": 1, "top_p": 0.1},
         {"seed": 5, "temperature": 0.5, "top_p": 0.9},
         {"seed": -6, "temperature": 1.3, "top_k": 10**30},
-        {"seed": 2**70, "temperature": 1.0, "min_p": 0.1},
+        {"seed": 2**70, "temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.5},
     ]
     positions = np.array([4, 5, 6, 7, 8], dtype=np.uint64)
     tokens, logprobs = sample(logits, _batch(*settings, vocab_size=50), positions)

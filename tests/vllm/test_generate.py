@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_async.inference.api import ServerInfo
+from tests.servers.test_sampling_settings import check_reshaped, check_stop_strings
 from tests.support.waiting import eventually
 from tests.vllm.reference import TOLERANCE, Reference, largest_difference
 from tests.vllm.server import MAX_MODEL_LEN, MAX_NUM_SEQS, VllmServer
@@ -39,6 +43,47 @@ def test_a_stop_token_is_the_last_token_of_the_output(vllm_server: VllmServer, v
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     assert len(stopped.logprobs) == len(stopped.token_ids)
+
+
+def test_a_stop_string_ends_generation_as_in_the_embedded_engine(
+    vllm_server: VllmServer, version: int, tiny_model: Path
+) -> None:
+    check_stop_strings(vllm_server, tiny_model)
+    assert eventually(lambda: _running(vllm_server) == 0, 20.0), "vLLM goes on with what was stopped"
+
+
+def test_filters_and_penalties_leave_what_they_leave_in_the_embedded_engine(
+    vllm_server: VllmServer, version: int, model_a: Reference
+) -> None:
+    check_reshaped(vllm_server, model_a.module)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"choice": ["hello world", "the answer"]}, "hello world|the answer"),
+        ({"regex": "[a-c]{4,6}!"}, "[a-c]{4,6}!"),
+        ({"json": {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"],
+                   "additionalProperties": False}}, r'\{\s*"a"\s*:\s*"(x|yy)"\s*\}'),
+        ({"grammar": 'root ::= "one" | "two " root'}, "(two )*one"),
+    ],
+)  # fmt: skip
+def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
+    vllm_server: VllmServer, version: int, model_a: Reference, form: dict[str, Any], pattern: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_a.folder)
+    output = vllm_server.generate(PROMPT, max_tokens=200, structured_outputs=form, ignore_eos=False)
+    assert output.finish_reason == "stop"
+    assert output.token_ids[-1] == tokenizer.eos_token_id
+    assert re.fullmatch(pattern, tokenizer.decode(output.token_ids[:-1]))
+    free = model_a.logprobs(PROMPT, output.token_ids, temperature=1.0)
+    above = [mine - full for mine, full in zip(output.logprobs, free, strict=True)]
+    assert min(above) > -TOLERANCE  # what is left is divided by its probability
+    assert max(above) > 0.5
+    with pytest.raises(AssertionError, match="answered 400"):
+        vllm_server.generate(PROMPT, max_tokens=4, structured_outputs={"regex": "("})
 
 
 def test_tokens_arrive_while_the_request_is_still_running(vllm_server: VllmServer, version: int) -> None:

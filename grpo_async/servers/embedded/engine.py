@@ -29,6 +29,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateChunk, GenerateRequest
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
+from grpo_async.servers.stop_strings import StopWatcher
 
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
@@ -39,10 +40,16 @@ _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # n
 
 
 class RunningSequence:
-    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error."""
+    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error; `watcher`
+    finds its stop strings."""
 
     def __init__(
-        self, request: GenerateRequest, *, eos_ids: Sequence[int], sink: Callable[[GenerateChunk], None]
+        self,
+        request: GenerateRequest,
+        *,
+        eos_ids: Sequence[int],
+        sink: Callable[[GenerateChunk], None],
+        watcher: StopWatcher | None = None,
     ) -> None:
         self.request = request
         self.sink = sink
@@ -50,6 +57,7 @@ class RunningSequence:
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
+        self.watcher = watcher
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
         # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
@@ -60,6 +68,7 @@ class RunningSequence:
         self.pending_ids: list[int] = []
         self.pending_logprobs: list[float] = []
         self.finish_reason: Literal["stop", "length", "abort"] | None = None
+        self.stop_reason: str | None = None
 
     @property
     def cache_key(self) -> tuple[int, ...]:
@@ -77,6 +86,8 @@ class RunningSequence:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
+        if self.watcher is not None and (found := self.watcher.first([token])) is not None:
+            self.finish_reason, self.stop_reason = "stop", found[1]
         return self.finish_reason is not None
 
     def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
@@ -86,6 +97,7 @@ class RunningSequence:
             logprobs=self.pending_logprobs,
             policy_version=policy_version,
             finish_reason=self.finish_reason if error is None else None,
+            stop_reason=self.stop_reason,
             error=error,
             first_token_s=self.first_token_s,
         )
@@ -308,6 +320,7 @@ class SlotEngine:
         ).logits[:, -1]
         assert self._sampling is not None
         tokens, logprobs = sample(logits[: len(rows)], self._sampling, self._next_positions)
+        self._sampling.note(tokens)
         self._tokens[: len(rows)] = tokens
         self._positions[: len(rows)] += 1
         self._next_positions += np.uint64(1)
@@ -359,8 +372,12 @@ class SlotEngine:
         self._tokens = torch.tensor([*(sequence.tokens[-1] for sequence in rows), *filling], device=self.device)
         self._positions = torch.tensor([*(length - 1 for length in lengths), *filling], device=self.device)
         self._next_positions = np.array(lengths, dtype=np.uint64)
-        requests = [sequence.request for sequence in rows]
-        self._sampling = SamplingBatch.of(requests, vocab_size=self.vocab_size, device=self.device)
+        self._sampling = SamplingBatch.of(
+            [sequence.request for sequence in rows],
+            tokens=[sequence.tokens for sequence in rows],
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
         self._rows_changed = False
 
 

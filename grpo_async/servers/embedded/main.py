@@ -121,7 +121,11 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
         policy_version=0,
     )
     served = EmbeddedEngine(
-        engine, description=description, on_failure=end_soon, timeout_s=inference.heartbeat_timeout_s
+        engine,
+        description=description,
+        on_failure=end_soon,
+        timeout_s=inference.heartbeat_timeout_s,
+        tokenizer_options={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
     )
     has_failed = False
 

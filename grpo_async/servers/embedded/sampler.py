@@ -3,7 +3,7 @@
 A row's random number is a hash of (seed, position) and the token is found on the cumulative distribution, so tokens
 depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
 connection goes on as if it had not been cut. Logprobs are of the distribution that was sampled from:
-log_softmax(logits / temperature), after the filters; of the unscaled logits where temperature is 0.
+log_softmax(logits / temperature), after penalty and filters; of the unscaled logits, after the penalty, where temperature is 0.
 """
 
 from __future__ import annotations
@@ -52,12 +52,22 @@ class SamplingBatch:
     greedy: torch.Tensor | None  # [n] bool
     sampled: bool  # some row is not greedy
     top_k: torch.Tensor | None  # [n, 1]; vocabulary size where off
-    top_p: torch.Tensor | None  # [n, 1] double: in single, 1e-320 is 0, which removes every token
+    top_p: torch.Tensor | None  # [n, 1] double, as the sums that it is compared with
     min_p: torch.Tensor | None  # [n, 1]
+    penalty: torch.Tensor | None = None  # [n, 1]; 1 in rows without one
+    seen: torch.Tensor | None = None  # [n, vocab] bool, tokens of prompt and output in rows with a penalty
 
     @classmethod
-    def of(cls, requests: Sequence[GenerateRequest], *, vocab_size: int, device: torch.device) -> SamplingBatch:
-        """Collect the settings of one request per row. Greedy rows take no part in scaling and filtering."""
+    def of(
+        cls,
+        requests: Sequence[GenerateRequest],
+        *,
+        tokens: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingBatch:
+        """Collect the settings of one request per row; prompt and output of the row are `tokens`. Greedy rows take no part in
+        scaling and filtering."""
         greedy = [request.temperature == 0.0 for request in requests]
 
         def column(values: Sequence[float], neutral: float, dtype: torch.dtype) -> torch.Tensor | None:
@@ -66,6 +76,14 @@ class SamplingBatch:
                 return None
             return torch.tensor(used, dtype=dtype, device=device).unsqueeze(1)
 
+        penalties = [request.repetition_penalty for request in requests]
+        penalty = seen = None
+        if any(each != 1.0 for each in penalties):
+            penalty = torch.tensor(penalties, dtype=torch.float32, device=device).unsqueeze(1)
+            seen = torch.zeros(len(requests), vocab_size, dtype=torch.bool, device=device)
+            for row, (each, known) in enumerate(zip(penalties, tokens, strict=True)):
+                if each != 1.0:
+                    seen[row, torch.tensor(known, device=device)] = True
         return cls(
             states=mix_seeds([request.seed for request in requests]),
             temperature=column([request.temperature for request in requests], 1.0, torch.float32),
@@ -76,7 +94,14 @@ class SamplingBatch:
             ),
             top_p=column([request.top_p for request in requests], 1.0, torch.float64),
             min_p=column([request.min_p for request in requests], 0.0, torch.float32),
+            penalty=penalty,
+            seen=seen,
         )
+
+    def note(self, tokens: torch.Tensor) -> None:
+        """The next token of each row. [n]"""
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens.unsqueeze(1), True)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,6 +115,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tu
         tokens [n] int64 and logprobs [n] float32. Logits that are not finite give a logprob that is not finite.
     """
     logits = logits.float()
+    if batch.penalty is not None:
+        assert batch.seen is not None
+        penalised = torch.where(logits > 0, logits / batch.penalty, logits * batch.penalty)
+        logits = torch.where(batch.seen, penalised, logits)
     if batch.temperature is not None:
         logits = logits / batch.temperature
     logits = filter_logits(logits, batch)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -162,6 +162,7 @@ class EmbeddedEngine(Engine):
     Args:
         engine: handed over; nobody else may touch it any more.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
+        tokenizer_options: of the model's, such as `revision`.
         on_failure: called in the event loop after the engine failed and every request was told.
         timeout_s: for the engine to end its step, after which an answer is 503.
     """
@@ -173,9 +174,10 @@ class EmbeddedEngine(Engine):
         description: ServerInfo,
         on_failure: Callable[[], None],
         timeout_s: float = 60.0,
+        tokenizer_options: Mapping[str, Any] | None = None,
     ) -> None:
         known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
-        super().__init__(description.model_copy(update=known))
+        super().__init__(description.model_copy(update=known), tokenizer_options=tokenizer_options)
         self._engine = engine
         self._on_failure = on_failure
         self._timeout_s = timeout_s
@@ -218,6 +220,10 @@ class EmbeddedEngine(Engine):
             raise HTTPException(
                 400, f"temperature {request.temperature} is too small to divide by; use 0 for greedy decoding"
             )
+        if request.structured_outputs is not None:
+            raise HTTPException(
+                400, "structured_outputs: the embedded engine has no grammars; set inference.engine: vllm"
+            )
         if self.failure is not None:
             raise EngineDeadError(self.failure)
         chunks: asyncio.Queue[GenerateChunk] = asyncio.Queue()
@@ -232,7 +238,8 @@ class EmbeddedEngine(Engine):
             if (error := added.exception()) is not None:
                 self._in_loop(take, GenerateChunk(error=str(error)))
 
-        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take)
+        watcher = self.stop_strings.watch(request)
+        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take, watcher=watcher)
         self.requests.enter(sequence)
         try:
             self._thread.call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)

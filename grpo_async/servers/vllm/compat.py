@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
@@ -224,8 +224,12 @@ def _sampling_params(request: GenerateRequest) -> Any:
         top_p=request.top_p,
         top_k=request.top_k,
         min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
+        structured_outputs=StructuredOutputsParams(**request.structured_outputs)
+        if request.structured_outputs
+        else None,
         logprobs=0,  # of the sampled token only
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -313,6 +317,12 @@ def describe(engine: Any) -> ServerInfo:
         per_request_seed=False,
         max_running_requests=config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
     )
+
+
+def tokenizer_options(engine: Any) -> dict[str, Any]:
+    """Of transformers' AutoTokenizer."""
+    config = engine.vllm_config.model_config
+    return {"revision": config.tokenizer_revision, "trust_remote_code": config.trust_remote_code}
 
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:

@@ -37,14 +37,14 @@ _DEAD = "the engine is dead; see the server's log"
 _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
 _NUM_AT_ONCE = 4  # of the warm-up
-_FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01}
+_FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
 
 
 class VllmEngine(Engine):
     """`client` is vLLM's AsyncLLM, which nobody else pauses or updates."""
 
     def __init__(self, client: Any) -> None:
-        super().__init__(compat.describe(client))
+        super().__init__(compat.describe(client), tokenizer_options=compat.tokenizer_options(client))
         self._client = client
         self._is_asleep = False
         self._version = 0
@@ -92,13 +92,24 @@ class VllmEngine(Engine):
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         stream = TokenStream(flush_interval_s=request.flush_interval_s)
+        watcher = self.stop_strings.watch(request)
 
         def deliver(output: compat.EngineOutput | Exception) -> None:
             if isinstance(output, Exception):
                 stream.fail(f"the engine failed: {type(output).__name__}: {output}", version=self._version)
                 return
             self._num_generated_tokens += len(output.token_ids)
-            stream.add(output.token_ids, output.logprobs, version=self._version, finish=output.finish_reason)
+            if watcher is not None and (found := watcher.first(output.token_ids)) is not None:
+                count, stop = found
+                stream.add(
+                    output.token_ids[:count],
+                    output.logprobs[:count],
+                    version=self._version,
+                    finish="stop",
+                    stop_reason=stop,
+                )
+            else:
+                stream.add(output.token_ids, output.logprobs, version=self._version, finish=output.finish_reason)
 
         self._streams.add(stream)
         try:

@@ -110,7 +110,15 @@ class TokenStream:
         self._ready: deque[GenerateChunk] = deque()
         self._sent_at = time.monotonic()
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], *, version: int, finish: str | None) -> None:
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        version: int,
+        finish: str | None,
+        stop_reason: str | None = None,
+    ) -> None:
         """Add tokens of policy `version`; `finish` ends the stream. What comes after the end is ignored.
 
         A token without a finite logprob cannot be trained on: it ends the stream with an error instead of a guess.
@@ -129,7 +137,7 @@ class TokenStream:
             self._runs[-1].logprobs.extend(logprobs)
             self._any.set()
         if finish in get_args(FinishReason):
-            self._close(GenerateChunk(policy_version=version, finish_reason=finish))
+            self._close(GenerateChunk(policy_version=version, finish_reason=finish, stop_reason=stop_reason))
         elif finish is not None:
             self.fail(f"the engine ended the request with {finish!r}", version=version)
 
@@ -162,7 +170,8 @@ class TokenStream:
             self._sent_at = time.monotonic()
             if self._end is not None:
                 if self._ready and self._end.error is None:
-                    ended = self._ready.pop().model_copy(update={"finish_reason": self._end.finish_reason})
+                    end = {"finish_reason": self._end.finish_reason, "stop_reason": self._end.stop_reason}
+                    ended = self._ready.pop().model_copy(update=end)
                     self._ready.append(ended)
                 else:
                     self._ready.append(self._end)

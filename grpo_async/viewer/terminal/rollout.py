@@ -214,7 +214,7 @@ def _turn_title(index: int, turn: TurnRow, rollout: RolloutRow, place: TurnToken
     durations = duration(turn.generation_duration_s)
     if turn.tool_execution_duration_s:
         durations += f" + {duration(turn.tool_execution_duration_s)} tools"
-    parts = [f"turn {index + 1}", count(turn.num_tokens, "token"), turn.finish_reason.value, durations]
+    parts = [f"turn {index + 1}", count(turn.num_tokens, "token"), visible_line(turn.ended_by, 40), durations]
     if sampled_by:
         parts.append(f"v{sampled_by[0]}" + (f"-{sampled_by[-1]}" if len(sampled_by) > 1 else ""))
     return " · ".join(parts)

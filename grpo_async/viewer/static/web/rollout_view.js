@@ -85,6 +85,7 @@ export async function rolloutView({ main, parameters, signal }) {
 
   function drawTurn(turn, index, { first, sampled, last }) {
     const level = turn.finish_reason === "stop" ? "" : "warning";
+    const endedBy = turn.stop_reason ? `${turn.finish_reason} ${JSON.stringify(turn.stop_reason)}` : turn.finish_reason;
     return h(
       "section",
       { class: "panel turn", id: `turn-${index}`, "aria-label": `turn ${index + 1}` },
@@ -93,7 +94,7 @@ export async function rolloutView({ main, parameters, signal }) {
         { class: "row small" },
         h("h2", {}, `Turn ${index + 1}`),
         hint(plural(turn.num_tokens, "token")),
-        h("span", { class: `badge ${level}`, title: "why its generation ended" }, turn.finish_reason),
+        h("span", { class: `badge ${level}`, title: "why its generation ended" }, oneLine(endedBy, 60)),
         hint(`generated in ${Charts.duration(turn.generation_duration_s)}`),
         turn.tool_calls.length ? hint(`tools ${Charts.duration(turn.tool_execution_duration_s)}`) : null,
         spacer(),

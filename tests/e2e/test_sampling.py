@@ -1,0 +1,88 @@
+"""Settings of sampling in a real run: few-shot prompts without a chat template, stop strings, truncated sampling; and an evaluation
+with settings of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from grpo_async.inference.sampling import find_stop
+from grpo_async.records import GroupStatus
+from grpo_async.store.rows import RolloutRow
+from tests.e2e.support import REPOSITORY, SMALL, make_run, rewards
+from tests.support.stored import read_groups
+
+STOP = ["\n", "= "]
+_SHOTS = "3 + 1 = 4\n5 - 2 = 3\n"
+
+
+def _prompts(path: Path, first: range) -> str:
+    rows = [{"prompt": f"{_SHOTS}{a} + {b} =", "answer": str(a + b)} for a in first for b in range(1, 5)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return json.dumps({"type": "jsonl", "path": str(path)})
+
+
+def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_the_weights_of_what_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    run = make_run(
+        tmp_path,
+        "quickstart.yaml",
+        [
+            *SMALL,
+            rewards("user_rewards:by_place"),
+            f"data.train={_prompts(tmp_path / 'train.jsonl', range(1, 5))}",
+            f"rollout.stop={json.dumps(STOP)}",
+            "rollout.top_p=0.8",
+            "rollout.max_staleness=0",
+            "rollout.max_completion_tokens=32",
+            "loss.proximal=recomputed",
+            "loss.correction={level: token, action: truncate}",
+            f"evaluation.data={_prompts(tmp_path / 'held.jsonl', range(5, 7))}",
+            "evaluation.baseline_column=null",
+            "evaluation.stop=['3', '+']",
+            "evaluation.temperature=1.0",
+            "evaluation.top_k=3",
+            "training.max_steps=3",
+        ],
+    )
+    summary, _ = run.complete()
+    assert summary["steps"] == 3
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / ".cache/quickstart/seed_0/model")
+    trained: list[RolloutRow] = []
+    reasons: dict[GroupStatus, set[str | None]] = {GroupStatus.TRAINED: set(), GroupStatus.EVALUATED: set()}
+    for group in read_groups(run.folder / "rollouts"):
+        for rollout in group.rollouts:
+            if group.status in reasons:
+                reasons[group.status].add(rollout.turns[0].stop_reason)
+            if group.status is GroupStatus.TRAINED:
+                trained.append(rollout)
+                _check_ends(rollout, tokenizer, STOP)
+    assert reasons[GroupStatus.TRAINED] & set(STOP)
+    assert reasons[GroupStatus.TRAINED] <= {None, *STOP}
+    assert reasons[GroupStatus.EVALUATED] & {"3", "+"}
+    assert reasons[GroupStatus.EVALUATED] <= {None, "3", "+"}
+    # the same weights sampled and trained: what the trainer has less is the probability of what was cut off
+    differences = np.concatenate([np.subtract(rollout.trainer_logprobs, rollout.logprobs) for rollout in trained])
+    assert differences.max() < 1e-3
+    assert np.log(0.8) - 1e-3 < differences.min() < -0.01
+    weights = np.concatenate([np.array(rollout.weights) for rollout in trained])
+    np.testing.assert_allclose(weights, np.exp(differences), rtol=1e-3)
+
+
+def _check_ends(rollout: RolloutRow, tokenizer: Any, stop: Sequence[str]) -> None:
+    """Nothing was sampled beyond the token that completes a string; the text ends before the string."""
+    ids, (turn,), (message,) = list(rollout.completion_ids), rollout.turns, rollout.messages
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    found = find_stop(text, stop)
+    assert find_stop(tokenizer.decode(ids[:-1], skip_special_tokens=True), stop) is None
+    assert turn.stop_reason == (text[slice(*found)] if found else None)
+    assert message.content == (text[: found[0]] if found else text)
+    assert rollout.truncated == (found is None and ids[-1] != tokenizer.eos_token_id)
+    assert len(rollout.logprobs) == len(rollout.mask) == len(ids)
+    assert set(rollout.mask) == {1}
