@@ -17,7 +17,7 @@ from grpo_async.store.rows import RolloutRow
 from tests.e2e.support import REPOSITORY, SMALL, make_run, rewards
 from tests.support.stored import read_groups
 
-STOP = ["\n", "= "]
+STOP = ["</th", "5"]  # the model closes thoughts that it has not begun; the token has more text
 _SHOTS = "3 + 1 = 4\n5 - 2 = 3\n"
 
 
@@ -45,7 +45,7 @@ def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_th
             "loss.correction={level: token, action: truncate}",
             f"evaluation.data={_prompts(tmp_path / 'held.jsonl', range(5, 7))}",
             "evaluation.baseline_column=null",
-            "evaluation.stop=['3', '+']",
+            "evaluation.stop=['think', '3']",
             "evaluation.temperature=1.0",
             "evaluation.top_k=3",
             "training.max_steps=3",
@@ -54,19 +54,16 @@ def test_a_few_shot_run_stops_at_its_strings_and_trains_what_was_sampled_with_th
     summary, _ = run.complete()
     assert summary["steps"] == 3
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / ".cache/quickstart/seed_0/model")
-    trained: list[RolloutRow] = []
-    reasons: dict[GroupStatus, set[str | None]] = {GroupStatus.TRAINED: set(), GroupStatus.EVALUATED: set()}
-    for group in read_groups(run.folder / "rollouts"):
-        for rollout in group.rollouts:
-            if group.status in reasons:
-                reasons[group.status].add(rollout.turns[0].stop_reason)
-            if group.status is GroupStatus.TRAINED:
-                trained.append(rollout)
-                _check_ends(rollout, tokenizer, STOP)
-    assert reasons[GroupStatus.TRAINED] & set(STOP)
-    assert reasons[GroupStatus.TRAINED] <= {None, *STOP}
-    assert reasons[GroupStatus.EVALUATED] & {"3", "+"}
-    assert reasons[GroupStatus.EVALUATED] <= {None, "3", "+"}
+    groups = read_groups(run.folder / "rollouts")
+    trained = [rollout for group in groups if group.status is GroupStatus.TRAINED for rollout in group.rollouts]
+    for rollout in trained:
+        _check_ends(rollout, tokenizer, STOP)
+    assert {rollout.turns[0].stop_reason for rollout in trained} - {None} == set(STOP)
+    folders = sorted((run.folder / "evaluations").iterdir())
+    evaluated = [rollout for folder in folders for group in read_groups(folder) for rollout in group.rollouts]
+    for rollout in evaluated:
+        _check_ends(rollout, tokenizer, ["think", "3"])
+    assert {rollout.turns[0].stop_reason for rollout in evaluated} >= {"think"}
     # the same weights sampled and trained: what the trainer has less is the probability of what was cut off
     differences = np.concatenate([np.subtract(rollout.trainer_logprobs, rollout.logprobs) for rollout in trained])
     assert differences.max() < 1e-3
