@@ -52,8 +52,8 @@ USED = {
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner": "get_model()",
     "vllm.config:ParallelConfig": "world_size world_size_across_dp data_parallel_index data_parallel_size",
     "vllm.config:SchedulerConfig": "max_num_seqs",
-    "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization trust_remote_code tokenizer_revision "
-    "get_vocab_size()",
+    "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization "
+    "trust_remote_code tokenizer_revision get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",
