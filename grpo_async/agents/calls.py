@@ -9,7 +9,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -34,13 +34,13 @@ class Call:
     tool_choice: Any = "auto"
     stop: Sequence[str] = ()
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Settings of sampling that the request brings, by the names of GenerateRequest: {"temperature": 0.2}."""
     seed: int | None = None
     response_format: Mapping[str, Any] | None = None
     with_logprobs: bool = False
     ignored: Sequence[str] = ()
-    """Fields of the request, beside temperature and top_p, that would change what is sampled, and do not."""
+    """Further fields of the request that would change what is sampled, and do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +254,15 @@ def objects_of(body: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
     if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
         raise refuse(f"{name} is not a list of objects", param=name)
     return found
+
+
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `Call.sampling` that a request sets. `top_k`: -1 means all, as 0 does."""
+    kinds: dict[str, type[Any]] = {
+        "temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float
+    }  # fmt: skip
+    found = {name: number_of(body, name, kind=kind) for name, kind in kinds.items()}
+    return {name: 0 if (name, value) == ("top_k", -1) else value for name, value in found.items() if value is not None}
 
 
 def changed(body: Mapping[str, Any], **neutral: Any) -> list[str]:

@@ -6,8 +6,9 @@ POST /v1/chat/completions
     stop, seed, n       as in the API; n > 1 gives siblings, and not as a stream
     max_tokens, max_completion_tokens, stream, stream_options.include_usage, logprobs
     return_token_ids    as in vLLM: adds `prompt_token_ids` and each choice's `token_ids`
-    ignored             temperature, top_p and other settings of sampling (the run's hold; one warning), metadata, user, ...
-    refused             images, audio, top_logprobs > 0, functions, tool_choice required or named, response_format other than text
+    temperature, top_p, top_k, min_p, repetition_penalty, response_format      see session.py
+    ignored             metadata, user, ...
+    refused             images, audio, top_logprobs > 0, functions, tool_choice required or named
     answers             have `reasoning_content` beside `content` where the policy wrote thinking
 
 POST /v1/completions
@@ -31,6 +32,7 @@ from grpo_async.agents.calls import (
     number_of,
     objects_of,
     refuse,
+    sampling_of,
     text_of,
     texts_of,
 )
@@ -202,17 +204,13 @@ def _num_replies(body: Mapping[str, Any], *, is_stream: bool) -> int:
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """What both APIs say of sampling, for `Call`."""
     return {
-        "temperature": number_of(body, "temperature"),
-        "top_p": number_of(body, "top_p"),
+        "sampling": sampling_of(body),
         "seed": number_of(body, "seed", kind=int),
         "ignored": changed(
             body,
             frequency_penalty=0,
             presence_penalty=0,
-            repetition_penalty=1,
             logit_bias={},
-            top_k=-1,
-            min_p=0,
             min_tokens=0,
             ignore_eos=False,
         ),

@@ -19,7 +19,7 @@ import logging
 import ssl
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import orjson
 from aiohttp import web
@@ -87,6 +87,7 @@ class AgentEndpoint:
         host: to listen at, and for agents to connect to.
         port: 0: any that is free.
         tls: None: plain HTTP.
+        sampling: whose settings of sampling hold; see `rollout.agent.sampling`.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class AgentEndpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         tls: ssl.SSLContext | None = None,
+        sampling: Literal["run", "call"] = "run",
     ) -> None:
-        self._setup = SessionSetup(client, HistoryRenderer(renderer))
+        self._setup = SessionSetup(client, HistoryRenderer(renderer), sampling=sampling)
         self._model = model
         self._host, self._port, self._tls = host, port, tls
         self._sessions: dict[str, AgentSession] = {}

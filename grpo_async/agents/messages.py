@@ -5,8 +5,9 @@ POST /v1/messages
     tools, tool_choice  functions (name, description, input_schema); auto and none
     max_tokens, stop_sequences, stream
     thinking            enabled, adaptive: the policy's thinking is a block of its own; else it is left out
-    ignored             temperature, top_p, top_k (the run's hold; one warning), metadata, cache_control, ...
-    refused             images, documents, tools of Anthropic's servers, tool_choice any or tool, output formats
+    temperature, top_p, top_k, output_config.format      see session.py
+    ignored             metadata, cache_control, ...
+    refused             images, documents, tools of Anthropic's servers, tool_choice any or tool
 
 POST /v1/messages/count_tokens    tokens of the prompt that these messages would make
 """
@@ -23,10 +24,10 @@ from grpo_async.agents.calls import (
     Call,
     Exchange,
     Reply,
-    changed,
     event,
     number_of,
     refuse,
+    sampling_of,
     text_of,
     texts_of,
 )
@@ -56,11 +57,9 @@ class Messages(Exchange):
             tool_choice=kind if kind in ("auto", "none") else _FORCING.get(str(kind), choice),
             stop=texts_of(body.get("stop_sequences"), "stop_sequences"),
             max_tokens=number_of(body, "max_tokens", kind=int),
-            temperature=number_of(body, "temperature"),
-            top_p=number_of(body, "top_p"),
+            sampling=sampling_of(body),
             response_format=body.get("output_format")
             or (output.get("format") if isinstance(output, Mapping) else None),
-            ignored=changed(body, top_k=0),
         )
 
     def answer(self, replies: Sequence[Reply]) -> dict[str, Any]:

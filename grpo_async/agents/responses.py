@@ -6,9 +6,9 @@ POST /v1/responses
     previous_response_id    of an answer of the same rollout
     tools, tool_choice  functions; "auto" and "none"
     max_output_tokens, stream
-    ignored             temperature, top_p (the run's hold; one warning), store, metadata, reasoning, include, ...
-    refused             images, files, tools of OpenAI's servers, tool_choice required or named, text.format other than text,
-                        background, conversation
+    temperature, top_p, text.format      see session.py
+    ignored             store, metadata, reasoning, include, ...
+    refused             images, files, tools of OpenAI's servers, tool_choice required or named, background, conversation
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from grpo_async.agents.calls import Call, Exchange, Reply, event, number_of, refuse, text_of
+from grpo_async.agents.calls import Call, Exchange, Reply, event, number_of, refuse, sampling_of, text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -52,8 +52,7 @@ class Responses(Exchange):
             tools=self._read("tools", _tool),
             tool_choice=body.get("tool_choice") or "auto",
             max_tokens=number_of(body, "max_output_tokens", kind=int),
-            temperature=number_of(body, "temperature"),
-            top_p=number_of(body, "top_p"),
+            sampling=sampling_of(body),
             response_format=text.get("format") if isinstance(text, Mapping) else None,
         )
 

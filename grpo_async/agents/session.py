@@ -7,10 +7,11 @@ each use what was left when they began), `inference.max_model_len` context and a
 number, `rollout.max_turn_tokens` and the call's own `max_tokens` one answer. A call that is cut, or for which no token is left,
 ends with finish_reason "length". After the first call that found nothing left, further ones are refused.
 
-Sampling: what is trained has to be sampled as the run says, so its settings hold; `temperature`, `top_p`, `top_k` of a call are
-ignored, with one warning in a run. A call's `seed` is mixed with that of the rollout: else all rollouts of a
-group would be the same. `response_format` other than text, and a `tool_choice` that forces a call, would sample from another
-distribution too (that of a mask), and are refused.
+Sampling: what is trained is sampled as the run says, so its settings hold: `temperature`, `top_p`, `top_k`, `min_p` and
+`repetition_penalty` of a call are ignored, with one warning in a run, a `response_format` other than text is refused, and a `seed`
+is mixed with that of the rollout, else all rollouts of a group would be the same. Where `rollout.agent.sampling` is "call", and in
+calls that are not trained, all of these are the call's, and other settings that change what is sampled are refused. A
+`tool_choice` that forces a call is refused in any case.
 
 A call counts when its answer is whole: what a cancelled call has sampled (the client hung up, the session was closed) is in no
 completion. The answer to a call whose client hung up after it was whole does count. Stop strings are those of the run
@@ -27,11 +28,13 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from grpo_async.agents.calls import AgentRefusal, Call, OnText, Reply, refuse
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings, find_stop, seed_of
@@ -56,9 +59,13 @@ _WATCH_INTERVAL_S = 0.1
 class SessionSetup:
     """What all sessions of an endpoint share."""
 
-    def __init__(self, client: InferenceClient, renderer: HistoryRenderer) -> None:
+    def __init__(
+        self, client: InferenceClient, renderer: HistoryRenderer, *, sampling: Literal["run", "call"] = "run"
+    ) -> None:
         self.client = client
         self.renderer = renderer
+        self.sampling = sampling
+        """Whose settings hold in a call that is trained."""
         self._said: set[str] = set()
 
     def warn_once(self, field: str) -> None:
@@ -66,8 +73,8 @@ class SessionSetup:
         if field not in self._said:
             self._said.add(field)
             logger.warning(
-                "an agent's call sets `%s`, which is ignored: what is trained has to be sampled as the run says "
-                "(rollout.temperature, top_p and its other settings of sampling)",
+                "an agent's call sets `%s`, which is ignored: what is trained is sampled as the run says (rollout.temperature, "
+                "top_p and its other settings of sampling), unless rollout.agent.sampling is `call`",
                 field,
             )
 
@@ -152,7 +159,8 @@ class AgentSession:
         Raises:
             AgentRefusal: the session is closed, the call cannot be made, or no inference server answers.
         """
-        self._check(call)
+        is_free = not is_trained or self._setup.sampling == "call"
+        self._check(call, is_free=is_free)
         request = self._history.prepare(call)
         self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
@@ -163,21 +171,27 @@ class AgentSession:
             return Reply(id=reply_id, prompt_ids=context, finish_reason="length", created=time.time())
         wanted = budget if call.max_tokens is None else min(budget, call.max_tokens)
         settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
+        seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
+        fields: dict[str, Any] = {"token_ids": context, "max_tokens": wanted, "seed": seed}
+        if is_free:
+            fields |= {
+                **call.sampling,
+                "structured_outputs": _form(call.response_format) or settings.structured_outputs,
+            }
+            fields["seed"] = seed if call.seed is None else call.seed
         reader = None if on_text is None or call.tools else _Reader(self._setup.renderer, call, settings.stop, on_text)
-        generation = await self._generate(
-            settings.request(
-                request_id=f"{self.rollout_id}-t{number}",
-                token_ids=context,
-                max_tokens=wanted,
-                seed=seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed),
-                **({} if reader is None else {"flush_interval_s": _WATCH_INTERVAL_S}),
-            ),
-            number,
-            reader,
-        )
+        if reader is not None:
+            fields["flush_interval_s"] = _WATCH_INTERVAL_S
+        try:
+            asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = str(problem["loc"][0])
+            raise refuse(f"{name} is {problem['input']!r}: {problem['msg']}", param=name) from error
+        generation = await self._generate(asked, number, reader)
         self._num_sampled += len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
-        self.is_truncated |= is_cut and wanted == budget
+        self.is_truncated |= is_trained and is_cut and wanted == budget
         answer, reply = self._read(
             call, request, context, generation, number=number, reply_id=reply_id, settings=settings
         )
@@ -247,15 +261,17 @@ class AgentSession:
         Raises:
             AgentRefusal: as `complete`.
         """
-        self._check(call)
+        self._check(call, is_free=False)
         return len(self._history.prepare(call).context)
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: Call, *, is_free: bool) -> None:
+        """`is_free`: the call's settings of sampling hold."""
         if self.is_closed:
             raise closed()
-        ours = {"temperature": self._settings.temperature, "top_p": self._settings.top_p}
-        other = [name for name, value in ours.items() if getattr(call, name) not in (None, value)]
-        for name in (*other, *call.ignored):
+        if is_free and call.ignored:
+            raise refuse(f"{call.ignored[0]} is not supported", param=call.ignored[0])
+        other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
+        for name in () if is_free else (*other, *call.ignored):
             self._setup.warn_once(name)
         if call.max_tokens is not None and call.max_tokens < 1:
             raise refuse(f"max_tokens is {call.max_tokens}; it has to be at least 1", param="max_tokens")
@@ -265,11 +281,10 @@ class AgentSession:
                 'use "auto" or "none"',
                 param="tool_choice",
             )
-        if call.response_format is not None and call.response_format.get("type", "text") != "text":
+        if _form(call.response_format) is not None and not is_free:
             raise refuse(
-                f"response_format {call.response_format.get('type')!r} is not supported: a grammar's mask would sample from "
-                "another distribution than the policy's; describe the format in the prompt, and reward it, or have the run mask "
-                "every answer (rollout.structured_outputs)",
+                "response_format: a grammar's mask samples from another distribution than the policy's, and this call is trained; "
+                "set rollout.agent.sampling: call, or describe the format in the prompt, and reward it",
                 param="response_format",
             )
 
@@ -315,6 +330,8 @@ class AgentSession:
             if self.is_closed and task.uncancel() == 0:
                 raise closed() from error
             raise
+        except RequestRejectedError as error:
+            raise refuse(str(error)) from error  # such as a form, by an engine without grammars
         except GrpoAsyncError as error:
             self.last_error = f"{type(error).__name__}: {error}"
             raise AgentRefusal(503, "server_error", self.last_error) from error
@@ -404,6 +421,33 @@ def _before(text: str, stop: Sequence[str]) -> str:
     """The text before the stop string that ends it."""
     found = find_stop(text, stop)
     return text if found is None else text[: found[0]]
+
+
+def _form(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Of GenerateRequest.structured_outputs; None for text. Chat Completions nest the schema, Responses and Messages do not.
+
+    {"type": "json_object"} -> {"json": {"type": "object"}}; {"type": "json_schema", "json_schema": {"schema": S}} -> {"json": S}
+
+    Raises:
+        AgentRefusal: it is something else.
+    """
+    if response_format is None:
+        return None
+    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else response_format
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json": {"type": "object"}}
+    nested = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = (
+        (nested if isinstance(nested, Mapping) else response_format).get("schema") if kind == "json_schema" else None
+    )
+    if not isinstance(schema, Mapping):
+        raise refuse(
+            f"response_format {kind!r}: there are text, json_object, and json_schema with a schema",
+            param="response_format",
+        )
+    return {"json": dict(schema)}
 
 
 def _overlap(text: str, stop: str) -> int:

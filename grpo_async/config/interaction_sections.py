@@ -82,6 +82,11 @@ class AgentSection(StrictModel):
     """Most agents that run at once; null = `rollout.max_in_flight`."""
     reward_weight: Weight = 1.0
     """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
+    sampling: Literal["run", "call"] = "run"
+    """Whose settings of sampling hold in calls that bring their own (`temperature`, `top_p`, `top_k`, `min_p`, `seed`,
+    `repetition_penalty`, `response_format`). run: the run's; a call's are ignored with a warning, and a form is refused. call: the
+    call's, as its API says; then the loss has to correct for it (docs/howto/sampling.md), and what is asked with temperature 0 is
+    the same in all rollouts of a group. A form takes vLLM."""
     host: Host = "127.0.0.1"
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)

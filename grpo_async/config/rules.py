@@ -269,12 +269,15 @@ def _sampling_conflicts(config: ExperimentConfig) -> Iterator[str]:
     what was cut off. The weight pi / mu of each token corrects for it; that of a sequence is the product of its tokens' and
     vanishes: 0.97 for each of 500 tokens makes 2e-7. (docs/howto/sampling.md)
     """
-    names, loss = config.rollout.reshaping, config.loss
-    if not names or isinstance(loss, CustomLoss):
+    loss, agent = config.loss, config.rollout.agent
+    values = {name: getattr(config.rollout, name) for name in config.rollout.reshaping}
+    if agent is not None and agent.sampling == "call":
+        values["agent.sampling"] = agent.sampling
+    if not values or isinstance(loss, CustomLoss):
         return
-    values = {name: getattr(config.rollout, name) for name in names}
     what = ", ".join(
-        f"rollout.{name}" + (f": {value}" if isinstance(value, int | float) else "") for name, value in values.items()
+        f"rollout.{name}" + (f": {value}" if isinstance(value, int | float | str) else "")
+        for name, value in values.items()
     )
     is_corrected = loss.proximal == "recomputed" and loss.correction is not None and loss.correction.level == "token"
     weighs_by_itself = isinstance(loss, CispoLoss) and loss.proximal == "sampler"

@@ -67,7 +67,12 @@ class AgentHost:
         async with self._starting:  # binding a port takes no time
             if self._endpoint is None:
                 self._endpoint = AgentEndpoint(
-                    client, renderer, host=section.host, port=section.port, tls=self._certificates
+                    client,
+                    renderer,
+                    host=section.host,
+                    port=section.port,
+                    tls=self._certificates,
+                    sampling=section.sampling,
                 )
             try:
                 await self._endpoint.start()  # without effect on one that listens

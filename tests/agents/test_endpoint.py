@@ -222,6 +222,37 @@ def test_what_ends_an_answer_is_said_in_the_words_of_each_api() -> None:
     _run(policy, agent, num_branches=4)
 
 
+def test_settings_of_sampling_come_through_every_api() -> None:
+    policy = _policy(*"abcd")
+    schema = {"type": "object", "properties": {}}
+    form = {"type": "json_schema", "schema": schema}
+
+    async def main() -> None:
+        async with serving(policy) as (_, session):
+            client = _openai(session).with_options(api_key=session.untrained_key)
+            other = _anthropic(session).with_options(api_key=session.untrained_key)
+            given: dict[str, Any] = {"model": "m", "temperature": 0.25, "top_p": 0.5}
+            nested: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            more = {"top_k": 3, "min_p": 0.125}
+            chat: Any = client.chat.completions.create
+            await chat(**given, messages=[user("q")], seed=3, response_format=nested, extra_body=more)
+            await client.completions.create(**given, prompt="q", seed=3, extra_body={"top_k": -1})
+            await client.responses.create(**given, input="q", text={"format": {"name": "x", **form}})  # type: ignore[typeddict-item]
+            messages: Any = other.messages.create
+            body = given | {"top_k": 3, "output_config": {"format": form}}
+            await messages(model="m", max_tokens=9, messages=[user("q")], extra_body=body)
+            for each in (client, other):
+                await each.close()
+
+    asyncio.run(main())
+    asked = [served.request for served in policy.served]
+    assert {(each.temperature, each.top_p) for each in asked} == {(0.25, 0.5)}
+    assert [each.top_k for each in asked] == [3, 0, 0, 3]
+    assert [each.min_p for each in asked] == [0.125, 0.0, 0.0, 0.0]
+    assert [each.seed == 3 for each in asked] == [True, True, False, False]
+    assert [each.structured_outputs for each in asked] == [{"json": schema}, None, {"json": schema}, {"json": schema}]
+
+
 def test_what_is_called_with_the_second_key_is_answered_and_trained_nowhere() -> None:
     policy = _policy("an answer", "a verdict", "another", per_chunk=2)
 
@@ -350,7 +381,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
         ("completions", {"prompt": ["a", "b"]}, 400, "prompt"),
         ("completions", {"prompt": "a", "echo": True}, 400, "echo"),
         ("responses", {"input": [{"type": "image_generation_call"}]}, 400, "input[0]"),
-        ("responses", {"input": "q", "text": {"format": {"type": "json_schema"}}}, 400, "response_format"),
+        ("responses", {"input": "q", "text": {"format": {"type": "json_object"}}}, 400, "response_format"),
         ("responses", {"input": "q", "previous_response_id": "resp_1"}, 400, "previous_response_id"),
         ("responses", {"input": "q", "background": True}, 400, "background"),
         ("responses", {"input": "q", "tools": [{"type": "web_search"}]}, 400, "tools[0]"),

@@ -91,6 +91,7 @@ def test_a_model_that_has_met_the_words_of_smolagents_learns_inside_of_it(
         "rollout.agent={function: 'agent_smolagents:run', max_concurrent: 32}",
         f"model.path={made.model}",
         "inference.max_model_len=512",
+        "training.max_steps=16",
     )
 
 
