@@ -105,6 +105,10 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"function": "a:b", "tls": {"authority": "c"}}}}, "needs a certificate and its key"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"environment": "gym:x"}}}, "rollout.agent.environment"),
+        (
+            {"rollout": {"agent": {"function": "a:b", "sampling": "call"}}},
+            "rollout.agent.sampling: call samples from another distribution than the policy's",
+        ),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
             {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
@@ -197,6 +201,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"beta": 0.1, "reference": "models/base"}},
         {"rollout": {"top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}, "loss": TOKEN_WEIGHTS},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "cispo"}},
+        {"rollout": {"agent": {"function": "a:b", "sampling": "call"}, "top_p": 0.95}, "loss": TOKEN_WEIGHTS},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
         {"rollout": {"stop": ["\nQ:", "END"], "include_stop_str_in_output": True}, "evaluation": {"stop": []}},
         {"evaluation": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}},
