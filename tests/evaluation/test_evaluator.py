@@ -116,7 +116,6 @@ def test_the_first_completion_of_each_of_the_first_prompts_is_a_row_of_a_table()
         {**texts, "completion": "1", "reward": 3.0, "rewards/_reward": 1.0, "rewards/Maze": 1.0},
         {**texts, "completion": "", "reward": None},
     ]
-    assert "completions" not in result.as_dict(), "they stand in the store of the evaluation"
 
 
 def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> None:
