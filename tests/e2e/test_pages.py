@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, run_command
 
 PAGES = [
@@ -69,6 +70,33 @@ def test_a_command_that_needs_no_run_says_something(line: str) -> None:
     done = run_command(*shlex.split(line)[1:], timeout_s=120.0)
     assert done.returncode in (0, 1) if "doctor" in line else done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", _that_run(*READERS))
+def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRun, tmp_path: Path) -> None:
+    """Its run, group, checkpoint and file are replaced by those that are here."""
+    name, *words = shlex.split(line)[1:]
+    folder, values = (
+        str(golden_run.run.dir),
+        {"--group": "1", "--checkpoint": "latest", "--run": str(golden_run.run.dir)},
+    )
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        if before in values:
+            words[place] = values[before]
+        elif before == "--out":
+            words[place] = str(tmp_path / Path(word).name)
+        elif word.startswith("configs/"):
+            words[place] = str(golden_run.run.config)
+        elif word in ("mine", "other", "short", "long", "quickstart", "NAME") or word.startswith("runs/"):
+            words[place] = folder
+    if name == "export-model":
+        words += ["--out", str(tmp_path / "model")]
+    if name == "report" and "--diff-config" not in words:
+        words += ["--out", str(tmp_path / "report.html")]
+    done = run_command(name, *words, timeout_s=200.0)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _guarantees() -> list[tuple[str, list[Path], str]]:
