@@ -132,15 +132,21 @@ def _command(name: str, command: Any) -> list[str]:
     text = inspect.cleandoc(command.help or "").replace("\b\n", "")
     about, _, examples = text.partition("Examples:\n")
     lines = [f"## grpo-async {name}", "", f"`{' '.join(['grpo-async', name, *arguments])}`", "", about.strip(), ""]
+    context = command.make_context(name, [], resilient_parsing=True)
     for option in command.params:
         if option.param_type_name == "option" and not option.hidden:
-            value = "" if option.is_flag else f" {option.metavar or option.display_type}"
+            value = "" if option.is_flag else f" {option.metavar or _type(option.display_type(context))}"
             lines.append(f"- `{', '.join(option.opts)}{value}`: {option.help}")
     typed, _, more = examples.partition("\n\n")
     for language, block in (("bash", typed), ("text", more)):
         if block.strip():
             lines += ["", f"```{language}", textwrap.dedent(block).strip(), "```"]
     return [*lines, ""]
+
+
+def _type(text: str) -> str:
+    """ "<int range>" -> "INT"."""
+    return text.strip("<>").removesuffix(" range").upper()
 
 
 def _cell(text: str) -> str:

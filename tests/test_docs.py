@@ -40,6 +40,7 @@ def _commands() -> list[tuple[str, str, list[str]]]:
 def test_the_reference_is_fresh() -> None:
     written = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md")}
     assert written == pages(), "run: python -m scripts.reference"
+    assert not any("<bound method" in text for text in written.values())
 
 
 def test_the_pages_have_commands() -> None:
