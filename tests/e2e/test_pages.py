@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,8 @@ def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRu
     """Its run, group, checkpoint and file are replaced by those that are here."""
     name, *words = shlex.split(line)[1:]
     folder, values = (
-        str(golden_run.run.dir),
-        {"--group": "1", "--checkpoint": "latest", "--run": str(golden_run.run.dir)},
+        str(golden_run.run.folder),
+        {"--group": "1", "--checkpoint": "latest", "--run": str(golden_run.run.folder)},
     )
     for place, word in enumerate(words):
         before = words[place - 1] if place else ""
@@ -89,8 +90,12 @@ def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRu
             words[place] = str(tmp_path / Path(word).name)
         elif word.startswith("configs/"):
             words[place] = str(golden_run.run.config)
-        elif word in ("mine", "other", "short", "long", "quickstart", "NAME") or word.startswith("runs/"):
+        elif word in ("other", "long"):
+            words[place] = str(shutil.copytree(folder, tmp_path / word))
+        elif word in ("mine", "short", "quickstart", "sums", "NAME") or word.startswith("runs/"):
             words[place] = folder
+    if name == "status" and not words:
+        words = [folder]  # without one it is the newest under ./runs
     if name == "export-model":
         words += ["--out", str(tmp_path / "model")]
     if name == "report" and "--diff-config" not in words:
