@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ READERS = ("status", "inspect-rollouts", "report", "trace", "export", "export-mo
 ELSEWHERE = {
     "check-reward": "cli/test_check_reward.py",
     "init": "cli/test_init.py",
+    "inspect": "cli/test_inspect_rollouts.py",
     "prepare-quickstart": "quickstart/test_prepare.py",
     "serve-vllm": "inference/test_fleet.py",
 }
@@ -31,6 +35,8 @@ ELSEWHERE = {
 def _commands() -> list[str]:
     found = []
     for page in PAGES:
+        if page.name == "tutorial.md":
+            continue  # they have a test of their own
         for language, block in re.findall(
             r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.M | re.S
         ):
@@ -51,7 +57,7 @@ def test_every_command_of_the_pages_is_run_here_or_named_elsewhere() -> None:
         assert name in here or name in (REPOSITORY / "tests" / ELSEWHERE[name]).read_text(encoding="utf-8"), line
 
 
-@pytest.mark.parametrize("line", [line for line in _that_run("train", "validate") if "train.yaml" not in line])
+@pytest.mark.parametrize("line", _that_run("train", "validate"))
 def test_a_command_that_trains_is_understood(line: str, tmp_path: Path) -> None:
     """`validate` runs as it stands, `train` as a dry run."""
     words = shlex.split(line)[1:]
@@ -102,6 +108,35 @@ def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRu
         words += ["--out", str(tmp_path / "report.html")]
     done = run_command(name, *words, timeout_s=200.0)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_tutorial_lead_from_init_to_a_model(quickstart_files: None, tmp_path: Path) -> None:
+    """In their order, from its second part on; two steps, and few prompts to evaluate on."""
+    text = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (tmp_path / ".cache").symlink_to(REPOSITORY / ".cache")
+    lines = [
+        line for block in re.findall(r"^```bash\n(.*?)^```$", text, flags=re.M | re.S) for line in block.splitlines()
+    ]
+    assert lines[:3] == ["./scripts/quickstart.sh", lines[1], "cd my-run"]
+    few = ["--set", "training.max_steps=2", "--set", "optimizer.warmup_steps=0", "--set", "evaluation.num_prompts=8"]
+    folder, (config,) = tmp_path / "my-run", re.findall(r"^```yaml\n# sums.yaml\n(.*?)^```$", text, flags=re.M | re.S)
+    for line in (lines[1], *lines[3:]):
+        words = shlex.split(line)[1:]
+        words += few if words[0] == "train" and "--dry-run" not in words else []
+        done = subprocess.run(
+            [sys.executable, "-m", "grpo_async", *words],
+            cwd=folder if folder.exists() else tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert done.returncode == 0, line + done.stdout[-3000:] + done.stderr[-3000:]
+        (folder / "sums.yaml").write_text(config, encoding="utf-8")
+    assert (folder / "runs" / "sums" / "model" / "model.safetensors").exists()
+    assert (folder / "runs" / "sums" / "model_step_2" / "model.safetensors").exists()
 
 
 def _guarantees() -> list[tuple[str, list[Path], str]]:
