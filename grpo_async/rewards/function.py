@@ -191,7 +191,7 @@ class RewardFunction:
             return result
         if isinstance(result.error, RewardError):
             raise result.error
-        raise RewardError(self.name, f"raised {result.summary}") from result.error
+        raise RewardError(self.name, f"raised {result.summary}{result.place}") from result.error
 
     def close(self) -> None:
         """End the worker processes and the event loop, if any. Safe to call twice."""

@@ -24,7 +24,7 @@ class ErrorLog:
         kind = f"{what}: {type(error).__name__}"
         self._counts[kind] += 1
         if self._counts[kind] == 1:
-            logger.warning("a %s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
+            logger.warning("%s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
 
     def count(self, kind: str) -> None:
         """Count something that is no error but is to be seen ("prompt too long")."""

@@ -215,6 +215,12 @@ def test_what_only_the_held_out_rows_have_or_lack_is_told_before_anything_starts
         ConfigError, match=r"needs the column\(s\) \['answer'\].*rename with `evaluation\.data\.columns`"
     ):
         check_inputs(config, engine=EMBEDDED)
+    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500}))
+    _write(held_out, [{"prompt": "9 + 9 =" * 20, "answer": "18"}])
+    config = config.model_copy(update={"inference": config.inference.model_copy(update={"max_model_len": 60})})
+    with pytest.raises(ConfigError, match=r"^evaluation\.data: 1 of 1 prompts measured have 60 tokens or more"):
+        check_inputs(config, engine=EMBEDDED)
 
 
 def test_a_port_that_is_taken_is_told_and_a_login_that_is_missing_noted(

@@ -67,7 +67,7 @@ def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
 @pytest.mark.parametrize(
     ("function", "severity", "what"),
     [
-        ("raises_on_empty", "error", "It raised IndexError: list index out of range."),
+        ("raises_on_empty", "error", "It raised IndexError: list index out of range ("),
         ("pays_everything_with_a_digit", "error", "It pays wrong answers"),
         ("substring", "error", "It pays garbage: on row 0 `counting` got 1, as much as gold."),
         ("prefers_garbage", "error", "Gold is below the maximum: on row 0 gold got 0.5"),

@@ -292,7 +292,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
     setup = _Setup(tmp_path, reward=sometimes)
     setup.taken(4, after_queueing=False)
     assert setup.statuses()["failed"] == 3
-    logged = [record for record in caplog.records if "a group failed" in record.message]
+    logged = [record for record in caplog.records if "group failed" in record.message]
     assert len(logged) == 1
     assert "ZeroDivisionError" in caplog.text
     assert sum(setup.errors.counts.values()) == 3

@@ -211,7 +211,7 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
         gauges = side.source.gauges()
         assert gauges["failures/rollout/RequestRejectedError"] == 2
         assert gauges["ledger/groups/failed"] == 1
-    logged = [record for record in caplog.records if "a rollout failed" in record.getMessage()]
+    logged = [record for record in caplog.records if "rollout failed" in record.getMessage()]
     assert len(logged) == 1
     assert logged[0].exc_info is not None
 
