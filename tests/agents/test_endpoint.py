@@ -91,7 +91,7 @@ def test_chat_completions_with_tools_by_the_real_client(is_stream: bool) -> None
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
-    policy = _policy(THOUGHT, "It is 3.", "one two THE END", "x" * 90, per_chunk=3)
+    policy = _policy(THOUGHT, "<think>so 3</think>It is 3.", "one two THE END", "x" * 90, per_chunk=3)
 
     async def complete(client: anthropic.AsyncAnthropic, **fields: Any) -> Any:
         fields = {"model": "any", "max_tokens": 80, "system": "You add.", "tools": [TOOL], **fields}
@@ -116,6 +116,7 @@ def test_messages_with_tools_by_the_real_client(is_stream: bool) -> None:
             }
             messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
             second = await complete(client, messages=messages)
+            assert [block.type for block in second.content] == ["text"]  # thinking was not asked for
             assert (second.content[0].text, second.stop_reason) == ("It is 3.", "end_turn")
             third = await complete(client, messages=[user("q")], tools=[], stop_sequences=["THE"])
             assert (third.content[0].text, third.stop_reason, third.stop_sequence) == (
@@ -156,6 +157,7 @@ def test_responses_with_tools_by_the_real_client(is_stream: bool, keeps_state: b
             assert (second.output_text, second.usage.input_tokens > first.usage.input_tokens) == ("It is 3.", True)
 
     _run(policy, agent)
+    assert "system\nYou add." in policy.chat.completion_text(policy.served[0].request.token_ids)
 
 
 def test_a_text_is_streamed_as_it_is_sampled_by_every_api() -> None:
@@ -511,15 +513,19 @@ def test_a_client_goes_on_after_all_tasks_of_the_loop_were_cancelled() -> None:
 
 
 def test_rewards_by_http() -> None:
-    policy = _policy("a")
+    policy = _policy("a", "b")
 
     async def agent(session: AgentSession) -> None:
         async with _openai(session) as client:
             chat = await client.chat.completions.create(model="m", messages=[user("q")])
+            await client.chat.completions.create(model="m", messages=[user("r")])
             await client.post("/reward", body={"id": chat.id, "reward": 0.5}, cast_to=object)
-        assert session.completion(RolloutStatus.FINISHED).environment_rewards == {"agent": 0.5}
+            await client.post("/reward", body={"reward": 0.25}, cast_to=object)  # of the newest
+        completion = session.completion(RolloutStatus.FINISHED)
+        assert completion.environment_rewards == {"agent": 0.25}
+        assert [branch.reward for branch in completion.branches] == [0.5]
 
-    _run(policy, agent)
+    _run(policy, agent, num_branches=1)
 
 
 def test_odd_letters_and_numbers_come_through() -> None:
