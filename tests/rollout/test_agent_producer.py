@@ -176,6 +176,17 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
     assert {each.error for each in completions} == {"the agent did not end within rollout.agent.timeout_s = 0.3 s"}
 
 
+def test_the_section_says_whose_settings_of_sampling_hold() -> None:
+    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
+        await session.complete(Call(messages=[user("q")], sampling={"temperature": 0.25}))
+        return AgentResult(reward=1.0)
+
+    for sampling, temperature in (("run", 1.0), ("call", 0.25)):
+        policy = _policy()
+        _produce(run, policy=policy, section={"sampling": sampling})
+        assert {each.request.temperature for each in policy.served} == {temperature}
+
+
 def test_no_more_agents_run_at_once_than_the_limit() -> None:
     running: list[int] = []
     most = 0
