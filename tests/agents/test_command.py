@@ -288,5 +288,7 @@ def test_the_row_may_hold_what_json_does_not_know() -> None:
     from datetime import date
 
     code = "import json, sys; print(json.dumps(json.load(sys.stdin)))"
-    result = asyncio.run(_run([*PYTHON, code], {"prompt": "hi", "day": date(2026, 1, 2), 3: "three"}))  # type: ignore[dict-item]
-    assert result.value == json.loads('{"prompt": "hi", "day": "2026-01-02", "3": "three"}')
+    result = asyncio.run(
+        _run([*PYTHON, code], {"prompt": "hi", "day": date(2026, 1, 2), "file": Path("a"), 3: "three"})
+    )  # type: ignore[dict-item]
+    assert result.value == json.loads('{"prompt": "hi", "day": "2026-01-02", "file": "a", "3": "three"}')

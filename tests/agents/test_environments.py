@@ -49,14 +49,15 @@ class TalkTaskset(vf.Taskset[TalkTask, vf.TasksetConfig]):
         yield TalkTask(vf.TaskData(name="talk", system_prompt="Be brief."), self.config.task)
 
 class TalkConfig(vf.EnvConfig):
+    questions: int = 2
     player: vf.AgentConfig = vf.AgentConfig()
 
 class TalkEnv(vf.Env[TalkConfig]):
-    """A user who asks twice."""
+    """A user who asks again."""
 
     async def run(self, task, agents):
         async with agents.player.interaction(task) as talk:
-            for question in ("One?", "Two?"):
+            for question in ("One?", "Two?", "Three?")[: self.config.questions]:
                 if (await talk.turn(question)).terminated:
                     break
 '''
@@ -402,9 +403,10 @@ def test_the_reward_of_several_seats_is_their_mean_and_columns_have_their_names(
 @pytest.mark.usefixtures("verifiers")
 def test_a_taskset_scores_what_there_is_when_the_budget_of_tokens_is_used_up() -> None:
     (row,) = tasks("verifiers:talk_taskset")
-    result, completion = _play(_section("verifiers:talk_taskset"), row, "Yes.", "never said", max_turns=1)
+    section = _section("verifiers:talk_taskset", questions=3)
+    result, completion = _play(section, row, "Yes.", "never said", max_turns=1)
     assert completion.truncated
-    assert result.columns["turns"] == 2.0  # of the second one nothing was left to say
+    assert result.columns["turns"] == 2.0  # of the second one nothing was left to say, and the third was refused
 
 
 @pytest.mark.usefixtures("verifiers")
