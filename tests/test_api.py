@@ -19,12 +19,16 @@ ROOT = Path(__file__).parents[1]
 def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     prepare()
-    settings = ("training.max_steps=2", "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8",
+    # one epoch of ten rows, four a step: the last step has two
+    settings = ("training.max_steps=null", "training.epochs=1", "data.train.limit=10", "rollout.zero_variance=train",
+                "rollout.groups_per_step=4", "rollout.group_size=4", "evaluation.num_prompts=8",
                 "optimizer.warmup_steps=0")  # fmt: skip
     config = load_config("configs/quickstart.yaml", [*settings, f"run.dir={tmp_path}"])
     run = train(config)
     metrics = run.metrics()
-    assert list(metrics["step"]) == [1, 2]
+    assert list(metrics["step"]) == [1, 2, 3]
+    assert list(metrics["epoch"])[-1] == 1.0
+    assert list(metrics["ledger/groups/trained"]) == [4.0, 8.0, 10.0]
     assert metrics["reward"].notna().all()
     everything, some = run.rollouts(), run.rollouts("step = 2 and reward > 0.5")
     assert len(everything) > len(some)

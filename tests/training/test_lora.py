@@ -120,8 +120,9 @@ def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
     [
         {"dtype": "bfloat16", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
         {"lora": {**LORA, "quantization": "nf4"}, "casts_bytes": True},
+        {"dtype": "bfloat16", "lora": {**LORA, "modules_to_save": ["embed_tokens", "lm_head", "norm"]}},
     ],
-    ids=["bfloat16-base", "nf4"],
+    ids=["bfloat16-base", "nf4", "modules-trained-whole"],
 )
 def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Of nf4 the two gather bytes in the compute dtype, as torch 2.11 does."""
@@ -143,7 +144,9 @@ def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, sett
         ShardedParameters(_load(folder, moved=False, lora=settings.get("lora")).model, wire_dtype=torch.float32)
     )
     changed = {name for name in start if not torch.allclose(weights[name].float(), start[name], rtol=1e-2, atol=1e-4)}
-    assert changed <= {name for name in start if "proj" in name}
+    whole = tuple(f"{name}.weight" for name in own["lora"].get("modules_to_save", ()))
+    assert changed <= {name for name in start if "proj" in name or name.endswith(whole)}
+    assert bool(whole) == ("model.embed_tokens.weight" in changed)
     assert any((weights[name].float() - start[name]).abs().max() > 1e-3 for name in start if "proj" in name)
     for name, tensor in weights.items():
         far = (other[name].float() - tensor.float()).abs() > (2e-2 if loose else 2e-4)

@@ -13,6 +13,7 @@ from grpo_async.batching.pack import MicroBatch
 from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy
 from grpo_async.training.model import PolicyOutput
 from tests.support.loss_inputs import loss_section
+from tests.trainer.fakes import loop_config
 
 
 def _batch(
@@ -69,6 +70,13 @@ def test_the_needs_follow_from_the_settings(
     assert objective.needs_reference == reference
     assert objective.needs_old_policy == old
     assert objective.needs_entropy_gradient == entropy_gradient
+
+
+def test_several_passes_over_the_samples_of_a_step_need_the_policy_before_the_first() -> None:
+    for training, needs in (({}, False), ({"num_iterations": 2}, True), ({"minibatches": 2}, True)):
+        loss = {"proximal": "recomputed", "correction": {}}
+        config = loop_config(loss=loss, training=training, rollout={"groups_per_step": 4})
+        assert Objective.from_config(config).needs_old_policy == needs
 
 
 def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:

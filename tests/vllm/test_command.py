@@ -102,13 +102,14 @@ def test_the_gpu_command_uses_the_gpu_options() -> None:
 def test_model_tls_and_extra_arguments_are_passed_on_and_code_of_the_model_only_when_trusted(tmp_path: Path) -> None:
     assert "--trust-remote-code" not in _made().argv
     raw = experiment(str(tmp_path))
-    raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja"}
+    raw["model"] |= {"trust_remote_code": True, "chat_template": "template.jinja", "revision": "v1"}
     raw["inference"]["vllm"]["extra_args"] = ["--max-num-seqs", "3"]
     raw["inference"]["tls"] = {"certificate": "server.pem", "key": "server.key"}
     made = vllm_command(ExperimentConfig.model_validate(raw), 1, platform="cpu", environment={})
     assert "--trust-remote-code" in made.argv
     assert made.env["HF_HUB_OFFLINE"] == "1"
     assert _value(made.argv, "--chat-template") == "template.jinja"
+    assert _value(made.argv, "--revision") == _value(made.argv, "--tokenizer-revision") == "v1"
     assert _value(made.argv, "--ssl-certfile") == "server.pem"
     assert _value(made.argv, "--ssl-keyfile") == "server.key"
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
