@@ -161,7 +161,7 @@ class TrainingSection(StrictModel):
 
     def num_prompts(self, num_rows: int) -> int | None:
         """How many prompts a run of `epochs` over so many rows starts, ceil(epochs x num_rows); None: `max_steps` alone ends it."""
-        # 1.1 x 10 is 11.000000000000002
+        # 0.07 x 100 is 7.000000000000001
         return None if self.epochs is None else math.ceil(round(self.epochs * num_rows, 6))
 
 

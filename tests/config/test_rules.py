@@ -279,5 +279,5 @@ def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:
     assert training(epochs=2).with_rows(50).num_steps == 7  # 100 / 16, the last one of 4 groups
     assert training(epochs=2, max_steps=3).with_rows(50).num_steps == 3
     assert training(max_steps=3).with_rows(50).num_steps == 3
-    assert training(epochs=1.1).training.num_prompts(10) == 11
+    assert training(epochs=0.07).training.num_prompts(100) == 7
     assert training(epochs=0.5).training.num_prompts(5) == 3
