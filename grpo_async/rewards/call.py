@@ -170,11 +170,11 @@ ArgumentCheck = Callable[[Mapping[str, Any]], None]
 """Raises ValueError("NAME: what is wrong"). An argument without a default may be missing; that is reported elsewhere."""
 
 
-def whole_number(arguments: Mapping[str, Any], name: str, default: int, *, minimum: int = 1) -> int:
-    """The argument `name`; ValueError if it is no whole number >= `minimum`."""
+def whole_number(arguments: Mapping[str, Any], name: str, default: int) -> int:
+    """The argument `name`; ValueError if it is no whole number above 0."""
     value = arguments.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{name}: {value!r} must be a whole number of at least {minimum}")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: {value!r} must be a whole number of at least 1")
     return value
 
 

@@ -93,17 +93,9 @@ class Index:
 
     Args:
         writable: further folders that may be written to.
-        threads: of the queries; None: one per core. memory_bytes: most that they take; None: half of the machine's.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        threads: int | None = None,
-        memory_bytes: int | None = None,
-        writable: Sequence[Path] = (),
-    ) -> None:
+    def __init__(self, folder: Path, *, writable: Sequence[Path] = ()) -> None:
         self.folder = folder
         self._lock = threading.RLock()
         self._search_lock = (
@@ -119,7 +111,7 @@ class Index:
         self.generation = 0
         self._scratch = Path(tempfile.mkdtemp(prefix="grpo-async-rollouts-"))
         try:
-            self._connection = _connect((folder, self._scratch, *writable), self._scratch, threads, memory_bytes)
+            self._connection = _connect((folder, self._scratch, *writable), self._scratch)
             create_tables(self._connection)
         except BaseException:
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -514,13 +506,11 @@ def of_query(query: Query) -> Iterator[None]:
         raise QueryError(query.text, 0, len(query.text), problem) from error
 
 
-def _connect(
-    folders: Sequence[Path], scratch: Path, threads: int | None, memory_bytes: int | None
-) -> DuckDBPyConnection:
-    """A database in memory that reaches files in `folders` and no others, and loads no extensions."""
-    memory = memory_bytes or max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
+def _connect(folders: Sequence[Path], scratch: Path) -> DuckDBPyConnection:
+    """A database that reaches files in `folders` and no others, and takes half of the machine's memory at most."""
+    memory = max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2, _MIN_MEMORY)
     connection = connect(
-        threads=str(threads or usable_cpus()),
+        threads=str(usable_cpus()),
         memory_limit=f"{memory // 1024}KiB",
         temp_directory=str(scratch / "spilled"),
     )

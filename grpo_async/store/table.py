@@ -73,19 +73,11 @@ class RolloutTable:
         self._index = index
 
     @classmethod
-    def open(
-        cls,
-        folder: Path,
-        *,
-        threads: int | None = None,
-        memory_bytes: int | None = None,
-        writable: Sequence[Path] = (),
-    ) -> Self:
+    def open(cls, folder: Path, *, writable: Sequence[Path] = ()) -> Self:
         """Read what the folder `rollouts` (or that of an evaluation) holds now. One that is empty, or not there yet, has no rows:
         `notes` says so.
 
         Args:
-            threads: of the queries; None: one per core. memory_bytes: most that they take; None: half of the machine's.
             writable: folders that `write_parquet` may write to.
 
         Raises:
@@ -93,7 +85,7 @@ class RolloutTable:
                 and `damage` name it.
         """
         with ExitStack() as opened:
-            index = Index(folder, threads=threads, memory_bytes=memory_bytes, writable=writable)
+            index = Index(folder, writable=writable)
             opened.callback(index.close)
             index.refresh()
             opened.pop_all()

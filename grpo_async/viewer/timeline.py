@@ -31,6 +31,7 @@ TITLES: Mapping[str, str] = {
 _STEP = "step"
 _STEP_BYTES = b'"name":"step"'
 _WAITS = ("wait for", "queued")
+_NUM_WAITS = 5  # the longest, in a summary
 _TRAINER_WORK = (
     "wait for samples",
     "train",
@@ -298,7 +299,7 @@ class Usage:
         ]
 
 
-def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
+def usage(events: Sequence[Event]) -> Usage | None:
     """Who was busy, and who waited for whom, from the start of the first step to the end of the last (without steps: over all
     events). None without a span of any length.
 
@@ -341,7 +342,7 @@ def usage(events: Sequence[Event], *, num_waits: int = 5) -> Usage | None:
         both_s=overlap(ran("trainer", "train"), generating),
         mean_in_flight=in_flight_s / seconds(generating) if generating else 0.0,
         names=_names(named),
-        waits=sorted(waits, key=lambda event: -event.duration_s)[:num_waits],
+        waits=sorted(waits, key=lambda event: -event.duration_s)[:_NUM_WAITS],
     )
 
 
