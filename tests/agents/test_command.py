@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from grpo_async.agents import keeper
 from grpo_async.agents.agent import AgentError, AgentResult
 from grpo_async.agents.command import load_command_agent
 from grpo_async.config.interaction_sections import AgentSection
@@ -191,13 +192,19 @@ def test_the_keeper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
         code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
         running = asyncio.ensure_future(_run([*PYTHON, code]))
         await until(lambda: len(_marked(mark)) == 3)
-        (keeper,) = [each for each in _marked(mark) if "keeper.py" in " ".join(each.cmdline())]
-        keeper.kill()
+        (its_keeper,) = [each for each in _marked(mark) if "keeper.py" in " ".join(each.cmdline())]
+        its_keeper.kill()
         with pytest.raises(AgentError, match="killed by SIGKILL"):
             await running
         await until(lambda: not _marked(mark))
 
     asyncio.run(run())
+
+
+def test_a_keeper_whose_owner_died_before_it_could_listen_for_that_ends_at_once() -> None:
+    script = str(Path(keeper.__file__))
+    done = subprocess.run([sys.executable, "-I", "-S", script, "0", "0", "sleep", "1000"], timeout=20.0, check=False)
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_kill_nine_of_the_process_that_runs_agents_ends_them(mark: str) -> None:
