@@ -164,6 +164,7 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     first = replace(
         rollout.turns[0],
         parse_error="no JSON at character 3",
+        stop_reason="\nQ:",
         messages=[
             TaggedMessage(role="assistant", content="", origin=Origin.POLICY, tool_calls=[CALL.as_dict()]),
             TaggedMessage(role="tool", content="3", origin=Origin.TOOL, name="add", tool_call_id="abcdefghi"),
@@ -180,7 +181,12 @@ def test_a_page_shows_the_calls_of_messages_the_environments_prompt_and_what_rew
     assert "user (environment)\ncount to 3" in text
     assert "what is 1 + 1?" not in text  # the prompt before reset
     assert 'assistant (policy)\ncalls add({"a": 1})' in text
-    for part in ("tool add (tool)\n3", "extracted: 42", "not searched for tool calls: no JSON at character 3"):
+    for part in (
+        "tool add (tool)\n3",
+        "extracted: 42",
+        r"stop '\nQ:'",
+        "not searched for tool calls: no JSON at character 3",
+    ):
         assert part in text
 
 
