@@ -251,6 +251,17 @@ def test_settings_of_sampling_are_the_calls_where_the_run_says_so_or_nothing_is_
     _with(policy, agent)
 
 
+def test_a_limit_that_cuts_what_is_not_trained_does_not_truncate_the_rollout() -> None:
+    async def agent(session: AgentSession) -> None:
+        call = Call(messages=[user("q")])
+        assert (await session.complete(call, is_trained=False)).finish_reason == "length"
+        assert not session.is_truncated
+        await session.complete(call)
+        assert session.is_truncated
+
+    _with(_policy("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4)
+
+
 def test_what_the_engine_cannot_do_is_refused_to_the_client() -> None:
     """The embedded engine has no grammars."""
 
