@@ -87,8 +87,9 @@ def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_pa
         "Reward 0 → 1 mean of its group, step 0 and step 20 prompt why? answer = so step 0, reward 0 I guess"
     )
     assert text.index("Before and after") < first < text.index("Reward 1 → 0 mean of its group") < text.index("Rewards")
-    write_store(run.evaluation(40), [Group(rewards=[0.0], prompt=prompt, step=40) for prompt in ("why?", "else?")])
-    assert "0 better, 1 worse, 1 as before. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
+    later = [Group(rewards=[0.5], prompt="why?", step=40), Group(rewards=[0.0], prompt="else?", step=40)]
+    write_store(run.evaluation(40), later)
+    assert "1 better, 1 worse, 0 as before. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
 
 
 def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
