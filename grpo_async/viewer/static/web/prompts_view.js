@@ -43,7 +43,7 @@ function changes(title, found, run) {
     h("span", { class: `level ${change > 0 ? "good" : "bad"}` }, signed(change, 2)),
     `${number(first.step)} → ${number(last.step)}`,
   ];
-  const nothing = "No prompt was seen twice.";
+  const nothing = "None among the prompts that were seen twice.";
   return list([title, " ", hint("first occurrence against the last")], title, ["prompt", "#mean reward", "#change", "#step"], found.map(row), nothing);
 }
 
