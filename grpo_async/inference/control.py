@@ -113,9 +113,9 @@ class ServerControl:
         body = {"prompt": text, "add_special_tokens": False}
         return _read(_Tokens, self._request("POST", "/tokenize", body)).tokens
 
-    def is_paused(self, *, timeout_s: float | None = None) -> bool:
+    def is_paused(self) -> bool:
         """Goes through the engine: answers only where that runs."""
-        return _read(_PauseState, self._request("GET", "/is_paused", timeout_s=timeout_s)).is_paused
+        return _read(_PauseState, self._request("GET", "/is_paused")).is_paused
 
     def health(self, *, timeout_s: float) -> None:
         """Returns when the server says that it can generate. A connection that breaks is tried once again."""

@@ -23,6 +23,8 @@ from grpo_async.errors import DeadlineError
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+_MAX_STACKS = 16
+
 
 def result_within(future: concurrent.futures.Future[Result], *, timeout_s: float, what: str, setting: str) -> Result:
     """The result of a coroutine that runs on another thread's loop.
@@ -42,9 +44,9 @@ def result_within(future: concurrent.futures.Future[Result], *, timeout_s: float
 class LoopThread:
     """An event loop that runs from `start` to `stop`."""
 
-    def __init__(self, name: str = "rollout") -> None:
+    def __init__(self) -> None:
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._main, name="rollout", daemon=True)
         self._spawned: list[concurrent.futures.Future[None]] = []  # the loop itself refers to tasks weakly
 
     def start(self) -> None:
@@ -76,12 +78,12 @@ class LoopThread:
         """Run a function on the loop soon."""
         self._loop.call_soon_threadsafe(function)
 
-    def task_stacks(self, *, limit: int = 16) -> str:
-        """Where the tasks of the loop wait, a line for each, `limit` at most. From any thread, also when the loop hangs."""
+    def task_stacks(self) -> str:
+        """Where the tasks of the loop wait, a line for each, the first 16. From any thread, also when the loop hangs."""
         tasks = sorted(asyncio.all_tasks(self._loop), key=lambda task: task.get_name())
-        lines = [f"{task.get_name()}: {' > '.join(_awaits(task.get_coro()))}" for task in tasks[:limit]]
-        if len(tasks) > limit:
-            lines.append(f"and {len(tasks) - limit} more tasks")
+        lines = [f"{task.get_name()}: {' > '.join(_awaits(task.get_coro()))}" for task in tasks[:_MAX_STACKS]]
+        if len(tasks) > _MAX_STACKS:
+            lines.append(f"and {len(tasks) - _MAX_STACKS} more tasks")
         return "\n".join(lines)
 
     def cancel_all(self, *, timeout_s: float) -> bool:

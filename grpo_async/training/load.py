@@ -36,16 +36,14 @@ _COMPARED_ROWS = 4096
 logger = logging.getLogger(__name__)
 
 
-def load_policy(
-    section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int, seed: int = 0
-) -> Policy:
+def load_policy(section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int) -> Policy:
     """The whole model in `model.dtype` in this process's memory; see `build_policy` for the rest.
 
     Raises:
         ConfigError: no model at `model.path`, or one whose log-probabilities the trainer would get wrong.
     """
     policy = build_policy(section, temperature=temperature, chunk_tokens=chunk_tokens, max_model_len=max_model_len)
-    load_weights(policy, section.path, revision=section.revision, device=torch.device("cpu"), seed=seed)
+    load_weights(policy, section.path, revision=section.revision, device=torch.device("cpu"))
     return policy
 
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 0.5  # a loop that is not held; else somebody holds it
 _CLOSE_TIMEOUT_S = 5.0
+_MAX_HELD = 4  # loops; with so many, calls are refused
 
 
 class LoopHeldError(TimeoutError):
@@ -41,12 +42,10 @@ class UserLoop:
 
     Args:
         name: what runs there, for threads and errors ("reward judge").
-        max_abandoned: with this many loops still held, calls are refused.
     """
 
-    def __init__(self, name: str, *, max_abandoned: int = 4) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._max_abandoned = max_abandoned
         self._lock = threading.Lock()
         self._current: _Loop | None = None
         self._abandoned: list[_Loop] = []
@@ -87,7 +86,7 @@ class UserLoop:
     def _start(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> tuple[Future[Result], _Loop]:
         with self._lock:
             self._abandoned = [loop for loop in self._abandoned if loop.thread.is_alive()]
-            if len(self._abandoned) >= self._max_abandoned:
+            if len(self._abandoned) >= _MAX_HELD:
                 raise ThreadsExhaustedError(
                     f"{self._name}: {len(self._abandoned)} of its event loops are still held past the time limit, the last "
                     f"at {self._abandoned[-1].held_at()}, and threads cannot be killed"

@@ -116,9 +116,7 @@ def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
     return max((config.model.compute_dtype_in_use, config.inference.dtype_in_use, *served), key=_DTYPES.index)
 
 
-def probe_sequences(
-    prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int, seed: int = 0
-) -> list[list[int]]:
+def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max_model_len: int) -> list[list[int]]:
     """Token sequences to compare on: 16, 64 and 300 tokens, as far as one token less than `max_model_len` allows.
 
     The first half (or less) of each is the run's own: prompt i of `prompt_ids` for sequence i, from the front. The rest is
@@ -130,7 +128,7 @@ def probe_sequences(
         vocab_size: random ids are below it; prompt ids must be.
         max_model_len: of the server, which samples one token more than it scores; at least 3.
     """
-    generator = random.Random(seed)
+    generator = random.Random(0)
     lengths = sorted({min(length, max_model_len - 1) for length in _LENGTHS})
     sequences = []
     for number, length in enumerate(lengths):

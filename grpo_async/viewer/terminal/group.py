@@ -43,9 +43,9 @@ def _message(message: TaggedMessage) -> str:
     return "\n".join(part for part in (said, *(f"[calls] {call_text(call)}" for call in message.tool_calls)) if part)
 
 
-def columns_that_fit(width: int, num_rollouts: int, wanted: int | None, narrowest: int = 34) -> int:
-    """How many rollouts stand side by side: as many as `wanted`, or as fit with `narrowest` cells each."""
-    most = max(1, (width + _SEPARATOR) // ((12 if wanted else narrowest) + _SEPARATOR))
+def columns_that_fit(width: int, num_rollouts: int, wanted: int | None) -> int:
+    """How many rollouts stand side by side: as many as `wanted`, or as fit with 34 cells each."""
+    most = max(1, (width + _SEPARATOR) // ((12 if wanted else 34) + _SEPARATOR))
     return max(1, min(num_rollouts, wanted or most, most))
 
 
