@@ -96,6 +96,8 @@ def _anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, *sorted(FOLDER.glob("*.md"))], ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    named = set(re.findall(r"^\[([^\]]+)\]: ", text, re.M))
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == named
     for link in LINK.findall(re.sub(r"`[^`\n]*`", "", text)):
         if link.startswith(("https://", "http://", "mailto:")):
             continue
