@@ -309,7 +309,7 @@ class _Findings:
             f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
             "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
         )
-        if rewards := [reward.name or reward.own_name for reward in self.config.rewards]:
+        if rewards := [reward.name or reward.function or reward.own_name for reward in self.config.rewards]:
             self.notes.append(
                 f"rollout.agent: its own reward (`agent`, weight {section.reward_weight:g}) is added to that of "
                 f"{', '.join(rewards)}; where its result has none, they judge alone"
