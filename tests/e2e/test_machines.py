@@ -85,18 +85,26 @@ def network() -> Iterator[list[Machine]]:
         yield found
 
 
+SETTINGS = (
+    *SMALL,
+    "optimizer.lr=0.001",
+    "evaluation.num_prompts=8",
+    "checkpoint.every_steps=2",
+    "launch.nodes.train=2",
+    "launch.nodes.infer=2",
+    "training.max_steps=5000",
+)
+
+
 @pytest.fixture
 def cluster(network: list[Machine], tmp_path: Path) -> Iterator[Cluster]:
-    settings = (
-        *SMALL,
-        "optimizer.lr=0.001",
-        "evaluation.num_prompts=8",
-        "checkpoint.every_steps=2",
-        "launch.nodes.train=2",
-        "launch.nodes.infer=2",
-        "training.max_steps=5000",
-    )
-    cluster = Cluster(nodes=network, run=make_run(tmp_path, "quickstart.yaml", settings))
+    with _running(network, make_run(tmp_path, "quickstart.yaml", SETTINGS)) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def _running(nodes: list[Machine], run: Run) -> Iterator[Cluster]:
+    cluster = Cluster(nodes=nodes, run=run)
     try:
         yield cluster
     finally:
@@ -221,3 +229,40 @@ def test_a_machine_that_only_serves_may_be_lost(cluster: Cluster) -> None:
     processes[0].send_signal(signal.SIGTERM)
     _ends(processes, 143, 143, -signal.SIGKILL, 143)
     assert cluster.run.summary()["ledger_closed"]
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("needs_vllm")
+def test_vllm_serves_on_two_machines_gets_every_push_and_is_restarted_where_it_was(
+    network: list[Machine], tmp_path: Path
+) -> None:
+    """And SIGTERM on all four, as a scheduler sends it, ends vLLM's processes, too."""
+    settings = (
+        *SETTINGS,
+        "launch.colocate=false",
+        "inference.heartbeat_timeout_s=60",
+        "inference.restart_delay_s=0",
+        "weights.verify_every_pushes=1",
+    )
+    with _running(network, make_run(tmp_path, "quickstart-vllm.yaml", settings)) as cluster:
+        run, processes = cluster.run, cluster.start()
+
+        def serve_both(restarts: int) -> bool:
+            line = run.metrics()[-1] if run.metrics() else {}
+            return (line.get("servers/serving"), line.get("servers/restarts")) == (2, restarts)
+
+        run.wait_for(lambda: serve_both(0), processes[0], what="a step with both servers", timeout_s=LIMIT_S)
+        for rank in (2, 3):
+            assert cluster.processes_on(rank, "vllm.entrypoints.")
+        cluster.processes_on(3, "vllm.entrypoints.")[0].kill()
+        run.wait_for(lambda: serve_both(1), processes[0], what="the vLLM of node 3 to serve again", timeout_s=LIMIT_S)
+        run.wait_for_step(len(run.metrics()) + 2, processes[0], timeout_s=LIMIT_S)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        _ends(processes, 143, 143, 143, 143)
+        assert run.checkpoints()[-1] == len(run.metrics())
+        assert run.summary()["ledger_closed"]
+        compared = [line["sync/verify_max"] for line in run.metrics() if "sync/verify_max" in line]
+        assert len(compared) >= 4
+        assert max(compared) < 1e-3  # float32 on both sides
+        cluster.assert_nothing_is_left()
