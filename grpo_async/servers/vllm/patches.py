@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from grpo_async.utils.network import listening_store
@@ -48,6 +49,15 @@ def _create_store_on_its_own_address(
     if rank == 0:
         return listening_store(hostname, port, world_size, timeout, multi_tenant=False, use_libuv=use_libuv)
     return dist.TCPStore(hostname, port, world_size, timeout=timeout, multi_tenant=False, use_libuv=use_libuv)
+
+
+# ---- vLLM 0.32 on a CPU with AMX, in the process that computes ----
+
+
+def ask_for_amx() -> None:
+    """Ask Linux for the tiles that vLLM's kernels for bfloat16 use, where the CPU has them: without that the first step ends the
+    process by SIGILL. (Up to 0.27 vLLM needs no help.)"""
+    torch.cpu._init_amx()
 
 
 # ---- vLLM, API server: AsyncMPClient.get_output_async ----
