@@ -25,6 +25,7 @@ from grpo_async.display.status import MetricsTail, print_status, progress_of, re
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
+from grpo_async.launcher import advising
 from grpo_async.launcher.advising import Advisor
 from grpo_async.run_directory import RunDir
 from tests.display.support import METRICS
@@ -295,6 +296,19 @@ def _advised(run_dir: RunDir, every_steps: int) -> Mock:
     for step in range(16, 41):
         advisor.show("step", {"step": step, "metrics": STEP})
     return display
+
+
+def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 16)))
+    judged: list[list[float]] = []
+    monkeypatch.setattr(advising, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics]))
+    setup = pipeline_setup(max_in_flight=256)
+    advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir, resume_step=15)
+    for step in (11, 12):
+        advisor.show("step", {"step": step, "metrics": STEP})
+    advisor.show("evaluation", {})
+    assert judged == [[*range(1, 13)]]
 
 
 def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:

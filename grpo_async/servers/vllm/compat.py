@@ -116,6 +116,7 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
         finally:
             finalize_layerwise_reload(model, model_config)
         _repack_tied_heads(model)
+        _repack_experts(model)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
@@ -143,6 +144,15 @@ def _repack_tied_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and uses[id(module.weight)] > 1:
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts(model: Any) -> None:
+    """On a CPU vLLM packs fused experts for its kernel when they are loaded first, and not when they are loaded again (from 0.28 on)."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if hasattr(experts, "isa"):  # those of a CPU
+            experts.process_weights_after_loading(module)
 
 
 # ---- API server ----
