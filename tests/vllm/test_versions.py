@@ -219,8 +219,8 @@ class _Mixture(Reference):
 @pytest.mark.usefixtures("needs_vllm")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_push_reaches_fused_experts_whose_parts_arrive_in_several_buckets(tmp_path: Path, workers: int) -> None:
-    """In bfloat16: vLLM 0.27 on a CPU with AMX has no other kernel for them. Rounding moves a log-probability by 0.05 at most, other
-    weights by 1 and more."""
+    """In bfloat16: vLLM 0.27 on a CPU with AMX has no other kernel for them. Rounding moves a log-probability by 0.05 at most,
+    other weights by 1 and more."""
     first, second = _Mixture(tmp_path / "first", seed=0), _Mixture(tmp_path / "second", seed=1)
     tokens = [20 + position % 200 for position in range(40)]
     config = experiment(str(tmp_path / "first"), tensor_parallel_size=workers)

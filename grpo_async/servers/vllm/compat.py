@@ -147,7 +147,8 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _repack_experts(model: Any) -> None:
-    """On a CPU vLLM packs fused experts for its kernel when they are loaded first, and not when they are loaded again (from 0.28 on)."""
+    """On a CPU vLLM, from 0.28 on, packs fused experts for its kernel when they are loaded first, and not when they are loaded
+    again."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         experts = getattr(kernel, "fused_experts", None)
