@@ -83,6 +83,7 @@ def test_a_gpu_that_is_planned_and_that_torch_does_not_see_is_an_error(
 ) -> None:
     """Not a run on the CPU, in the precision of a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(lead_module, "lead", lambda *_: pytest.fail("it trains"))
     config = side_config(tmp_path, tiny_model)
     place = _place(config, tmp_path).model_copy(update={"on_gpu": True})
     with pytest.raises(ConfigError, match=r"launch\.device: .* torch .* sees none.*launch\.device: cpu"):
