@@ -150,8 +150,8 @@ def _repack_experts(model: Any) -> None:
     """On a CPU vLLM, from 0.28 on, packs fused experts for its kernel when they are loaded first, and not when they are loaded
     again."""
     for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        experts = getattr(kernel, "fused_experts", None)
+        kernel: Any = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts: Any = getattr(kernel, "fused_experts", None)
         if hasattr(experts, "isa"):  # those of a CPU
             experts.process_weights_after_loading(module)
 
