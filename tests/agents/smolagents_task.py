@@ -33,7 +33,7 @@ class SmolagentsTask(ToolTask):
     """
 
     name = "smolagents"
-    recipe = WarmupRecipe(num_steps=680, batch_size=12, lr=3e-3, good_share_after=1 / 3)
+    recipe = WarmupRecipe(num_steps=680, batch_size=12, lr=3e-3, good_fraction_after=1 / 3)
 
     def __init__(
         self,
