@@ -61,10 +61,10 @@ def clipped(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def both_ends(text: str, most: int) -> str:
+def both_ends(text: str, limit: int) -> str:
     """At most so many characters (3 at least), the middle left out: "abcdefghij", 7 -> "abc…hij"."""
-    half = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
+    half = (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
 
 
 def backticked(names: Iterable[object]) -> str:
