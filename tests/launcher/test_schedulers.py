@@ -385,7 +385,7 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
 
     job = start()
     token = run.folder / "token"
-    wait_for(token.exists, what="the token", timeout_s=LIMIT_S)
+    wait_for(lambda: token.is_file() and bool(token.read_text()), what="the token", timeout_s=LIMIT_S)
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     secret = token.read_text()
     run.wait_for_step(2, job, timeout_s=LIMIT_S)
