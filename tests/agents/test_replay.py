@@ -93,7 +93,7 @@ def test_random_conversations_have_the_logprobs_of_a_replay_on_every_path(tmp_pa
         logprobs: list[float] = teacher_forced(model, context, output, TEMPERATURE).tolist()
         return logprobs
 
-    with live(model, max_model_len=1024) as server:
+    with live(model, max_model_len=1024, model_path=str(folder)) as server:  # it finds stop strings by the tokenizer
         found = asyncio.run(converse(server.url))
     for policy, received, completion in found:
         check_exact(policy, completion, replay, tolerance=2e-5)
