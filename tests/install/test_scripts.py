@@ -137,8 +137,8 @@ def test_an_unknown_extra_is_refused_with_the_known_ones(checkout: Path) -> None
     result = _run(command, folder=checkout, environment=_environment(checkout))
     assert result.returncode == 2
     assert (
-        "unknown extra mats; known: agents, hub, lora, math, mlflow, openenv, pandas, parquet, prometheus, quantization, "
-        "reasoning-gym, tensorboard, trackio, verifiers, vllm, wandb" in result.stderr
+        "unknown extra mats; known: agents, docs, hub, lora, math, mlflow, openenv, pandas, parquet, prometheus, "
+        "quantization, reasoning-gym, tensorboard, trackio, verifiers, vllm, wandb" in result.stderr
     )
 
 
