@@ -167,8 +167,8 @@ class EvaluationSection(StrictModel):
     at_start: bool = True
     """Evaluate before the first step."""
     samples: Count = 1
-    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... up to this, majority@k (where answers
-    can be read) for those from 3 on, and mean@k for k = this."""
+    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, majority@k (where
+    answers can be read) for those from 3 on, and mean@k for k = this."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0 = greedy, else at least 0.01."""
     top_p: TopP = 1.0

@@ -301,8 +301,8 @@ def _sampling_conflicts(config: ExperimentConfig) -> Iterator[str]:
 def _metrics(samples: int) -> list[str]:
     """Metrics of an evaluation with so many completions of a prompt in which larger is better (evaluation.metrics)."""
     several = [f"mean@{samples}", "answered"] if samples > 1 else []
-    powers = [k for k in (1 << n for n in range(21)) if k <= samples]
-    return ["reward", *(f"pass@{k}" for k in powers), *(f"majority@{k}" for k in powers if k > 2), *several]
+    reported = [*(k for k in (1 << n for n in range(21)) if k < samples), samples]  # scoring.passes.powers_up_to
+    return ["reward", *(f"pass@{k}" for k in reported), *(f"majority@{k}" for k in reported if k > 2), *several]
 
 
 def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:

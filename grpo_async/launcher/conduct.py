@@ -27,7 +27,7 @@ from grpo_async.utils.safe_text import plain
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
-"""After a signal: a scheduler's SIGKILL follows soon (launch.slurm plans with a minute more than the stop)."""
+"""After a signal: a scheduler's SIGKILL follows soon (cluster.slurm plans with a minute more than the stop)."""
 _MAX_PROBLEM = 400  # characters of what the child said
 
 

@@ -200,7 +200,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("eval/majority_baseline", "fraction of the most frequent answer (evaluation.baseline_column)", "fraction", _LAST),
     _metric("eval/rewards/{name}", "mean of the reward `{name}` on held-out prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/pass@{k}", "chance that one of {k} samples passes", "fraction", _LAST, _HIGHER),
-    _metric("eval/mean@{k}", "fraction of passing samples among {k}", "fraction", _LAST, _HIGHER),
+    _metric("eval/mean@{k}", "mean reward of {k} completions of a prompt, over prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/majority@{k}", "fraction of prompts whose most frequent answer of {k} passes", "fraction", _LAST, _HIGHER),
     _metric("eval/mean_length", "sampled tokens of a held-out completion", "tokens", _LAST),
     _metric("eval/truncated", "fraction of held-out completions that a limit ended", "fraction", _LAST, _LOWER),

@@ -20,11 +20,12 @@ def finite(value: object) -> float | None:
 
 
 def format_number(value: float) -> str:
-    """Three significant digits: 0.123456 -> "0.123", 1234.5 -> "1,234", 1.5e6 -> "1.5M", 1e-05 -> "1e-05"."""
+    """Three significant digits: 0.123456 -> "0.123", 1234.5 -> "1,234", 1.5e6 -> "1.5M", 999.7 -> "1,000", 1e-05 -> "1e-05"."""
+    size = abs(float(f"{value:.3g}"))
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if limit <= abs(value) < 1e15:
+        if limit <= size < 1e15:
             return f"{value / limit:.3g}{unit}"
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 1e3 <= size < 1e6 else f"{value:.3g}"
 
 
 def format_bytes(number: float) -> str:

@@ -92,7 +92,7 @@ def push_weights(
         timeline: takes the phases; within "transfer" what gathering and, on a track of its own, sending each bucket took.
 
     Returns:
-        The metrics sync/* of this push (tracking.metrics has what each is).
+        The metrics sync/* of this push (tracking.catalog has what each is).
 
     Raises:
         PushFailedError: servers failed, or the broadcast to them did. Those that still answer go on with their weights, if they

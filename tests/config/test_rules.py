@@ -164,8 +164,8 @@ def _config(**sections: Any) -> ExperimentConfig:
             "environments.maze.max_instances: 8 is less than evaluation.samples: 16",
         ),
         (
-            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples": 4, "temperature": 1.0}},
-            "reward, pass@1, pass@2, pass@4",
+            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples": 6, "temperature": 1.0}},
+            "reward, pass@1, pass@2, pass@4, pass@6, majority@4, majority@6",
         ),
         ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best: 1 goes by evaluations during training"),

@@ -26,7 +26,7 @@ def test_every_trained_token_of_a_run_has_its_stats_and_the_metrics_are_their_me
     flags_seen = 0
     for line in run.metrics():
         rollouts = trained[int(line["step"])]
-        stats = {name: _of(rollouts, name) for name in ("trainer_logprobs", "weights", "entropies", "marks")}
+        stats = {name: _of(rollouts, name) for name in ("trainer_logprobs", "weights", "entropies", "token_flags")}
         sampler = np.concatenate([np.array(r.logprobs, dtype=np.float64)[np.array(r.mask) == 1] for r in rollouts])
         weights, difference = stats["weights"], np.abs(stats["trainer_logprobs"] - sampler)
         assert len(weights) == line["num_tokens"]
@@ -37,7 +37,7 @@ def test_every_trained_token_of_a_run_has_its_stats_and_the_metrics_are_their_me
         )
         assert stats["entropies"].mean() == pytest.approx(line["entropy"], rel=1e-5)
         assert difference.mean() == pytest.approx(line["sampling/sampling_logp_difference/mean"], rel=1e-4, abs=1e-6)
-        clipped = (stats["marks"].astype(int) & (TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH)) > 0
+        clipped = (stats["token_flags"].astype(int) & (TokenFlag.CLIPPED_LOW | TokenFlag.CLIPPED_HIGH)) > 0
         assert clipped.mean() == pytest.approx(line["clip_ratio/region_mean"])
         flags_seen += int(clipped.sum())
         ages = [line["step"] - 1 - version for r in rollouts for version in r.versions if version >= 0]
