@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_async.utils.folders import replacing
+from grpo_async.utils.atomic_files import replacing
 
 
 class _Entry:

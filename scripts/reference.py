@@ -13,7 +13,7 @@ from typing import Any
 import typer.main
 
 from grpo_async.cli.app import app
-from grpo_async.config.other_names import OTHER_NAMES
+from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.reference import all_keys
 from grpo_async.config.shape import RENAMED_KEYS
 from grpo_async.store.schema import COLUMNS

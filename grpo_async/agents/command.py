@@ -1,10 +1,10 @@
 """Agents that are a command: a process for each rollout, which calls the model by the variables in its environment.
 
-    row as JSON -> stdin | keeper -> command -> ... | stdout -> last line: the result as JSON
+    row as JSON -> stdin | subreaper -> command -> ... | stdout -> last line: the result as JSON
                                                     | stderr -> its end, for the message about a rollout that failed
 
 Invariant: when a run is over (it ended, failed, took too long, was cancelled, or this process was killed), the command and all that
-it has started are dead; `keeper` sees to that, in the sandbox its namespaces.
+it has started are dead; `subreaper` sees to that, in the sandbox its namespaces.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from grpo_async.agents.agent import AgentError, AgentResult, read_result
-from grpo_async.agents.keeper import CANNOT_START
 from grpo_async.agents.session import AgentSession
+from grpo_async.agents.subreaper import CANNOT_START
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
@@ -36,13 +36,13 @@ from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
 from grpo_async.utils.child_process import CHUNK, ChildProcess
-from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.text import clipped
 
 SETTING = "rollout.agent.command"
 
 _END_TIMEOUT_S = 10.0
-"""From the order to end until everything is dead; then the keeper is killed, too."""
+"""From the order to end until everything is dead; then the subreaper is killed, too."""
 _MAX_STDERR = 4096  # bytes of its end that are kept
 _MAX_SHOWN = 500  # characters of it in a message
 _HIDDEN_VARIABLES = (
@@ -84,16 +84,16 @@ class CommandAgent:
         """What it writes to stdout; raises AgentError."""
         section, problem = self._section, ""
         stdout, stderr = bytearray(), bytearray()
-        keeper = await _start_keeper(self._command, section.memory_mb or 0, _environment(session))
-        with contextlib.closing(keeper):
-            reading = asyncio.create_task(_read(keeper.stdout, stdout, limit=section.max_output_kb << 10))
-            reading_end = asyncio.create_task(_read_end(keeper.stderr, stderr))
-            ending = asyncio.create_task(keeper.exited.wait())
+        subreaper = await _start_subreaper(self._command, section.memory_mb or 0, _environment(session))
+        with contextlib.closing(subreaper):
+            reading = asyncio.create_task(_read(subreaper.stdout, stdout, limit=section.max_output_kb << 10))
+            reading_end = asyncio.create_task(_read_end(subreaper.stderr, stderr))
+            ending = asyncio.create_task(subreaper.exited.wait())
             tasks = {reading, reading_end, ending}
             try:
-                if not keeper.stdin.is_closing():  # it was killed at once: uvloop takes no write then
-                    keeper.stdin.write(stdin)
-                    keeper.stdin.close()  # once all of it is written, or nobody reads it any more
+                if not subreaper.stdin.is_closing():  # it was killed at once: uvloop takes no write then
+                    subreaper.stdin.write(stdin)
+                    subreaper.stdin.close()  # once all of it is written, or nobody reads it any more
                 async with asyncio.timeout(section.timeout_s):
                     await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
                     if not reading.done() or reading.result():
@@ -101,11 +101,11 @@ class CommandAgent:
             except TimeoutError:
                 problem = _too_late(section)
             finally:
-                await keeper.end(_END_TIMEOUT_S)
+                await subreaper.end(_END_TIMEOUT_S)
                 await asyncio.wait(tasks, timeout=_END_TIMEOUT_S)
                 for task in tasks:
                     task.cancel()
-            code = keeper.returncode or 0
+            code = subreaper.returncode or 0
         if reading.done() and not reading.cancelled() and not reading.result():
             problem = _too_much(section)
         problem = problem or _problem_of(code, self._command[0])
@@ -114,14 +114,21 @@ class CommandAgent:
         return stdout.decode(errors="replace")
 
 
-# -- a process with its keeper
+# -- a process with its subreaper
 
 
-async def _start_keeper(command: Sequence[str], memory_mb: int, environment: Mapping[str, str]) -> ChildProcess:
-    """The keeper of a command; with it the command ends, and all that it started."""
-    keeper = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(memory_mb)]
+async def _start_subreaper(command: Sequence[str], memory_mb: int, environment: Mapping[str, str]) -> ChildProcess:
+    """The subreaper of a command; with it the command ends, and all that it started."""
+    subreaper = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(Path(__file__).with_name("subreaper.py")),
+        str(os.getpid()),
+        str(memory_mb),
+    ]
     try:
-        return await ChildProcess.start(*keeper, *command, env=environment)
+        return await ChildProcess.start(*subreaper, *command, env=environment)
     except OSError as error:
         raise AgentError(
             f"no process can be started for the agent: {error}; lower rollout.agent.max_concurrent"

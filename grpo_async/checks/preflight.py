@@ -19,10 +19,10 @@ from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.chat_checks import SAMPLES, check_chat
+from grpo_async.checks.disk import disk_room
 from grpo_async.checks.memory import ModelSize
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, as_json, run_check
-from grpo_async.checks.run_place import disk_room
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import (
     BadResponseError,

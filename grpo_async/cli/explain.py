@@ -32,7 +32,7 @@ def explain(
       grpo-async explain weight push
       grpo-async explain | less
     """
-    from grpo_async.config.other_names import OTHER_NAMES
+    from grpo_async.config.other_trainers import OTHER_NAMES
     from grpo_async.config.reference import all_keys, find_keys
     from grpo_async.errors import ConfigError
 

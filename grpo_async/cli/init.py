@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from grpo_async.errors import ConfigError
-from grpo_async.utils.shipped import shipped
+from grpo_async.utils.package_files import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
     "reward": "Questions with short answers, and a reward of your own.",

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Protocol
 
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
-from grpo_async.cluster.members import Member, say_farewell
+from grpo_async.cluster.rendezvous import Member, say_farewell
 from grpo_async.errors import RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.utils.safe_text import plain

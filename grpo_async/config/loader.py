@@ -22,7 +22,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_async.config.document import (
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.problems import report
+from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
+from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     Document,
     KeyPath,
@@ -34,11 +37,8 @@ from grpo_async.config.document import (
     read_yaml_file,
     usable_text,
 )
-from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.problems import report
-from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
 from grpo_async.errors import ConfigError
-from grpo_async.utils.shipped import shipped
+from grpo_async.utils.package_files import shipped
 from grpo_async.utils.text import clipped, did_you_mean
 
 logger = logging.getLogger(__name__)

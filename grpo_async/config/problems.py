@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.document import Document, KeyPath, Location, Problems
 from grpo_async.config.shape import Shape, suggest_key
+from grpo_async.config.yaml_document import Document, KeyPath, Location, Problems
 from grpo_async.utils.text import clipped, did_you_mean
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.other_names import OTHER_NAMES
+from grpo_async.config.other_trainers import OTHER_NAMES
 
 _BOUNDS = (
     ("minimum", "at least"),

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from grpo_async.config.document import KeyPath, index_of
-from grpo_async.config.other_names import OTHER_NAMES
+from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.yaml_document import KeyPath, index_of
 from grpo_async.utils.text import CLOSE_ENOUGH, did_you_mean
 
 _MAX_PATH = 120  # difflib's time grows with the square

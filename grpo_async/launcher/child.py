@@ -19,7 +19,7 @@ from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import TAG_VARIABLE, ProcessTree, adopting_orphans
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
-from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE
 from grpo_async.utils.safe_text import tail
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, LauncherStore, Message
-from grpo_async.cluster.members import Joined, Member, join
 from grpo_async.cluster.node_hub import exchange
 from grpo_async.cluster.nodes import Place
+from grpo_async.cluster.rendezvous import Joined, Member, join
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_async.checks.run_place import check_run_place
+from grpo_async.checks.disk import check_run_place
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.differences import differences
+from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_manifest import OtherFormatError, holds_tensors, problem_of, set_aside

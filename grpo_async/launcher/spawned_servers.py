@@ -21,7 +21,7 @@ from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, Children, tag_of
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.exit_status import describe_exit
 
 if TYPE_CHECKING:
     from grpo_async.inference.server import ServerEvent

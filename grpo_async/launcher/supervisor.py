@@ -21,8 +21,8 @@ from typing import Any, cast, get_args
 
 from grpo_async.checks.report import Check, Status
 from grpo_async.cluster.launcher_store import LauncherStore
-from grpo_async.cluster.members import Member
 from grpo_async.cluster.node_hub import NodeHub
+from grpo_async.cluster.rendezvous import Member
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example

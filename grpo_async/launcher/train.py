@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.cluster.members import Member, gather, hosting
 from grpo_async.cluster.nodes import Place, find_place, leading_node
+from grpo_async.cluster.rendezvous import Member, gather, hosting
 from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import NodesSection
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import token_from_environment
-from grpo_async.launcher.conduct import end_with_report, report_end, run_with_display
 from grpo_async.launcher.follower import follow
 from grpo_async.launcher.gpus import assumed_gpus, share_gpus, with_dtypes
+from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display
 from grpo_async.launcher.memory import plan_memory
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, own_urls, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.safe_text import plain
 
 _TRACEBACK_LINES = 16

@@ -39,7 +39,7 @@ from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.cpus import usable_cpus
-from grpo_async.utils.exits import describe_exit
+from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.lifetime import die_with_parent
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine

@@ -39,7 +39,7 @@ from grpo_async.store.blocks import (
 from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.store.metadata import MetadataFile
 from grpo_async.store.sealer import Sealer
-from grpo_async.utils.whole_lines import Outage, Writer
+from grpo_async.utils.line_files import Outage, Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
     from grpo_async.config.record_sections import RolloutRecordSection

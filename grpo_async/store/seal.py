@@ -15,7 +15,7 @@ from grpo_async.errors import RunError
 from grpo_async.store.blocks import TEMPORARY_SUFFIX, open_name, sealed_name
 from grpo_async.store.database import connect, quote, sql_path
 from grpo_async.store.schema import SCHEMA, select_from_lines
-from grpo_async.utils.folders import sync
+from grpo_async.utils.atomic_files import sync
 from grpo_async.utils.lifetime import die_with_parent
 
 ROWS_PER_GROUP = 2048

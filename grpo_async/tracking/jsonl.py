@@ -13,7 +13,7 @@ from pathlib import Path
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.json_files import parse_object
-from grpo_async.utils.whole_lines import Outage, Writer, append_whole
+from grpo_async.utils.line_files import Outage, Writer, append_whole
 
 logger = logging.getLogger(__name__)
 

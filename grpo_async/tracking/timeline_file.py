@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_async.utils.folders import replacing
+from grpo_async.utils.atomic_files import replacing
+from grpo_async.utils.line_files import Outage, append_whole, whole_bytes
 from grpo_async.utils.text import clipped
-from grpo_async.utils.whole_lines import Outage, append_whole, whole_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ from grpo_async.training.checkpoint_manifest import (
     write_synced,
 )
 from grpo_async.training.model import Policy
-from grpo_async.utils.folders import put_in_place, sync
+from grpo_async.utils.atomic_files import put_in_place, sync
 
 _PREFIX = "writing_"
 _MARGIN_S = 30.0

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from grpo_async.agents import keeper
+from grpo_async.agents import subreaper
 from grpo_async.agents.agent import AgentError, AgentResult
 from grpo_async.agents.command import load_command_agent
 from grpo_async.config.interaction_sections import AgentSection
@@ -178,7 +178,7 @@ def test_a_command_that_kills_its_process_group_takes_nobody_along_and_leaves_no
 def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
     async def run() -> None:
         running = asyncio.ensure_future(_run([*PYTHON, SELF_DAEMONIZING + DAEMON + "time.sleep(1000)"]))
-        await until(lambda: len(_marked(mark)) >= 4)  # the keeper, the command, two daemons
+        await until(lambda: len(_marked(mark)) >= 4)  # the subreaper, the command, two daemons
         running.cancel()
         await asyncio.wait({running}, timeout=20.0)
         assert running.cancelled()
@@ -187,13 +187,13 @@ def test_a_cancelled_run_ends_the_whole_tree(mark: str) -> None:
     asyncio.run(run())
 
 
-def test_the_keeper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
+def test_the_subreaper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
     async def run() -> None:
         code = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
         running = asyncio.ensure_future(_run([*PYTHON, code]))
         await until(lambda: len(_marked(mark)) == 3)
-        (its_keeper,) = [each for each in _marked(mark) if "keeper.py" in " ".join(each.cmdline())]
-        its_keeper.kill()
+        (its_subreaper,) = [each for each in _marked(mark) if "subreaper.py" in " ".join(each.cmdline())]
+        its_subreaper.kill()
         with pytest.raises(AgentError, match="killed by SIGKILL"):
             await running
         await until(lambda: not _marked(mark))
@@ -201,8 +201,8 @@ def test_the_keeper_that_is_killed_takes_the_command_with_it(mark: str) -> None:
     asyncio.run(run())
 
 
-def test_a_keeper_whose_owner_died_before_it_could_listen_for_that_ends_at_once() -> None:
-    script = str(Path(keeper.__file__))
+def test_a_subreaper_whose_owner_died_before_it_could_listen_for_that_ends_at_once() -> None:
+    script = str(Path(subreaper.__file__))
     done = subprocess.run([sys.executable, "-I", "-S", script, "0", "0", "sleep", "1000"], timeout=20.0, check=False)
     assert done.returncode == -signal.SIGTERM
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_async.checks import run_place
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer

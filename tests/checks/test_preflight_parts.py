@@ -15,7 +15,7 @@ import pytest
 
 from grpo_async.chat.encoding import Encoder, Guarded
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks import preflight, run_place
+from grpo_async.checks import preflight
 from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer
 from grpo_async.checks.report import Found
 from grpo_async.errors import RequestRejectedError

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.other_names import OTHER_NAMES
+from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.reference import all_keys
 from grpo_async.config.shape import Shape
 

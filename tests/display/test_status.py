@@ -25,8 +25,7 @@ from grpo_async.display.status import MetricsTail, print_status, progress_of, re
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
-from grpo_async.launcher import advising
-from grpo_async.launcher.advising import Advisor
+from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
 from tests.display.support import METRICS
 from tests.findings.support import pipeline_setup

@@ -75,8 +75,8 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
     for _ in range(3):
         run.wait_for(lambda: len(run.processes("command_agent")) >= 4, process, what="agents")
         agents = run.processes("command_agent")
-        keepers = {process.pid for process in run.processes("keeper.py")}
-        if victims := [process for process in agents if process.pid not in keepers]:
+        subreapers = {process.pid for process in run.processes("subreaper.py")}
+        if victims := [process for process in agents if process.pid not in subreapers]:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself meanwhile
                 chance.choice(victims).kill()
     done = finish(process, timeout_s=300.0)

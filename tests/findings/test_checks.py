@@ -12,7 +12,7 @@ from grpo_async.findings import Evidence, Finding, Severity, find
 from grpo_async.findings.checks import CHECKS
 from grpo_async.store.query import parse_query
 from grpo_async.tracking.evaluation_record import EvaluationRecord
-from grpo_async.viewer.report.chapters import CHAPTERS
+from grpo_async.viewer.report.layout import CHAPTERS
 from tests.viewer.report.support import steps, wiggle
 
 ERROR, WARNING, GOOD, NOTE = Severity

@@ -18,7 +18,7 @@ import pytest
 from grpo_async.display.status import read_status
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
-from grpo_async.launcher.advising import Advisor
+from grpo_async.launcher.advisor import Advisor
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards.call import RewardError
 from grpo_async.rollout.worker import why_no_signal

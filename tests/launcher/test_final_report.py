@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
-from grpo_async.launcher import conduct
-from grpo_async.launcher.conduct import end_with_report
+from grpo_async.launcher.lifecycle import end_with_report
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config

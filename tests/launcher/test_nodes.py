@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from grpo_async.cluster import launcher_store, members, nodes
+from grpo_async.cluster import launcher_store, nodes, rendezvous
 from grpo_async.cluster.launcher_store import ForgedError, LauncherStore
-from grpo_async.cluster.members import Joined, Member, gather, hosting, join
 from grpo_async.cluster.nodes import Place, find_place, first_host, leading_node, socket_names
+from grpo_async.cluster.rendezvous import Joined, Member, gather, hosting, join
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError, RunError
@@ -319,9 +319,9 @@ def test_what_cannot_be_part_of_the_run_is_refused_on_both_sides(
             expected = rf"not that of node 0(.|\n)*optimizer\.lr: {config.optimizer.lr} -> 0\.5"
             config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
         elif what == "versions":
-            own = {**members.versions(), "torch": "1.0"}
-            run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": members.versions()})
-            monkeypatch.setattr(members, "versions", lambda: own)
+            own = {**rendezvous.versions(), "torch": "1.0"}
+            run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": rendezvous.versions()})
+            monkeypatch.setattr(rendezvous, "versions", lambda: own)
         elif what == "folder":
             expected = r"run\.dir: .* must be on a file system that all machines share"
             short = config.launch.model_copy(update={"rdzv_timeout_s": 2.0})

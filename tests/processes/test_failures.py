@@ -12,7 +12,7 @@ from rich.console import Console
 
 from grpo_async.display.output import Output
 from grpo_async.errors import DeadlineError
-from grpo_async.launcher.conduct import report_end
+from grpo_async.launcher.lifecycle import report_end
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.failures import RankExit, RankFailure, explain, write_failure, write_rank_exits
 from grpo_async.run_directory import RunDir

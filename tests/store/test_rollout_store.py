@@ -20,7 +20,6 @@ from grpo_async.store import RolloutStore, rollout_store, sealer
 from grpo_async.store.blocks import AbandonedRange, add_abandoned, find_blocks, read_abandoned, torn_bytes
 from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
-from grpo_async.utils import whole_lines
 from tests.store.builders import (
     OpenStore,
     append,

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.tracking import MetricsLog, jsonl
-from grpo_async.utils import whole_lines
 from grpo_async.utils.json_files import read_objects
 
 

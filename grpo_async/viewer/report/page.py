@@ -17,14 +17,14 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from grpo_async.config.differences import flat
+from grpo_async.config.diff import flat
 from grpo_async.findings.finding import sentence
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.text import format_number
 from grpo_async.viewer.report import sections
-from grpo_async.viewer.report.chapters import CHAPTERS
 from grpo_async.viewer.report.headline import headline
+from grpo_async.viewer.report.layout import CHAPTERS
 from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
 from grpo_async.viewer.report.rollouts import shortened
 from grpo_async.viewer.report.run_data import RunData, changed_settings

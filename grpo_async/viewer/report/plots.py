@@ -14,7 +14,7 @@ from typing import Any
 from grpo_async.findings import Row
 from grpo_async.store.summaries import Histogram
 from grpo_async.tracking.catalog import Reduction, describe
-from grpo_async.viewer.report.chapters import Line, Plot
+from grpo_async.viewer.report.layout import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
 
 MAX_POINTS = 500

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_async.config.differences import Difference, differences
+from grpo_async.config.diff import Difference, differences
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence, Row
 from grpo_async.findings.evidence import read_config, read_metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async import __version__
-from grpo_async.config.differences import Difference
+from grpo_async.config.diff import Difference
 from grpo_async.errors import ConfigError
 from grpo_async.findings.evidence import read_config
 from grpo_async.run_directory import RunDir, write_atomically

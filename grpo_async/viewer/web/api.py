@@ -32,11 +32,11 @@ from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
-from grpo_async.viewer.differences import differences
 from grpo_async.viewer.format import call_tree, conversation
 from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
+from grpo_async.viewer.text_diff import differences
 from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview

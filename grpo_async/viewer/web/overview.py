@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.differences import flat
+from grpo_async.config.diff import flat
 from grpo_async.errors import RunError
 from grpo_async.findings import Row
 from grpo_async.run_directory import RunDir
@@ -17,8 +17,8 @@ from grpo_async.store import RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
 from grpo_async.viewer.format import conversation, prompt_of
-from grpo_async.viewer.report.chapters import CHAPTERS, Line, Plot
 from grpo_async.viewer.report.headline import headline
+from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
 from grpo_async.viewer.report.plots import Drawing, curve, draw, held_out_plots
 from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
 from grpo_async.viewer.report.run_data import RunData, changed_settings

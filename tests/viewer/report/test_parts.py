@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.differences import flat
+from grpo_async.config.diff import flat
 from grpo_async.run_directory import RunDir
-from grpo_async.viewer.report.chapters import CHAPTERS, Plot
+from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
 from grpo_async.viewer.report.rollouts import shortened
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config

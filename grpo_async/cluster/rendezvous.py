@@ -19,7 +19,7 @@ from grpo_async import __version__
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.cluster.nodes import Place
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.differences import differences
+from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError, DeadlineError, RunError
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config

@@ -1,6 +1,6 @@
 """Main function of the process that starts an agent's command and ends with it all that the command has started.
 
-    python -I -S keeper.py OWNER MEMORY_MB COMMAND...
+    python -I -S subreaper.py OWNER MEMORY_MB COMMAND...
 
 The three streams are the command's. On SIGTERM, when its owner dies, and when the command has ended, everything below this process
 is killed: it adopts the orphans of its descendants (PR_SET_CHILD_SUBREAPER), so none gets away, whatever session it is in. Then it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.viewer.differences import Piece, differences
+from grpo_async.viewer.text_diff import Piece, differences
 
 LONG = " ".join(f"w{number}" for number in range(4000))
 CASES: list[tuple[str, str, list[Piece]]] = [
