@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from grpo_async.checks import disk
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.model import train_tokenizer
@@ -255,7 +256,7 @@ def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch:
     train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
     (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500}))
     save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
-    monkeypatch.setattr(run_place.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
     check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
     with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoint\(s\) of 11\.4 MiB .* not enough"):
         check_inputs(config, engine=EMBEDDED, deep=True)

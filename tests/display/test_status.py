@@ -25,6 +25,7 @@ from grpo_async.display.status import MetricsTail, print_status, progress_of, re
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
+from grpo_async.launcher import advisor as advisor_module
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
 from tests.display.support import METRICS
@@ -301,7 +302,9 @@ def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pyte
     """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
     run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 16)))
     judged: list[list[float]] = []
-    monkeypatch.setattr(advising, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics]))
+    monkeypatch.setattr(
+        advisor_module, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics])
+    )
     setup = pipeline_setup(max_in_flight=256)
     advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir, resume_step=15)
     for step in (11, 12):

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.output import Output
+from grpo_async.launcher import lifecycle
 from grpo_async.launcher.lifecycle import end_with_report
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
@@ -100,6 +101,6 @@ def test_a_report_that_hangs_is_given_up_and_sooner_after_a_stop(
 ) -> None:
     run_dir = write_run(tmp_path, metrics=steps(6))
     _hanging_python(tmp_path, monkeypatch)
-    monkeypatch.setattr(conduct, limit, 0.5)
+    monkeypatch.setattr(lifecycle, limit, 0.5)
     assert _end(tmp_path, run_dir, outcome) == outcome.exit_code
     assert "it was not done after 0.5 s" in capsys.readouterr().err

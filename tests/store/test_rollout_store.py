@@ -20,6 +20,7 @@ from grpo_async.store import RolloutStore, rollout_store, sealer
 from grpo_async.store.blocks import AbandonedRange, add_abandoned, find_blocks, read_abandoned, torn_bytes
 from grpo_async.store.metadata import read_metadata
 from grpo_async.tracking import trackers
+from grpo_async.utils import line_files
 from tests.store.builders import (
     OpenStore,
     append,
@@ -174,8 +175,8 @@ class _Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> _Disk:
     """Stores write to it, and do not wait for room."""
     disk = _Disk()
-    monkeypatch.setattr(whole_lines.os, "write", disk.write)
-    monkeypatch.setattr(whole_lines.os, "ftruncate", disk.truncate)
+    monkeypatch.setattr(line_files.os, "write", disk.write)
+    monkeypatch.setattr(line_files.os, "ftruncate", disk.truncate)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_TIMEOUT_S", 0.0)
     monkeypatch.setattr("grpo_async.store.rollout_store._ROOM_RETRY_S", 0.01)
     return disk
@@ -280,7 +281,7 @@ def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
         go_on.wait(timeout=30.0)
         return write(descriptor, data)
 
-    monkeypatch.setattr(whole_lines.os, "write", hanging)
+    monkeypatch.setattr(line_files.os, "write", hanging)
     store = open_store(tmp_path)
     _append(store, *range(65))  # one is being written, 64 wait
     monkeypatch.setattr("grpo_async.store.rollout_store._WRITE_TIMEOUT_S", 0.1)

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.tracking import MetricsLog, jsonl
+from grpo_async.utils import line_files
 from grpo_async.utils.json_files import read_objects
 
 
@@ -54,7 +55,7 @@ def test_lines_wait_for_room_on_a_full_disk_and_none_is_half_written(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data[: len(data) // 2])
 
-    monkeypatch.setattr(whole_lines.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(line_files.time, "monotonic", lambda: now[0])
     with monkeypatch.context() as full:
         full.setattr(jsonl.os, "write", write_half)
         log.write(2, {"reward": 0.2})
