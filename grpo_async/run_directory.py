@@ -113,12 +113,9 @@ class RunDir:
         killed launcher left is replaced.
         """
         token = token or secrets.token_urlsafe(32)
-        self.token.unlink(missing_ok=True)
-        # never open to others, not even for a moment, and never through a link that somebody put there
-        descriptor = os.open(self.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        # never open to others, not even for a moment, never through a link that somebody put there, and never without the token
+        write_atomically(self.token, token, mode=0o600)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(token)
             yield token
         finally:
             self.token.unlink(missing_ok=True)
@@ -159,7 +156,7 @@ def attempt_config(attempt: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write `text` as `utils.folders.replacing` does: a reader sees the old file or the new one.
+    """Write `text` as `utils.atomic_files.replacing` does: a reader sees the old file or the new one.
 
     Args:
         mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
-from grpo_async.display.progress import Example, Progress, evaluation_line, example_lines, step_line
+from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import plain
@@ -276,9 +276,9 @@ class LiveView(View):
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
+            checkpoints = Checkpoints() if self._run_dir is None else Checkpoints.read(self._run_dir)
             with self._progress.lock:
-                if self._run_dir is not None:
-                    self._progress.read_checkpoints(self._run_dir)
+                self._progress.checkpoints = checkpoints
                 picture = dashboard(
                     self._progress, run_name=self._run_name, footer=self._footer, width=width, height=height
                 )

@@ -1,5 +1,5 @@
 """What is known of a running run: one state, from which the dashboard, the lines, the events and status.json are all made. No I/O
-but for `read_checkpoints`.
+but for `Checkpoints.read`.
 
 Unknown metrics are ignored and missing ones left out, so a trainer may report more or less than is shown.
 """
@@ -140,6 +140,17 @@ class Checkpoints:
     at: float | None = None
     writing: int | None = None
 
+    @classmethod
+    def read(cls, run_dir: RunDir) -> Checkpoints:
+        """What the trainer has written until now. The disk may be slow: hold no lock."""
+        step, at = max(run_dir.checkpoint_steps(), default=None), None
+        if step is not None:
+            try:
+                at = run_dir.checkpoint(step).stat().st_mtime
+            except FileNotFoundError:  # removed since the folder was listed
+                step = None
+        return cls(step=step, at=at, writing=max(run_dir.unfinished_steps(), default=None))
+
 
 @dataclass(slots=True)
 class Progress:
@@ -196,19 +207,6 @@ class Progress:
     def set_servers(self, servers: Iterable[Mapping[str, Any]]) -> None:
         """What the trainer reports of every server."""
         self.servers = sorted((ServerStatus.of(content) for content in servers), key=lambda server: server.index)
-
-    def read_checkpoints(self, run_dir: RunDir) -> None:
-        """Read from the disk what the trainer has written."""
-        steps = run_dir.checkpoint_steps()
-        step = steps[-1] if steps else None
-        writing = max(run_dir.unfinished_steps(), default=None)
-        at = self.checkpoints.at
-        if step != self.checkpoints.step:
-            try:
-                at = None if step is None else run_dir.checkpoint(step).stat().st_mtime
-            except FileNotFoundError:  # removed since the folder was listed
-                step = at = None
-        self.checkpoints = Checkpoints(step=step, at=at, writing=writing)
 
     @property
     def reward(self) -> float | None:

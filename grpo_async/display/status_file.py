@@ -18,7 +18,7 @@ from typing import Any, Self
 import psutil
 
 from grpo_async.display.display import View, json_safe
-from grpo_async.display.progress import Progress
+from grpo_async.display.progress import Checkpoints, Progress
 from grpo_async.processes.failures import message_of
 from grpo_async.run_directory import RunDir, write_atomically
 
@@ -83,8 +83,9 @@ class StatusFile(View):
     def content(self) -> dict[str, Any]:
         """Times are seconds since 1970; what is not known yet is null."""
         progress, (state, exit_code, error) = self._progress, self._result
+        checkpoints = Checkpoints.read(self._run_dir)
         with progress.lock:
-            progress.read_checkpoints(self._run_dir)
+            progress.checkpoints = checkpoints
             warning, advice = progress.last_message(is_warning=True), progress.advice
             return {
                 "version": VERSION,  # of this layout

@@ -205,7 +205,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
     best = max(range(len(means)), key=means.__getitem__)
     noise = sum(abs(one - other) for one, other in pairwise(values)) / (len(values) - 1) / size**0.5
     lost = means[best] - means[-1]
-    if lost < max(_LOST * evidence.reward_range, 4.0 * noise) or means[best] - means[0] < 2.0 * noise:
+    if lost < max(_LOST * evidence.reward_range, 4.0 * noise):
         return None
     step = int(next(row["step"] for row in evidence.metrics if "reward" in row)) + best
     return Finding(

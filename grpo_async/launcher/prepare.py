@@ -7,7 +7,6 @@ ends), so two runs never write the same files.
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -22,6 +21,8 @@ from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_manifest import OtherFormatError, holds_tensors, problem_of, set_aside
+from grpo_async.utils.json_files import read_object
+from grpo_async.utils.run_state import FINISHED
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
 _FIXED = (
@@ -211,13 +212,15 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         if problem is not None:
             raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
     # else evaluation or export are still to be done
-    finished = _finished_steps(run_dir, config)
+    problems: list[str] = []
+    finished = _finished_steps(run_dir, config, problems)
     if finished is not None and step >= finished:
         setting = "max_steps" if config.training.epochs is None else "epochs"
         raise ConfigError(
             f"--resume: the run in {run_dir.root} has finished its {finished} steps; raise training.{setting} to train on"
         )
-    notes = [
+    notes = [f"{each}; whether the run had finished is not known" for each in problems]
+    notes += [
         f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
         for number, problem in broken.items()
     ]
@@ -262,14 +265,12 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
     )
 
 
-def _finished_steps(run_dir: RunDir, config: ExperimentConfig) -> int | None:
+def _finished_steps(run_dir: RunDir, config: ExperimentConfig, problems: list[str]) -> int | None:
     """How many steps a run had that is finished; None where it is not, or not as long as `config` wants it: also an earlier attempt
-    with fewer steps or epochs leaves a summary that says so."""
-    if not run_dir.summary.is_file():
-        return None
-    summary = json.loads(run_dir.summary.read_text(encoding="utf-8"))
-    steps, training = int(summary.get("steps", 0)), config.training
-    if summary.get("status") != "finished":
+    with fewer steps or epochs leaves a summary that says so. A summary that cannot be read is a sentence in `problems`."""
+    summary, training = read_object(run_dir.summary, problems), config.training
+    steps = summary.get("steps")
+    if summary.get("status") != FINISHED or not isinstance(steps, int):
         return None
     if training.epochs is None:
         return config.num_steps if steps >= config.num_steps else None

@@ -26,10 +26,10 @@ from grpo_async.records import (
     FloatArray,
     GroupStatus,
     IntArray,
+    Prompt,
     RolloutCompletion,
     RolloutGroup,
     ScoredGroup,
-    TaggedMessage,
     TokenPath,
     TokenStats,
     TurnRecord,
@@ -82,7 +82,7 @@ def line_of(entry: Entry) -> bytes:
         "step": entry.step,
         "status": entry.status,
         "written_at": entry.written_at,
-        "prompt_hash": prompt_hash(group.prompt.messages),
+        "prompt_hash": prompt_hash(group.prompt),
         "messages": group.prompt.messages,
         "columns": group.prompt.columns,
         "prompt_ids": shared_ids,
@@ -110,11 +110,13 @@ def check_stats(group: RolloutGroup, stats: Mapping[str, TokenStats]) -> None:
             )
 
 
-def prompt_hash(messages: Sequence[TaggedMessage]) -> str:
-    """16 hexadecimal digits that the same messages have in every run."""
-    kept = [
-        (m.role, m.content, m.tool_calls, m.name, m.tool_call_id) for m in messages
-    ]  # not who wrote it: the system prompt of the config and that of the data read the same
+def prompt_hash(prompt: Prompt) -> str:
+    """16 hexadecimal digits that the same prompt has in every run: of its messages, and where only an environment or an agent will
+    write them, so that they are blank or only the system prompt, of its other columns too."""
+    # not who wrote it: the system prompt of the config and that of the data read the same
+    kept: list[Any] = [(m.role, m.content, m.tool_calls, m.name, m.tool_call_id) for m in prompt.messages]
+    if not any(m.content.strip() or m.tool_calls for m in prompt.messages if m.role != "system"):
+        kept.append(prompt.columns)
     return blake2b(_dumps(kept, orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 

@@ -38,8 +38,11 @@ def format_bytes(number: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"."""
-    return f"{fraction:.1%}" if 0.0 < fraction < 0.01 or 0.99 < fraction < 1.0 else f"{fraction:.0%}"
+    """0.875 -> "88%"; 0.004 -> "0.4%"; 0.999 -> "99.9%"; 0.0004 -> "<0.1%"; 0.99996 -> ">99.9%"."""
+    if not (0.0 < fraction < 0.01 or 0.99 < fraction < 1.0):
+        return f"{fraction:.0%}"
+    text = f"{fraction:.1%}"
+    return {"0.0%": "<0.1%", "100.0%": ">99.9%"}.get(text, text)
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from grpo_async.checks.report import Check
 from grpo_async.display import status as status_module
-from grpo_async.display.display import Display
+from grpo_async.display.display import Display, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress
 from grpo_async.display.status import MetricsTail, print_status, progress_of, read_status, watch
@@ -28,6 +29,7 @@ from grpo_async.findings import Finding, Severity
 from grpo_async.launcher import advisor as advisor_module
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.threads import in_thread
 from tests.display.support import METRICS
 from tests.findings.support import pipeline_setup
 from tests.support.waiting import eventually
@@ -161,6 +163,28 @@ def test_the_end_is_said_and_an_exception_is_a_failure(run_dir: RunDir, state: s
     with pytest.raises(ZeroDivisionError), _Run(run_dir):
         raise ZeroDivisionError("no samples")
     assert (_content(run_dir)["state"], _content(run_dir)["error"]) == ("failed", "ZeroDivisionError: no samples")
+
+
+def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reports holds the lock of the progress for a moment."""
+    progress, is_free = Progress(max_steps=1), list[bool]()
+
+    def take() -> bool:
+        with contextlib.suppress(RuntimeError):  # not held by this thread
+            taken = progress.lock.acquire(blocking=False)
+            progress.lock.release()
+        return taken
+
+    def listing(_: RunDir) -> list[int]:
+        is_free.append(in_thread(take, name="another").result(timeout=10.0))
+        return []
+
+    monkeypatch.setattr(RunDir, "checkpoint_steps", listing)
+    StatusFile(run_dir, progress, run_name="x", attempt="a").content()
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
+    with LiveView(console, progress, run_name="x", logs=run_dir.logs, run_dir=run_dir):
+        eventually(lambda: len(is_free) > 1)
+    assert all(is_free)
 
 
 def test_a_disk_that_cannot_be_written_does_not_end_the_run(run_dir: RunDir) -> None:

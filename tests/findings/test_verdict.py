@@ -162,6 +162,7 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
         Run(reward=peak(0.2, 0.8, 0.02), held_out={0: 0.2, 30: 0.8, 60: 0.02}), "collapsed", False
     ),
     "collapses, no evaluation": (Run(reward=peak(0.2, 0.8, 0.02)), "collapsed", False),
+    "collapses within its first steps": (Run(reward=lambda done: 0.8 if done < 0.08 else 0.02), "collapsed", False),
     "collapses until all rewards are equal": (
         Run(reward=peak(0.2, 0.8, 0.02), metrics={"frac_reward_zero_std": 0.95}), "collapsed", False
     ),

@@ -283,6 +283,29 @@ def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(t
     assert list(run_dir.root.iterdir()) == []
 
 
+def test_the_file_of_the_token_is_never_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may read it as soon as it is there."""
+    run_dir, opened, seen = RunDir(tmp_path), os.fdopen, list[bool]()
+
+    def look(*arguments: Any, **options: Any) -> Any:
+        seen.append(run_dir.token.exists())
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(os, "fdopen", look)
+    with run_dir.new_token():
+        assert seen == [False]
+
+
+@pytest.mark.parametrize("content", ['{"status": "fini', '{"status": "finished", "steps": "two"}', "[]"])
+def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path, content: str) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    run_dir.summary.write_text(content)
+    start = check_start(config, resume="auto", clean=False)
+    assert start.resume_step == 2
+    assert any("summary.json cannot be read" in note for note in start.notes) == content.endswith("fini")
+
+
 def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> None:
     config = make_config(
         tmp_path,

@@ -170,6 +170,11 @@ def test_the_hash_of_a_prompt_is_that_of_its_messages() -> None:
     same = _row(build_group(1, [build_rollout("1-0")], answer=1)).prompt_hash
     assert _row(build_group(2, [], answer=2)).prompt_hash == same
     assert _row(build_group(1, [], text="what is 1 + 2?")).prompt_hash != same
+    blank = [
+        _row(build_group(number, [], text=" ", answer=answer)).prompt_hash
+        for number, answer in ((1, 1), (2, 2), (3, 1))
+    ]
+    assert blank[0] == blank[2] != blank[1]  # an environment makes a prompt of each
 
 
 def test_columns_that_json_cannot_hold_become_their_repr() -> None:
