@@ -64,7 +64,6 @@ class NodeHub:
 
     Attributes:
         trouble: set as soon as the run cannot go on because of another machine; `failure` says why.
-        failed_node: name of the machine that `failure` is about.
         has_lost_a_node: `failure` is that a machine is gone, which explains every failure of a rank.
     """
 
@@ -92,13 +91,16 @@ class NodeHub:
         self._changed = asyncio.Event()
         self.trouble = asyncio.Event()
         self.failure: str | None = None
-        self.failed_node: str | None = None
         self.has_lost_a_node = False
 
     def start(self) -> None:
         """Let every machine start its processes."""
         for rank in self._members:
             self._launchers.post(rank, "start", assignment=self._assignment.model_dump(mode="json"))
+
+    def name_of(self, rank: int) -> str:
+        """That of the machine `rank`, for messages."""
+        return self._members[rank].name
 
     async def watch(self) -> None:
         """Hear the others until cancelled."""
@@ -184,6 +186,6 @@ class NodeHub:
 
     def _fail(self, member: Member, reason: str) -> None:
         if self.failure is None:  # what comes after the first is a consequence
-            self.failure, self.failed_node = reason, member.name
+            self.failure = reason
         self.trouble.set()
         self._changed.set()

@@ -211,7 +211,8 @@ class Follower:
         cause = None
         if status != 0:
             attempt = self._plan.assignment.attempt_dir
-            cause = liveness.failure or explain(attempt, liveness.failures) or trainer.describe_end()
+            failed = explain(attempt, liveness.failures)
+            cause = liveness.failure or (trainer.describe_end() if failed is None else failed.text)
         self._launchers.post(0, "exited", status=status, error=cause)
         await first_of(self._signals, [], [self._ended], timeout_s=self._end_timeout_s)
         outcome = self._outcome()

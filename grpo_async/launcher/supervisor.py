@@ -184,10 +184,14 @@ class Supervisor:
     def _nodes_failure(self, hub: NodeHub) -> str:
         assert hub.failure is not None
         cause = None if hub.has_lost_a_node else self._explain()
-        return hub.failure if cause is None else f"{cause}\nreported by {hub.failed_node}"
+        return cause or hub.failure
 
     def _explain(self) -> str | None:
-        return explain(self._assignment.attempt_dir, self._liveness.failures)
+        cause = explain(self._assignment.attempt_dir, self._liveness.failures)
+        if cause is None:
+            return None
+        node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine
+        return cause.text if self._hub is None or node == 0 else f"{cause.text}\non {self._hub.name_of(node)}"
 
     def _stopped_early(self) -> RunOutcome:
         assert self._signals.first is not None

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.run_directory import write_atomically
@@ -103,9 +104,15 @@ def rank_exits(folder: Path) -> list[RankExit]:
     return sorted(found, key=lambda exit_: exit_.time)
 
 
-def explain(folder: Path, reported: Sequence[RankFailure] = ()) -> str | None:
-    """A few lines for the user: which rank failed first and why; None when no rank said or left anything. Safe to print: errors
-    quote what models and tools wrote.
+class Cause(NamedTuple):
+    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
+
+    rank: int
+    text: str
+
+
+def explain(folder: Path, reported: Sequence[RankFailure] = ()) -> Cause | None:
+    """Which rank failed first and why; None when no rank said or left anything.
 
     Args:
         reported: what ranks said to the launcher of their end.
@@ -115,13 +122,13 @@ def explain(folder: Path, reported: Sequence[RankFailure] = ()) -> str | None:
         lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
         if failure is not None:
             lines.append(f"after that rank {failure.rank} reported: {failure.error}")
-        return plain("\n".join(lines))
+        return Cause(killed.rank, plain("\n".join(lines)))
     if failure is None:
         return None
     lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
     if not failure.is_expected:
         lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
-    return plain("\n".join(lines))
+    return Cause(failure.rank, plain("\n".join(lines)))
 
 
 def _killed_first(folder: Path, reported: Sequence[RankFailure]) -> RankExit | None:

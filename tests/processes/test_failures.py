@@ -27,9 +27,9 @@ def _fail(folder: Path, rank: int, error: Exception) -> None:
 
 
 def _lines(folder: Path) -> list[str]:
-    text = explain(folder)
-    assert text is not None
-    return text.splitlines()
+    cause = explain(folder)
+    assert cause is not None
+    return cause.text.splitlines()
 
 
 def _exit(rank: int, exit_code: int) -> RankExit:
@@ -57,9 +57,10 @@ def test_a_killed_rank_goes_before_the_error_that_it_caused_elsewhere(tmp_path: 
 def test_a_rank_that_could_write_nothing_is_the_cause_by_what_it_told_the_launcher(tmp_path: Path) -> None:
     told = RankFailure.of(1, OSError(28, "No space left on device"))
     _fail(tmp_path, 0, RuntimeError("connection closed by peer"))
-    text = explain(tmp_path, [told])
-    assert text is not None
-    assert text.startswith("trainer rank 1 failed: OSError: [Errno 28] No space left on device")
+    cause = explain(tmp_path, [told])
+    assert cause is not None
+    assert cause.rank == 1
+    assert cause.text.startswith("trainer rank 1 failed: OSError: [Errno 28] No space left on device")
 
 
 def test_an_error_raised_on_purpose_is_shown_without_its_traceback(tmp_path: Path) -> None:

@@ -36,8 +36,9 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
     failure = first_failure(tmp_path)
     assert failure is not None
     assert failure.is_expected
-    told = explain(tmp_path)
-    assert told is not None
+    cause = explain(tmp_path)
+    assert cause is not None
+    told = cause.text
     words = r"trainer rank 0 failed: for \d+ s no step was finished and no token generated"
     assert re.match(words, told), told
     assert "has finished step 3 and is training step 4, for" in told
