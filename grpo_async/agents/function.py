@@ -43,7 +43,7 @@ class FunctionAgent:
         threads = ThreadRunner("agent", max_threads=max_concurrent)
         self._caller = TimedCaller(threads, section.timeout_s, loop=self._loop)
         self._clients = OpenAiClients(
-            timeout_s=section.timeout_s, authority=None if section.tls is None else section.tls.trusted
+            timeout_s=section.timeout_s, ca_certs=None if section.tls is None else section.tls.trusted
         )
 
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
@@ -111,9 +111,9 @@ class AgentClient:
 class OpenAiClients:
     """Ready clients of the package openai. Those of one event loop share their connections, and so do those of threads."""
 
-    def __init__(self, *, timeout_s: float, authority: Path | None = None) -> None:
+    def __init__(self, *, timeout_s: float, ca_certs: Path | None = None) -> None:
         self._timeout_s = timeout_s
-        self._authority = authority
+        self._ca_certs = ca_certs
         self._lock = threading.Lock()
         self._of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
         self._of_threads: Any = None
@@ -146,7 +146,7 @@ class OpenAiClients:
         transport: dict[str, Any] = {
             "trust_env": False,
             "timeout": self._timeout_s,
-            "verify": True if self._authority is None else ssl.create_default_context(cafile=self._authority),
+            "verify": True if self._ca_certs is None else ssl.create_default_context(cafile=self._ca_certs),
         }
         options: dict[str, Any] = {"base_url": base_url, "api_key": "-", "max_retries": 0, "timeout": self._timeout_s}
         if is_async:

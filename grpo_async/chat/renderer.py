@@ -37,7 +37,7 @@ class ChatRenderer:
     Args:
         tokenizer: the model's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template, or None.
-        template_arguments: further variables of the template (`model.chat_template_arguments`).
+        template_arguments: further variables of the template (`model.chat_template_kwargs`).
         end_of_turn_tokens: tokens that end a turn beside the tokenizer's eos (`model.end_of_turn_tokens`).
         end_of_turn_ids: the same as ids; `load` takes them from generation_config.json.
         parser: how tool calls are read (`tool_calling.parser`).
@@ -98,7 +98,7 @@ class ChatRenderer:
         return cls(
             tokenizer,
             chat_template=template,
-            template_arguments=model.chat_template_arguments,
+            template_arguments=model.chat_template_kwargs,
             end_of_turn_tokens=model.end_of_turn_tokens,
             end_of_turn_ids=_generation_config_ends(model.path, model.revision),
             parser=parser,

@@ -28,7 +28,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: the model's tokenizer; its `chat_template` is the one used.
-        arguments: further variables of the template (`model.chat_template_arguments`).
+        arguments: further variables of the template (`model.chat_template_kwargs`).
     """
 
     def __init__(self, tokenizer: Any, arguments: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class ChatTemplate:
         clash = sorted(taken.intersection(self._arguments) - {"documents", "kwargs"})
         if clash:
             raise ConfigError(
-                f"model.chat_template_arguments: `{clash[0]}` is set by grpo-async itself; name variables of the template only"
+                f"model.chat_template_kwargs: `{clash[0]}` is set by grpo-async itself; name variables of the template only"
             )
 
     @property

@@ -403,7 +403,7 @@ class _Findings:
 
                 UserLoss(self.config.loss)
         with self.collecting():
-            if self.config.optimizer.schedule_arguments:
+            if self.config.optimizer.schedule_kwargs:
                 from grpo_async.training.schedule import lr_factors  # here: it imports torch
 
                 lr_factors(self.config)
@@ -412,7 +412,7 @@ class _Findings:
 
     def check_connections(self, node_rank: int) -> None:
         config, tls = self.config, self.config.inference.tls
-        for name in ("certificate", "key", "authority") if tls is not None else ():
+        for name in ("certificate", "key", "ca_certs") if tls is not None else ():
             path: Path | None = getattr(tls, name)
             if path is not None and not os.access(path, os.R_OK):
                 place = f"working directory: {Path.cwd()}"
@@ -453,7 +453,7 @@ class _Findings:
             with (
                 self.collecting(),
                 ServerControl(
-                    url, token=token_from_environment(), timeout_s=_ASK_S, authority=tls.trusted if tls else None
+                    url, token=token_from_environment(), timeout_s=_ASK_S, ca_certs=tls.trusted if tls else None
                 ) as server,
             ):
                 try:
@@ -534,8 +534,8 @@ def reward_problems(
         return []  # it may add columns, which nobody knows before
     given = sorted(set(columns) - {"prompt"})
     hidden = [
-        f"{source}: the column `{name}` would hide what rewards get under this name; leave it out with drop: [{name}], or rename "
-        f"it with columns: {{{name}: gold_{name}}}"
+        f"{source}: the column `{name}` would hide what rewards get under this name; leave it out with "
+        f"remove_columns: [{name}], or rename it with columns: {{{name}: gold_{name}}}"
         for name in sorted(OFFERED & set(given))
     ]
     return hidden + [

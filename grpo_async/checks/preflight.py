@@ -99,7 +99,7 @@ class PreflightContext:
         ]
 
     @property
-    def authority(self) -> Path | None:
+    def ca_certs(self) -> Path | None:
         """PEM file of the certificates that clients trust."""
         tls = self.config.inference.tls
         return tls.trusted if tls else None
@@ -225,7 +225,7 @@ async def _generate(context: PreflightContext, server: Server, prompt: list[int]
         token=context.token,
         request_timeout_s=timeout_s,
         wait_timeout_s=timeout_s,
-        authority=context.authority,
+        ca_certs=context.ca_certs,
     ) as client:
         return await client.generate(request)  # within request_timeout_s
 
@@ -356,7 +356,7 @@ def _address_of(context: PreflightContext, server: Server) -> Found:
 
 def _wants_token(context: PreflightContext, server: Server) -> bool:
     timeout_s = context.config.weights.timeout_s
-    with ServerControl(server.url, token=None, timeout_s=timeout_s, authority=context.authority) as control:
+    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=context.ca_certs) as control:
         try:
             control.info()
         except RequestRejectedError as error:

@@ -60,7 +60,7 @@ def evaluate(
     Examples:
       grpo-async eval configs/quickstart.yaml
       grpo-async eval configs/quickstart.yaml --checkpoint latest
-      grpo-async eval configs/quickstart.yaml --checkpoint runs/quickstart/model --set evaluation.samples=4 \\
+      grpo-async eval configs/quickstart.yaml --checkpoint runs/quickstart/model --set evaluation.samples_per_prompt=4 \\
           --set evaluation.temperature=1
       grpo-async eval configs/quickstart.yaml --run runs/quickstart --json | jq .metrics.reward
     """

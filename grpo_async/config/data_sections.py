@@ -32,7 +32,7 @@ class DataSource(StrictModel):
     """Put before every prompt as a system message."""
     limit: int | None = Field(default=None, ge=1)
     """Use the first N rows only; counted before any filter."""
-    drop: list[str] = Field(default_factory=list)
+    remove_columns: list[str] = Field(default_factory=list)
     """Columns to leave out, by their names before renaming."""
     min_prompt_chars: int | None = Field(default=None, ge=1)
     """Rows whose messages together (without `system_prompt`) have fewer characters are left out."""
@@ -166,7 +166,7 @@ class EvaluationSection(StrictModel):
     the evaluation before it still runs is left out."""
     at_start: bool = True
     """Evaluate before the first step."""
-    samples: Count = 1
+    samples_per_prompt: Count = 1
     """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, majority@k (where
     answers can be read) for those from 3 on, and mean@k for k = this."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
@@ -183,7 +183,7 @@ class EvaluationSection(StrictModel):
     """As `rollout.structured_outputs`, for evaluation alone."""
     stop: StopStrings | None = None
     """Texts that end a turn; null = those of `rollout.stop`, [] = none."""
-    pass_reward: float = 1.0
+    pass_threshold: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None
     """A column of the data, such as its source: results are reported for each of its values, too."""

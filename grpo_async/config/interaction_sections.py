@@ -92,7 +92,7 @@ class AgentSection(StrictModel):
     port: int = Field(default=0, ge=0, le=65535)
     """Of the endpoint; 0 = a free one."""
     tls: TlsOptions | None = None
-    """Certificate and key of the endpoint, which then speaks HTTPS only. `client.openai` of a function trusts `authority`, else the
+    """Certificate and key of the endpoint, which then speaks HTTPS only. `client.openai` of a function trusts `ca_certs`, else the
     certificate; any other client has to be told."""
     sandbox: bool = False
     """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the

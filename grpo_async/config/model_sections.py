@@ -59,7 +59,7 @@ class ModelSection(StrictModel):
     """Weight of the load-balancing loss of a mixture of experts; 0 = none."""
     chat_template: FilePath | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
-    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `{enable_thinking: false}`."""
     end_of_turn_tokens: list[str] = Field(default_factory=list)
     """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
@@ -90,7 +90,7 @@ class OptimizerSection(StrictModel):
         "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"
     ] = "constant"
     """Shape after the warm-up, as transformers' schedules of these names; all but constant and inverse_sqrt end with the run."""
-    schedule_arguments: dict[str, Any] = Field(default_factory=dict)
+    schedule_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of transformers' schedule, such as {num_cycles: 3} (cosine_with_restarts), {power: 2} (polynomial),
     {num_decay_steps: 50, decay_type: linear} (warmup_stable_decay), {timescale: 1000} (inverse_sqrt)."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -73,7 +73,7 @@ _TRL = {
     "sapo_temperature_neg": "loss.temperature_negative",
     "vllm_importance_sampling_clip_max": "loss.correction.cap",
     "vllm_importance_sampling_clip_min": "loss.correction.floor",
-    "lr_scheduler_kwargs": "optimizer.schedule_arguments",
+    "lr_scheduler_kwargs": "optimizer.schedule_kwargs",
     "router_aux_loss_coef": "model.router_aux_loss",
     "trust_remote_code": "model.trust_remote_code",
     "model_revision": "model.revision",
@@ -84,7 +84,7 @@ _TRL = {
     "use_cpu": "launch.device",
     "ddp_timeout": "training.collective_timeout_s",
     "data_seed": "run.seed",
-    "num_generations_eval": "evaluation.samples",
+    "num_generations_eval": "evaluation.samples_per_prompt",
     "eval_strategy": "evaluation.every_steps",
     "eval_on_start": "evaluation.at_start",
     "save_strategy": "checkpoint.every_steps",
@@ -103,7 +103,7 @@ _TRL = {
     "lora_target_modules": "model.lora.target_modules",
     "load_in_4bit": "model.lora.quantization",
     "chat_template_path": "model.chat_template",
-    "chat_template_kwargs": "model.chat_template_arguments",
+    "chat_template_kwargs": "model.chat_template_kwargs",
     "attn_implementation": "model.attention",
     "output_dir": "run.dir",
     "run_name": "run.name",
@@ -200,7 +200,8 @@ _WITHOUT = {
     "generation_kwargs": "is not needed: what it holds are settings of their own, such as rollout.top_p and rollout.stop",
     "fsdp": "is not needed: the trainer always shards with FSDP2; launch.sharding says how",
     "deepspeed": "is not supported: the trainer shards with FSDP2",
-    "remove_unused_columns": "is not needed: every column is handed to the reward functions; data.train.drop leaves some out",
+    "remove_unused_columns": "is not needed: every column is handed to the reward functions; data.train.remove_columns "
+    "leaves some out",
 }
 _REST_OF_TRL = {
     # of the model

@@ -1,7 +1,7 @@
 """What of a configuration may leave this machine: into a model card that people upload, and to trackers on the web.
 
 A value that was written as `${NAME}` stands resolved in a configuration, and it may be a secret. Such values are for the user's
-code (keys that end in "arguments", an agent's command), or they say where a run is and whom it talks to.
+code (`arguments`, keys that end in `_kwargs`, an agent's command), or they say where a run is and whom it talks to.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def public_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def _public(value: Any) -> Any:
     if isinstance(value, dict):
-        found = {key: _hidden(below) if key.endswith("arguments") else _public(below) for key, below in value.items()}
+        found = {
+            key: _hidden(below) if key.endswith(("arguments", "_kwargs")) else _public(below)
+            for key, below in value.items()
+        }
         if isinstance(agent := found.get("agent"), dict):
             hidden = {key: _HIDDEN for key in _OF_AN_AGENT if agent.get(key)}
             found["agent"] = agent | hidden

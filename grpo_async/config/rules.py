@@ -165,8 +165,8 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"optimizer.min_lr_ratio: {optimizer.schedule} has no floor; leave it out, or set another optimizer.schedule"
         )
-    if optimizer.schedule_arguments and optimizer.schedule == "constant":
-        yield "optimizer.schedule_arguments: the schedule constant has none; set optimizer.schedule, or leave them out"
+    if optimizer.schedule_kwargs and optimizer.schedule == "constant":
+        yield "optimizer.schedule_kwargs: the schedule constant has none; set optimizer.schedule, or leave them out"
     remote = [url for url in inference.urls if not is_loopback(urlsplit(url).hostname or "")]
     if remote and config.weights.host is not None and is_loopback(config.weights.host):
         yield (
@@ -308,17 +308,17 @@ def _metrics(samples: int) -> list[str]:
 def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
     """Evaluation, and the checkpoints that are kept by it."""
     evaluation = config.evaluation
-    metric, samples = config.checkpoint.best_metric, evaluation.samples if evaluation is not None else 1
+    metric, samples = config.checkpoint.best_metric, evaluation.samples_per_prompt if evaluation is not None else 1
     known = _metrics(samples)
     if metric.partition("/")[0] not in (*known, "rewards"):
         yield (
             f"checkpoint.best_metric: an evaluation has no {metric!r} in which larger is better; it has {', '.join(known)} and "
             "rewards/NAME"
         )
-    if evaluation is not None and evaluation.samples > 1 and evaluation.temperature == 0:
+    if evaluation is not None and evaluation.samples_per_prompt > 1 and evaluation.temperature == 0:
         yield (
-            f"evaluation.samples: {evaluation.samples} greedy completions of a prompt are all the same; set "
-            "evaluation.temperature, or samples: 1"
+            f"evaluation.samples_per_prompt: {evaluation.samples_per_prompt} greedy completions of a prompt are all the same; set "
+            "evaluation.temperature, or samples_per_prompt: 1"
         )
     if evaluation is not None and evaluation.temperature == 0:
         for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
@@ -340,10 +340,10 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
         )
     for name, environment in config.environments.items():
         most = environment.max_instances
-        if evaluation is not None and most is not None and most < evaluation.samples:
+        if evaluation is not None and most is not None and most < evaluation.samples_per_prompt:
             yield (
-                f"environments.{name}.max_instances: {most} is less than evaluation.samples: {evaluation.samples}; a prompt "
-                "needs an instance for each of its completions"
+                f"environments.{name}.max_instances: {most} is less than evaluation.samples_per_prompt: "
+                f"{evaluation.samples_per_prompt}; a prompt needs an instance for each of its completions"
             )
     if config.checkpoint.keep_best and every is not None and every % config.checkpoint.every_steps:
         yield (

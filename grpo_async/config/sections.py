@@ -142,7 +142,7 @@ class TrainingSection(StrictModel):
     """Longest wait for samples without any progress of generation."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
-    max_bad_steps: int = Field(default=3, ge=1)
+    max_nonfinite_steps: int = Field(default=3, ge=1)
     """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
     stall_timeout_s: Seconds = 1800.0
     """When neither a step is finished nor a token generated for so long, the run stops, saying what waits for what."""

@@ -51,7 +51,7 @@ class TlsOptions(StrictModel):
     """PEM file with the certificate (and chain) of servers that `train` or `serve-vllm` start."""
     key: FilePath | None = None
     """PEM file with its private key."""
-    authority: FilePath | None = None
+    ca_certs: FilePath | None = None
     """PEM file with the certificates that the trainer trusts; null = `certificate`, else those of the system."""
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ class TlsOptions(StrictModel):
     @property
     def trusted(self) -> Path | None:
         """PEM file of the certificates that a client trusts; None: those of the system."""
-        return self.authority or self.certificate
+        return self.ca_certs or self.certificate
 
 
 class InferenceSection(StrictModel):

@@ -47,7 +47,7 @@ def check_values(row: Row, place: str) -> None:
             raise ConfigError(
                 f"{place}: column `{name}` holds a {type(unsupported).__module__}.{type(unsupported).__qualname__}, but only text, "
                 "numbers, truth values, null, lists and objects with text keys (also dates, decimals, bytes) can be used; "
-                f"convert it, or leave the column out with `drop: [{name}]`"
+                f"convert it, or leave the column out with `remove_columns: [{name}]`"
             )
 
 

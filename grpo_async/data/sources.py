@@ -108,7 +108,7 @@ def _read(source: Source) -> Rows:
     places: list[str] = []
     unused: set[str] = set()  # keys of messages
     for place, given in islice(_READERS[type(source)](source), source.limit):
-        row = rename(drop(given, source.drop, place), source.columns, place)
+        row = rename(drop(given, source.remove_columns, place), source.columns, place)
         row["prompt"] = check_prompt(row, place, unused)
         check_values(row, place)
         rows.append(row)
@@ -143,7 +143,7 @@ def drop(row: Row, names: Sequence[str], place: str) -> Row:
     unknown = [name for name in names if name not in row]
     if unknown:
         raise ConfigError(
-            f"{place}: `drop` names {backticked(unknown)}, which is not a column here; the columns are {backticked(row)}"
+            f"{place}: `remove_columns` names {backticked(unknown)}, which is not a column here; the columns are {backticked(row)}"
         )
     return {name: value for name, value in row.items() if name not in names}
 
@@ -168,7 +168,7 @@ def _put(row: Row, name: str, value: Any, place: str) -> None:
     if name in row:
         raise ConfigError(
             f"{place}: after `columns` there are two columns named `{name}`; rename or remove one of them "
-            "(`drop` leaves a column out)"
+            "(`remove_columns` leaves a column out)"
         )
     row[name] = value
 

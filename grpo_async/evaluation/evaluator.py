@@ -59,7 +59,7 @@ class Evaluator:
     """Makes `samples` completions per prompt with `producer`, which knows how to sample, and scores them.
 
     Args:
-        pass_reward: a completion passes when its reward is at least this.
+        pass_threshold: a completion passes when its reward is at least this.
         group_by: column whose values get results of their own.
         errors: counts failures; that of an evaluation, not of training.
         majority_baseline: fraction of the most frequent held-out answer; None without `evaluation.baseline_column`.
@@ -75,7 +75,7 @@ class Evaluator:
         scorer: Scorer,
         *,
         samples: int = 1,
-        pass_reward: float = 1.0,
+        pass_threshold: float = 1.0,
         group_by: str | None = None,
         errors: ErrorLog | None = None,
         majority_baseline: float | None = None,
@@ -84,7 +84,7 @@ class Evaluator:
         self._producer = producer
         self._scorer = scorer
         self._samples = samples
-        self._pass_reward = pass_reward
+        self._pass_threshold = pass_threshold
         self._errors = errors or ErrorLog()
         self._groups = _groups(prompts, group_by)
         self.majority_baseline = majority_baseline
@@ -115,7 +115,7 @@ class Evaluator:
         self._check_failures([outcome.error for each in made for outcome in each if outcome.error is not None])
         prompts = [PromptOutcomes(outcomes=each, group=group) for each, group in zip(made, self._groups, strict=True)]
         result = evaluation_result(
-            prompts, samples=self._samples, pass_reward=self._pass_reward, duration_s=time.monotonic() - began
+            prompts, samples=self._samples, pass_threshold=self._pass_threshold, duration_s=time.monotonic() - began
         )
         return replace(result, completions=[rows[number] for number in sorted(rows)])
 
@@ -268,10 +268,10 @@ def build_evaluator(
     column = section.baseline_column
     return Evaluator(
         [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-        replace(parts, errors=errors, track="evaluation").build(section, group_size=section.samples),
+        replace(parts, errors=errors, track="evaluation").build(section, group_size=section.samples_per_prompt),
         scorer,
-        samples=section.samples,
-        pass_reward=section.pass_reward,
+        samples=section.samples_per_prompt,
+        pass_threshold=section.pass_threshold,
         group_by=section.group_by,
         errors=errors,
         majority_baseline=None if column is None else majority_fraction(data.evaluation, column),

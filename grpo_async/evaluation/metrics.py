@@ -65,7 +65,7 @@ class EvaluationResult:
 
 
 def evaluation_result(
-    prompts: Sequence[PromptOutcomes], *, samples: int, pass_reward: float, duration_s: float
+    prompts: Sequence[PromptOutcomes], *, samples: int, pass_threshold: float, duration_s: float
 ) -> EvaluationResult:
     """All numbers of one evaluation with `samples` completions per prompt, over at least one prompt.
 
@@ -73,7 +73,7 @@ def evaluation_result(
     """
     groups = sorted({prompt.group for prompt in prompts if prompt.group is not None})
     versions = [v for prompt in prompts for outcome in prompt.outcomes for v in outcome.versions or ()]
-    metrics = prompt_metrics(prompts, samples=samples, pass_reward=pass_reward)
+    metrics = prompt_metrics(prompts, samples=samples, pass_threshold=pass_threshold)
     if versions:
         metrics |= {
             "version_min": float(min(versions)),
@@ -82,15 +82,15 @@ def evaluation_result(
         }
     metrics["duration_s"] = duration_s
     by_group = {
-        group: prompt_metrics([p for p in prompts if p.group == group], samples=samples, pass_reward=pass_reward)
+        group: prompt_metrics([p for p in prompts if p.group == group], samples=samples, pass_threshold=pass_threshold)
         for group in groups
     }
     means = [fmean(reward for _, reward in prompt.scored) if prompt.scored else None for prompt in prompts]
     return EvaluationResult(metrics=metrics, by_group=by_group, prompt_rewards=means)
 
 
-def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_reward: float) -> dict[str, float]:
-    """Numbers of some prompts. A completion passes when its reward is at least `pass_reward`.
+def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_threshold: float) -> dict[str, float]:
+    """Numbers of some prompts. A completion passes when its reward is at least `pass_threshold`.
 
     reward, reward_std      mean and standard deviation (ddof = 1) over the completions
     reward_stderr           standard error of the mean over prompts: std of the prompts' means / sqrt(number of prompts)
@@ -109,7 +109,7 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_rewa
         metrics["reward_std"] = sample_std([reward for _, reward in scored])
         means = [fmean(reward for _, reward in prompt.scored) for prompt in prompts if prompt.scored]
         metrics["reward_stderr"] = sample_std(means) / math.sqrt(len(means))
-        metrics |= _pass_metrics(prompts, means, samples=samples, pass_reward=pass_reward)
+        metrics |= _pass_metrics(prompts, means, samples=samples, pass_threshold=pass_threshold)
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome.parts):
         values = [value for outcome in outcomes if (value := outcome.parts.get(name)) is not None]
         if values:
@@ -125,9 +125,11 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_rewa
 
 
 def _pass_metrics(
-    prompts: Sequence[PromptOutcomes], means: Sequence[float], *, samples: int, pass_reward: float
+    prompts: Sequence[PromptOutcomes], means: Sequence[float], *, samples: int, pass_threshold: float
 ) -> dict[str, float]:
-    votes = [[Vote(outcome.answer, reward >= pass_reward) for outcome, reward in prompt.scored] for prompt in prompts]
+    votes = [
+        [Vote(outcome.answer, reward >= pass_threshold) for outcome, reward in prompt.scored] for prompt in prompts
+    ]
     metrics: dict[str, float] = {}
     for k in powers_up_to(samples):
         if enough := [each for each in votes if len(each) >= k]:

@@ -126,7 +126,7 @@ class InferenceClient:
         progress_timeout_s: longest time without tokens after which the run counts as stalled.
         wait_timeout_s: longest wait of a request while no server serves.
         retry: the retry rule.
-        authority: PEM file of trusted certificates; None: those of the system.
+        ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class InferenceClient:
         wait_timeout_s: float,
         progress_timeout_s: float = math.inf,
         retry: RetryPolicy | None = None,
-        authority: Path | None = None,
+        ca_certs: Path | None = None,
     ) -> None:
         self._servers = servers
         self._router = Router(servers, wait_timeout_s=wait_timeout_s)
@@ -146,7 +146,7 @@ class InferenceClient:
         self._longest_flush_interval_s = min(request_timeout_s, progress_timeout_s) / _CHUNKS_PER_LIMIT
         self._request_timeout_s = request_timeout_s
         self._headers = {**_HEADERS, **authorization(token)}
-        self._certificates = trusted_certificates(authority)
+        self._certificates = trusted_certificates(ca_certs)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:

@@ -16,16 +16,16 @@ def authorization(token: str | None) -> dict[str, str]:
 
 
 @functools.cache
-def trusted_certificates(authority: Path | None) -> ssl.SSLContext:
-    """For HTTPS: certificates of the PEM file `authority`, or those of the system. Shared, because loading takes long.
+def trusted_certificates(ca_certs: Path | None) -> ssl.SSLContext:
+    """For HTTPS: certificates of the PEM file `ca_certs`, or those of the system. Shared, because loading takes long.
 
     Raises:
         ConfigError: the file cannot be used.
     """
     try:
-        return ssl.create_default_context(cafile=authority)
+        return ssl.create_default_context(cafile=ca_certs)
     except OSError as error:  # an SSLError is one too
-        raise ConfigError(f"inference.tls: {authority} is not a PEM file with certificates: {error}") from error
+        raise ConfigError(f"inference.tls: {ca_certs} is not a PEM file with certificates: {error}") from error
 
 
 def error_for_status(status: int, body: bytes) -> InferenceError:

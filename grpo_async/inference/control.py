@@ -55,7 +55,7 @@ class ServerControl:
         token: bearer token, or None.
         timeout_s: of a call that names none.
         name: how messages call the server; the address if None.
-        authority: PEM file of trusted certificates; None: those of the system.
+        ca_certs: PEM file of trusted certificates; None: those of the system.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServerControl:
         token: str | None,
         timeout_s: float,
         name: str | None = None,
-        authority: Path | None = None,
+        ca_certs: Path | None = None,
     ) -> None:
         self.url = url
         self.name = name or url
@@ -76,7 +76,7 @@ class ServerControl:
         self._http = httpx.Client(
             base_url=url,
             headers=authorization(token),
-            verify=trusted_certificates(authority),
+            verify=trusted_certificates(ca_certs),
             timeout=timeout_s,
             # a new connection for each call: one that was kept may be broken, and an update cannot be asked for twice
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),

@@ -113,13 +113,13 @@ class Fleet:
         control_timeout_s: float,
         ask_restart: Callable[[int, str], None] | None = None,
     ) -> None:
-        authority = inference.tls.trusted if inference.tls else None
+        ca_certs = inference.tls.trusted if inference.tls else None
         self._inference = inference
         self._ask_restart = ask_restart
         self._tracked = []
         for index, url in enumerate(urls):
             name = f"server {index} ({url})"
-            control = ServerControl(url, token=token, timeout_s=control_timeout_s, name=name, authority=authority)
+            control = ServerControl(url, token=token, timeout_s=control_timeout_s, name=name, ca_certs=ca_certs)
             server = Server(
                 index=index, name=name, url=url, control=control, state=ServerState.STARTING, since=time.monotonic()
             )

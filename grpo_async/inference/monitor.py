@@ -185,7 +185,7 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
         return f"it is no server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with vLLM's own command"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            f"its certificate is refused ({error}); inference.tls.authority names the PEM file of the certificates that are "
+            f"its certificate is refused ({error}); inference.tls.ca_certs names the PEM file of the certificates that are "
             "trusted, and the address in the URL has to be one of those in the certificate"
         )
     return ""

@@ -46,7 +46,7 @@ class RewardModelSettings(BaseModel):
     """Completions in one forward pass."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longer texts are cut at their beginning; null = never."""
-    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of its chat template."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
@@ -159,6 +159,6 @@ class _Scorer:
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):
             return prompt + str(completion)
-        arguments = self._settings.chat_template_arguments
+        arguments = self._settings.chat_template_kwargs
         text: str = self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False, **arguments)
         return text

@@ -244,7 +244,7 @@ class ProducerParts:
                     min_p=settings.min_p,
                     repetition_penalty=settings.repetition_penalty,
                     seed=config.run.seed,
-                    chat_template_kwargs=config.model.chat_template_arguments,
+                    chat_template_kwargs=config.model.chat_template_kwargs,
                 ),
                 max_steps=config.num_steps,
                 served_version=self.served_version,

@@ -100,7 +100,7 @@ def _run(
     evaluator = build_evaluator(config, inputs.data, parts, inputs.scorer)
     assert evaluator is not None
     count = min(section.num_prompts, len(inputs.data.evaluation or ()))
-    control.send("phase", name=f"evaluating {count} prompts, {section.samples} completion(s) each")
+    control.send("phase", name=f"evaluating {count} prompts, {section.samples_per_prompt} completion(s) each")
     task = EvaluationTask(
         step=0,
         served_version=served_version,

@@ -100,7 +100,7 @@ class LeaderLoop:
         self._push_is_held = False  # by an evaluation: it follows as soon as that is over
         bad_steps = (counters or {}).get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
-        self._bad_steps = bad_steps if bad_steps < self._config.training.max_bad_steps else 0
+        self._bad_steps = bad_steps if bad_steps < self._config.training.max_nonfinite_steps else 0
         is_half = self._config.model.compute_dtype == "float16"
         self._loss_scale = LossScale(counters or {}) if is_half else None
         self._pushed_version = -1
@@ -331,7 +331,7 @@ class LeaderLoop:
             result.grad_norm,
             self._bad_steps,
         )
-        if self._bad_steps >= self._config.training.max_bad_steps:
+        if self._bad_steps >= self._config.training.max_nonfinite_steps:
             self._save_before_error(step)  # the weights are those of the last finite step
             raise RunError(
                 f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "

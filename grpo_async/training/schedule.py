@@ -18,7 +18,7 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     ends at the run's last step. With 10 steps, 2 of warm-up and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
 
     Raises:
-        ConfigError: `optimizer.schedule_arguments` does not fit the schedule.
+        ConfigError: `optimizer.schedule_kwargs` does not fit the schedule.
     """
     warmup = config.optimizer.warmup_steps
     after = _after_warmup(config)
@@ -49,10 +49,10 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
             known,
             num_warmup_steps=0,
             num_training_steps=max(1, config.num_steps - optimizer.warmup_steps),
-            scheduler_specific_kwargs={**arguments, **optimizer.schedule_arguments},
+            scheduler_specific_kwargs={**arguments, **optimizer.schedule_kwargs},
         )
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         factor(0)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.schedule_arguments: {name} cannot be made with them: {error}") from error
+        raise ConfigError(f"optimizer.schedule_kwargs: {name} cannot be made with them: {error}") from error
     return factor

@@ -347,7 +347,7 @@ def test_over_https_the_ready_client_trusts_the_endpoint_and_another_does_not(tm
         async with AgentEndpoint(client, policy.chat, tls=tls) as endpoint:
             session = endpoint.open("g7-r0", settings=settings(stop_token_ids=policy.chat.end_of_turn_ids), seed=5)
             assert session.base_url.startswith("https://")
-            ready = OpenAiClients(timeout_s=20.0, authority=made.authority)
+            ready = OpenAiClients(timeout_s=20.0, ca_certs=made.ca_certs)
             asking: dict[str, Any] = {"model": "m", "messages": [user("q")]}
             async with ready.for_running_loop(session.base_url, session.key) as trusting:
                 answer = await trusting.chat.completions.create(**asking)

@@ -94,7 +94,7 @@ def test_load_takes_template_and_arguments(tmp_path: Path) -> None:
     family("chatml").save_pretrained(tmp_path)
     file = tmp_path / "own.jinja"
     file.write_text("{{ mood }}{{ messages[0].content }}", encoding="utf-8")
-    renderer = _load(tmp_path, chat_template=file, chat_template_arguments={"mood": "kind "})
+    renderer = _load(tmp_path, chat_template=file, chat_template_kwargs={"mood": "kind "})
     assert renderer.completion_text(renderer.prompt_ids([user("hello")])) == "kind hello"
     assert renderer.tokenizer.chat_template == "{{ mood }}{{ messages[0].content }}"  # what the export will carry
     with pytest.raises(ConfigError, match=r"model\.chat_template: cannot read"):

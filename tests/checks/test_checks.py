@@ -279,7 +279,7 @@ def test_of_a_model_on_the_hub_what_was_downloaded_is_checked(tmp_path: Path, mo
 def test_a_column_that_would_hide_what_rewards_get_is_refused(tmp_path: Path, column: str) -> None:
     config = make_config(tmp_path)
     _write(tmp_path / "train.jsonl", [{**_row(number), column: 1} for number in range(2)])
-    with pytest.raises(ConfigError, match=rf"data\.train: the column `{column}` .*drop: \[{column}\]"):
+    with pytest.raises(ConfigError, match=rf"data\.train: the column `{column}` .*remove_columns: \[{column}\]"):
         check_inputs(config, engine=EMBEDDED)
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from grpo_async.config.data_sections import JsonlSource
+from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
+from grpo_async.config.shape import RENAMED_KEYS, Shape
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\
@@ -63,6 +65,11 @@ def test_an_old_name_is_taken_with_a_warning_from_files_and_overrides(
         "x.yaml:9: loss.top_entropy_share: is the old name of loss.top_entropy_quantile, which is set, too; remove it"
     ]
     assert _problems(_write(tmp_path, MINIMAL + "loss: {top_entropy_share: 2}\n"))[0].startswith("x.yaml:8: ")
+
+
+def test_every_old_name_stands_for_a_setting_that_there_is() -> None:
+    shape = Shape.of(ExperimentConfig)
+    assert [new for new in RENAMED_KEYS.values() if new is not None and shape.find(new) is None] == []
 
 
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ def _config() -> ExperimentConfig:
     return ExperimentConfig.model_validate(
         {
             "run": {"name": "mine"},
-            "model": {"path": "m", "chat_template_arguments": {"who": SECRET}},
+            "model": {"path": "m", "chat_template_kwargs": {"who": SECRET}},
             "data": {
                 "train": {"type": "generator", "function": "a:rows", "arguments": {"login": {"password": SECRET}}}
             },
@@ -33,7 +33,7 @@ def test_values_of_arguments_are_hidden_wherever_they_are_and_their_names_stay()
         **config.rewards[0].model_dump(mode="json"), "arguments": {"api_key": "...", "urls": "..."},
     }  # fmt: skip
     assert public["data"]["train"]["arguments"] == {"login": "..."}
-    assert public["model"]["chat_template_arguments"] == {"who": "..."}
+    assert public["model"]["chat_template_kwargs"] == {"who": "..."}
 
 
 def test_servers_launch_and_trackers_are_left_out_and_the_rest_stays() -> None:

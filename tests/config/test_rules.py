@@ -42,7 +42,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"optimizer": {"schedule": "inverse_sqrt", "min_lr_ratio": 0.1}},
             "optimizer.min_lr_ratio: inverse_sqrt has no floor",
         ),
-        ({"optimizer": {"schedule_arguments": {"power": 2}}}, "optimizer.schedule_arguments: the schedule constant has none"),
+        ({"optimizer": {"schedule_kwargs": {"power": 2}}}, "optimizer.schedule_kwargs: the schedule constant has none"),
         ({"rewards": [{"name": "x"}]}, "a reward is either a `function` or a `model`"),
         ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model has a process of its own"),
         (
@@ -102,7 +102,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "sandbox: applies to the process of a `command` only"),
         ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
         ({"rollout": {"agent": {"command": ["x"], "sandbox": True, "tls": TLS}}}, "reaches the endpoint without a network"),
-        ({"rollout": {"agent": {"function": "a:b", "tls": {"authority": "c"}}}}, "needs a certificate and its key"),
+        ({"rollout": {"agent": {"function": "a:b", "tls": {"ca_certs": "c"}}}}, "needs a certificate and its key"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"environment": "gym:x"}}}, "rollout.agent.environment"),
         (
@@ -148,7 +148,10 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"vllm": {"extra_args": ["--nnodes=2"]}}}, "a server is on one machine; see launch.nodes"),
         ({"inference": {"vllm": {"extra_args": ["--api-key=x"]}}}, "--api-key is set by grpo-async; the token of the run"),
         # evaluation, and the checkpoints that are kept by it
-        ({"evaluation": {"samples": 4}}, "evaluation.samples: 4 greedy completions of a prompt are all the same"),
+        (
+            {"evaluation": {"samples_per_prompt": 4}},
+            "evaluation.samples_per_prompt: 4 greedy completions of a prompt are all the same",
+        ),
         (
             {"evaluation": {"every_steps": 3}, "training": {"weight_sync_steps": 2}},
             "evaluation.every_steps: 3 is no multiple of training.weight_sync_steps: 2",
@@ -159,12 +162,12 @@ def _config(**sections: Any) -> ExperimentConfig:
             "evaluation.every_steps: 3 needs the servers while training goes on",
         ),
         (
-            {"evaluation": {"samples": 16, "temperature": 1.0},
+            {"evaluation": {"samples_per_prompt": 16, "temperature": 1.0},
              "environments": {"maze": {"factory": "a:B", "max_instances": 8}}},
-            "environments.maze.max_instances: 8 is less than evaluation.samples: 16",
+            "environments.maze.max_instances: 8 is less than evaluation.samples_per_prompt: 16",
         ),
         (
-            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples": 6, "temperature": 1.0}},
+            {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples_per_prompt": 6, "temperature": 1.0}},
             "reward, pass@1, pass@2, pass@4, pass@6, majority@4, majority@6",
         ),
         ({"data": {"train": JSONL, "held_out": 0.1}}, "data.held_out: 0.1 keeps rows back"),
@@ -211,7 +214,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"delta": 1.29}},
         {
             "weights": {"host": "10.0.0.1"},
-            "inference": {"urls": ["https://a:1", "http://b:2"], "tls": {"authority": "c"}},
+            "inference": {"urls": ["https://a:1", "http://b:2"], "tls": {"ca_certs": "c"}},
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
         {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
@@ -226,7 +229,7 @@ def test_its_neighbours_are_allowed(sections: dict[str, Any]) -> None:
 
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
     config = _config(
-        evaluation={"every_steps": 8, "samples": 4, "temperature": 0.5},
+        evaluation={"every_steps": 8, "samples_per_prompt": 4, "temperature": 0.5},
         training={"weight_sync_steps": 2},
         checkpoint={"keep_best": 2, "every_steps": 4},
         rollout={"max_in_flight": 40},
@@ -257,8 +260,8 @@ def test_the_reduction_in_use_is_the_types_unless_set(loss: dict[str, Any], redu
     ("inference", "scheme", "trusted"),
     [
         ({"tls": TLS}, "https", "c.pem"),
-        ({"tls": {**TLS, "authority": "ca.pem"}}, "https", "ca.pem"),
-        ({"tls": {"authority": "ca.pem"}, "urls": ["https://127.0.0.1:1"]}, "http", "ca.pem"),
+        ({"tls": {**TLS, "ca_certs": "ca.pem"}}, "https", "ca.pem"),
+        ({"tls": {"ca_certs": "ca.pem"}, "urls": ["https://127.0.0.1:1"]}, "http", "ca.pem"),
         ({}, "http", None),
     ],
 )

@@ -327,7 +327,9 @@ def test_columns_are_renamed_swapped_dropped_and_taken_from_inside_others() -> N
     assert rename({"a": {"b": 1}, "a.b": 2}, {"a.b": "c"}, "f:1") == {"a": {"b": 1}, "c": 2}  # its own name comes first
     assert rename({"x": 0, "a": 1, "b": 2}, {"x": "y", "a": "b", "b": "a"}, "f:1") == {"y": 0, "b": 1, "a": 2}
     assert drop({"a": 1, "b": 2}, ["a"], "f:1") == {"b": 2}
-    with pytest.raises(ConfigError, match="f:1: `drop` names `c`, which is not a column here; the columns are `a`"):
+    with pytest.raises(
+        ConfigError, match="f:1: `remove_columns` names `c`, which is not a column here; the columns are `a`"
+    ):
         drop({"a": 1}, ["c"], "f:1")
 
 

@@ -24,7 +24,7 @@ SMALL = (
     "optimizer.warmup_steps=0",
     "optimizer.lr=0.001",
     "evaluation.num_prompts=12",
-    "evaluation.samples=4",
+    "evaluation.samples_per_prompt=4",
     "evaluation.temperature=1.0",
     "evaluation.every_steps=2",
     "evaluation.max_in_flight=8",
@@ -177,7 +177,7 @@ def test_eval_finds_what_the_run_found_in_its_checkpoints(tmp_path: Path) -> Non
         *SMALL,
         "training.max_steps=4",
         "checkpoint.every_steps=2",
-        "evaluation.samples=1",
+        "evaluation.samples_per_prompt=1",
         "evaluation.num_prompts=200",  # so that three policies do not have the same numbers by chance
         "evaluation.max_in_flight=64",
         "evaluation.temperature=0.0",
@@ -204,7 +204,7 @@ def test_servers_that_run_already_are_trained_on_and_evaluated_and_go_on_running
     """`inference.urls`: serve alone in one terminal. Two runs, so that the weight group forms anew. An evaluation finds there the
     base model, as with servers of its own."""
     port, token = free_port(), {"GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
-    small = (*SMALL, "evaluation.every_steps=1000", "evaluation.samples=1", "evaluation.temperature=0.0")
+    small = (*SMALL, "evaluation.every_steps=1000", "evaluation.samples_per_prompt=1", "evaluation.temperature=0.0")
     settings = (*small, "training.max_steps=2", f"inference.urls=[http://127.0.0.1:{port}]")
     alone = make_run(tmp_path, "quickstart.yaml", small, name="alone")
     own = _eval(alone.config)
@@ -223,7 +223,7 @@ def test_servers_that_run_already_are_trained_on_and_evaluated_and_go_on_running
 
 @pytest.mark.nightly
 def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_path: Path) -> None:
-    settings = ("evaluation.samples=8", "evaluation.temperature=1.0", "evaluation.max_in_flight=1")
+    settings = ("evaluation.samples_per_prompt=8", "evaluation.temperature=1.0", "evaluation.max_in_flight=1")
     run = make_run(tmp_path, "quickstart.yaml", settings)
     model = REPOSITORY / ".cache" / "quickstart" / "seed_0" / "model"
     process = run.start("--checkpoint", str(model), command="eval")

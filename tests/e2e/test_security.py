@@ -122,7 +122,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("live")
     made = make_certificates(folder / "tls")
     settings = (
-        *(f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "authority")),
+        *(f"inference.tls.{name}={getattr(made, name)}" for name in ("certificate", "key", "ca_certs")),
         *ENDLESS,
         "inference.replicas=2",
         "inference.restart_delay_s=0.2",
@@ -132,7 +132,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     )
     run = make_run(folder, "quickstart.yaml", settings)
     with _live(run, step=2) as live:
-        live.trust.load_verify_locations(made.authority)
+        live.trust.load_verify_locations(made.ca_certs)
         yield live
 
 
@@ -251,8 +251,8 @@ def test_only_who_trusts_the_authority_believes_a_server_and_plain_http_gets_not
             answer = client.get(INFO_PATH, headers=bearer)
             assert answer.status_code == 200
             assert answer.json()["policy_version"] >= 1  # weights were pushed to it
-        for authority in (other.authority, None):
-            context = ssl.create_default_context(cafile=authority)
+        for ca_certs in (other.ca_certs, None):
+            context = ssl.create_default_context(cafile=ca_certs)
             with (
                 httpx.Client(base_url=url, verify=context, trust_env=False) as client,
                 pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),

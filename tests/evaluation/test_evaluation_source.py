@@ -31,7 +31,7 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = {
         "data": {"type": "jsonl", "path": str(held_out)},
-        "samples": 2,
+        "samples_per_prompt": 2,
         "temperature": 0.7,
         "group_by": "part",
         "stop": ["\nQ:"],

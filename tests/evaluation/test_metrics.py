@@ -24,7 +24,7 @@ def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), group: s
 def test_two_prompts_with_four_samples_by_hand() -> None:
     """Rewards 1 0 0 0 and 1 1 0 0. pass@1 (1/4 + 2/4) / 2; pass@2 (1 - 3/6 + 1 - 1/6) / 2 = (1/2 + 5/6) / 2; pass@4 1.
     Means 0.25 and 0.5: standard error 0.25 / sqrt(2) / sqrt(2) = 0.125."""
-    metrics = prompt_metrics([_prompt(1, 0, 0, 0), _prompt(1, 1, 0, 0)], samples=4, pass_reward=1.0)
+    metrics = prompt_metrics([_prompt(1, 0, 0, 0), _prompt(1, 1, 0, 0)], samples=4, pass_threshold=1.0)
     assert metrics["reward"] == metrics["mean@4"] == 0.375
     assert metrics["pass@1"] == 0.375
     assert metrics["pass@2"] == pytest.approx(2 / 3)
@@ -37,25 +37,25 @@ def test_two_prompts_with_four_samples_by_hand() -> None:
 def test_majority_is_told_where_answers_can_be_read_only() -> None:
     """Answers 7 7 9 9, 9 right; then 5 of 8 without an answer: too few."""
     voted = _prompt(0, 0, 1, 1, answers=["7", "7", "9", "9"])
-    metrics = prompt_metrics([voted], samples=4, pass_reward=1.0)
+    metrics = prompt_metrics([voted], samples=4, pass_threshold=1.0)
     assert {name: value for name, value in metrics.items() if name.startswith("majority")} == {
         "majority@4": 0.5,
     }  # majority@2 is pass@1, always
     assert metrics["answered"] == 1.0
-    silent = prompt_metrics([voted, _prompt(0, 0, 0, 0)], samples=4, pass_reward=1.0)
+    silent = prompt_metrics([voted, _prompt(0, 0, 0, 0)], samples=4, pass_threshold=1.0)
     assert silent["answered"] == 0.5
     assert silent["majority@4"] == 0.25
     fewer = prompt_metrics(
-        [_prompt(0, 0, 1, 1, answers=["7", None, None, "9"]), _prompt(0, 0, 0, 0)], samples=4, pass_reward=1
+        [_prompt(0, 0, 1, 1, answers=["7", None, None, "9"]), _prompt(0, 0, 0, 0)], samples=4, pass_threshold=1
     )
     assert fewer["answered"] == 0.25
     assert not [name for name in fewer if name.startswith("majority")]
 
 
-def test_a_pass_is_a_reward_of_at_least_pass_reward() -> None:
+def test_a_pass_is_a_reward_of_at_least_pass_threshold() -> None:
     prompts = [_prompt(0.5, 0.49)]
-    assert prompt_metrics(prompts, samples=2, pass_reward=0.5)["pass@1"] == 0.5
-    assert prompt_metrics(prompts, samples=2, pass_reward=0.49)["pass@1"] == 1.0
+    assert prompt_metrics(prompts, samples=2, pass_threshold=0.5)["pass@1"] == 0.5
+    assert prompt_metrics(prompts, samples=2, pass_threshold=0.49)["pass@1"] == 1.0
 
 
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
@@ -66,7 +66,7 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
         CompletionOutcome(num_tokens=5),
         CompletionOutcome(reward=0.0),
     ]
-    metrics = prompt_metrics([PromptOutcomes(outcomes=outcomes)], samples=4, pass_reward=1.0)
+    metrics = prompt_metrics([PromptOutcomes(outcomes=outcomes)], samples=4, pass_threshold=1.0)
     assert (metrics["reward"], metrics["pass@2"], metrics["mean_length"]) == (0.5, 1.0, 4.0)
     assert (metrics["num_failed"], metrics["num_unscored"]) == (1.0, 1.0)
     assert "pass@4" not in metrics
@@ -74,7 +74,7 @@ def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() 
 
 def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed() -> None:
     prompts = [_prompt(1, group="gsm"), _prompt(0, group="gsm"), _prompt(0, group="math")]
-    result = evaluation_result(prompts, samples=1, pass_reward=1.0, duration_s=2.0)
+    result = evaluation_result(prompts, samples=1, pass_threshold=1.0, duration_s=2.0)
     assert result.metrics["reward"] == pytest.approx(1 / 3)
     assert "mixed" not in result.metrics  # nothing says who sampled it
     assert {group: metrics["reward"] for group, metrics in result.by_group.items()} == {"gsm": 0.5, "math": 0.0}
@@ -84,7 +84,7 @@ def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed()
     def versions(*pairs: tuple[int, int]) -> dict[str, float]:
         outcomes = [CompletionOutcome(reward=1.0, versions=pair) for pair in pairs]
         metrics = evaluation_result(
-            [PromptOutcomes(outcomes=outcomes)], samples=2, pass_reward=1.0, duration_s=0.0
+            [PromptOutcomes(outcomes=outcomes)], samples=2, pass_threshold=1.0, duration_s=0.0
         ).metrics
         return {name: metrics[name] for name in ("version_min", "version_max", "mixed")}
 

@@ -63,7 +63,7 @@ def watched(
     timeout_s: float = 20.0,
     startup_timeout_s: float = 60.0,
     token: str | None = None,
-    authority: Path | None = None,
+    ca_certs: Path | None = None,
 ) -> Iterator[Watch]:
     """A fleet that is started, and closed at the end of the `with` block. By default nothing but a broken connection fences."""
     watch: Watch
@@ -88,7 +88,7 @@ def watched(
         heartbeat_interval_s=interval_s,
         heartbeat_timeout_s=timeout_s,
         startup_timeout_s=startup_timeout_s,
-        tls=TlsOptions(authority=authority) if authority else None,
+        tls=TlsOptions(ca_certs=ca_certs) if ca_certs else None,
     )
     fleet = Fleet(urls, inference, token=token, control_timeout_s=20.0, ask_restart=ask if spawned else None)
     watch = Watch(fleet)

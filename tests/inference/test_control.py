@@ -120,24 +120,24 @@ def test_a_server_with_a_certificate_is_reached_by_those_who_trust_its_authority
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(signed.certificate, signed.key)
     with local_server(certificate=context) as server:
-        with ServerControl(server.url, token=None, timeout_s=10.0, authority=signed.authority) as control:
+        with ServerControl(server.url, token=None, timeout_s=10.0, ca_certs=signed.ca_certs) as control:
             assert control.info().instance_id == "first"
-        control = ServerControl(server.url, token=None, timeout_s=10.0, authority=other.authority)
+        control = ServerControl(server.url, token=None, timeout_s=10.0, ca_certs=other.ca_certs)
         with control, pytest.raises(ServerUnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
             control.info(retries=0)
-        with watched([server.url], authority=signed.authority) as watch:
+        with watched([server.url], ca_certs=signed.ca_certs) as watch:
             watch.serve_all()
-            assert list(asyncio.run(_generate(watch.fleet, signed.authority)).token_ids) == [7, 8]
-        message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.authority"  # at once, not at the deadline
-        with watched([server.url], authority=other.authority) as watch, pytest.raises(RunError, match=message):
+            assert list(asyncio.run(_generate(watch.fleet, signed.ca_certs)).token_ids) == [7, 8]
+        message = r"given up: .*CERTIFICATE_VERIFY.*inference\.tls\.ca_certs"  # at once, not at the deadline
+        with watched([server.url], ca_certs=other.ca_certs) as watch, pytest.raises(RunError, match=message):
             watch.wait_for_members()
     with pytest.raises(ConfigError, match="not a PEM file"):
-        ServerControl("https://localhost", token=None, timeout_s=1.0, authority=tmp_path)
+        ServerControl("https://localhost", token=None, timeout_s=1.0, ca_certs=tmp_path)
 
 
-async def _generate(servers: Servers, authority: Path) -> Generation:
+async def _generate(servers: Servers, ca_certs: Path) -> Generation:
     request = GenerateRequest(request_id="r", token_ids=[1], max_tokens=8, temperature=1.0)
     async with InferenceClient(
-        servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, authority=authority
+        servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, ca_certs=ca_certs
     ) as client:
         return await client.generate(request)

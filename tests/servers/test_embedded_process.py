@@ -121,7 +121,7 @@ def test_a_server_with_a_certificate_speaks_https_only_and_ends_at_sigterm_with_
             httpx.get(url + "/health", timeout=20.0, trust_env=False)
         with pytest.raises(httpx.TransportError):
             httpx.get(url.replace("https", "http") + "/health", timeout=20.0, trust_env=False)
-        trusting = ssl.create_default_context(cafile=str(tls.authority))
+        trusting = ssl.create_default_context(cafile=str(tls.ca_certs))
         with httpx.Client(base_url=url, verify=trusting, timeout=60.0, trust_env=False) as client:
             assert client.get("/health").status_code == 200
             assert client.get("/rollout/info").status_code == 401
@@ -158,7 +158,7 @@ def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_p
         with pytest.raises(ConfigError, match=words):
             serve_embedded(config, 0)
     check_certificate(_config(tmp_path, tls=_section(tls)).inference)
-    check_certificate(_config(tmp_path, tls={"authority": str(tls.authority)}).inference)  # none of its own
+    check_certificate(_config(tmp_path, tls={"ca_certs": str(tls.ca_certs)}).inference)  # none of its own
 
 
 def test_a_model_loads_in_bfloat16_and_its_own_code_runs_only_where_the_config_says_so(

@@ -11,9 +11,9 @@ from cryptography.hazmat.primitives import serialization
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """`authority` has signed `certificate`, which is for 127.0.0.1 and localhost and goes with `key`."""
+    """The authority of `ca_certs` has signed `certificate`, which is for 127.0.0.1 and localhost and goes with `key`."""
 
-    authority: Path
+    ca_certs: Path
     certificate: Path
     key: Path
 
@@ -24,9 +24,9 @@ def make_certificates(folder: Path, *, names: tuple[str, ...] = ("127.0.0.1", ":
     authority = trustme.CA()
     signed = authority.issue_cert(*names)
     made = Certificates(
-        authority=folder / "authority.pem", certificate=folder / "certificate.pem", key=folder / "key.pem"
+        ca_certs=folder / "ca_certs.pem", certificate=folder / "certificate.pem", key=folder / "key.pem"
     )
-    authority.cert_pem.write_to_path(made.authority)
+    authority.cert_pem.write_to_path(made.ca_certs)
     for number, part in enumerate(signed.cert_chain_pems):
         part.write_to_path(made.certificate, append=number > 0)
     signed.private_key_pem.write_to_path(made.key)

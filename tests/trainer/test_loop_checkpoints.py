@@ -116,7 +116,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
 def test_a_count_of_bad_steps_that_ended_the_run_begins_anew_and_a_lower_one_goes_on() -> None:
     for restored, kept in ((3, 0), (4, 0), (2, 2)):
         stub = _Stub()
-        assert stub.config.training.max_bad_steps == 3
+        assert stub.config.training.max_nonfinite_steps == 3
         stub.loop(counters={"bad_steps": restored}).save(1)
         assert stub.states[0].counters == {"bad_steps": kept}
 

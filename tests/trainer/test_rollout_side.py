@@ -175,7 +175,7 @@ def test_the_workers_prompts_are_those_of_the_configured_template_and_end_at_the
         data={"train": {"type": "jsonl", "path": str(data)}},
         model={
             "chat_template": str(template),
-            "chat_template_arguments": {"tone": "!"},
+            "chat_template_kwargs": {"tone": "!"},
             "end_of_turn_tokens": ["<|endoftext|>"],
         },
     )

@@ -45,7 +45,7 @@ def test_a_schedule_is_that_of_transformers_behind_its_warm_up(schedule: str, ar
             scheduler_specific_kwargs=arguments or None,
         )
         expected = [theirs.lr_lambdas[0](step) for step in range(STEPS)]
-        found = _factors(schedule=schedule, schedule_arguments=arguments, warmup_steps=warmup)
+        found = _factors(schedule=schedule, schedule_kwargs=arguments, warmup_steps=warmup)
         assert found[:warmup] == pytest.approx([1 / 3, 2 / 3, 1.0][:warmup])
         assert found[warmup:] == pytest.approx(expected[warmup:], abs=1e-12)
 
@@ -56,7 +56,7 @@ def test_a_floor_is_where_a_schedule_ends() -> None:
     assert _factors(schedule="polynomial", min_lr_ratio=0.1)[-1] == pytest.approx(1 - 0.9 * 11 / 12)
     assert _factors(schedule="linear", min_lr_ratio=1.0) == [1.0] * STEPS
     decay = {"num_decay_steps": 2, "decay_type": "linear"}
-    stable = _factors(schedule="warmup_stable_decay", min_lr_ratio=0.2, schedule_arguments=decay)
+    stable = _factors(schedule="warmup_stable_decay", min_lr_ratio=0.2, schedule_kwargs=decay)
     assert stable == pytest.approx([1.0] * 11 + [0.6])
     cosine = _factors(schedule="cosine", min_lr_ratio=0.5)
     assert cosine[6] == pytest.approx(0.75)
@@ -67,7 +67,7 @@ def test_a_constant_rate_has_its_warm_up() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.schedule_arguments: polynomial .*nonsense"):
-        _factors(schedule="polynomial", schedule_arguments={"nonsense": 1})
+    with pytest.raises(ConfigError, match=r"optimizer\.schedule_kwargs: polynomial .*nonsense"):
+        _factors(schedule="polynomial", schedule_kwargs={"nonsense": 1})
     with pytest.raises(ConfigError, match=r"warmup_stable_decay .*num_decay_steps"):
         _factors(schedule="warmup_stable_decay")

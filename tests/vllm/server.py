@@ -68,7 +68,7 @@ class VllmServer:
     url: str
     token: str
     log: Path
-    authority: str | None = None
+    ca_certs: str | None = None
     """PEM file of the certificates to trust; None over plain HTTP."""
     client: httpx.Client = field(init=False)
 
@@ -80,7 +80,7 @@ class VllmServer:
     @property
     def verify(self) -> ssl.SSLContext | bool:
         """For httpx."""
-        return True if self.authority is None else ssl.create_default_context(cafile=self.authority)
+        return True if self.ca_certs is None else ssl.create_default_context(cafile=self.ca_certs)
 
     def info(self) -> ServerInfo:
         return ServerInfo.model_validate_json(self.client.get(INFO_PATH).raise_for_status().content)
@@ -164,7 +164,7 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
         url=f"{scheme}://127.0.0.1:{port}",
         token=token,
         log=log,
-        authority=tls["authority"] if tls else None,
+        ca_certs=tls["ca_certs"] if tls else None,
     )
     below: list[psutil.Process] = []
     try:

@@ -113,7 +113,7 @@ def test_model_tls_and_extra_arguments_are_passed_on_and_code_of_the_model_only_
     assert _value(made.argv, "--ssl-certfile") == "server.pem"
     assert _value(made.argv, "--ssl-keyfile") == "server.key"
     assert made.argv[-2:] == ["--max-num-seqs", "3"]  # last, so that they win
-    for other in (None, {"authority": "ca.pem"}):  # the second is for `urls`: servers that are not ours
+    for other in (None, {"ca_certs": "ca.pem"}):  # the second is for `urls`: servers that are not ours
         assert "--ssl-certfile" not in _made(tls=other).argv
 
 

@@ -72,7 +72,7 @@ def test_two_workers_serve_pushed_weights_and_a_killed_server_leaves_no_process(
 ) -> None:
     made = make_certificates(tmp_path / "tls")
     config = experiment(str(tiny_model), tensor_parallel_size=2)
-    config["inference"]["tls"] = {name: str(getattr(made, name)) for name in ("certificate", "key", "authority")}
+    config["inference"]["tls"] = {name: str(getattr(made, name)) for name in ("certificate", "key", "ca_certs")}
     with running_server(config, tmp_path) as server:
         assert server.url.startswith("https://")
         with pytest.raises(httpx.TransportError):
