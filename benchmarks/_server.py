@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import ROOT
+from grpo_async.processes.machine import free_ports
 
 START_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 30.0
@@ -88,6 +88,7 @@ class Server:
 # `serve-vllm` would make a token where there is none, and TRL sends none
 _WITHOUT_TOKEN = """
 import sys
+from grpo_async.processes.machine import free_ports
 from grpo_async.config.loader import load_config
 from grpo_async.servers.vllm.command import serve_vllm
 serve_vllm(load_config(sys.argv[1]), int(sys.argv[3]))
@@ -100,9 +101,7 @@ def serving(
 ) -> Iterator[Server]:
     """A server as `train` starts it, once it answers. `environment`: of its process; None: this one's. Without a token (vLLM only)
     whoever is on this machine may ask it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports("127.0.0.1", 1)
     log = config.with_name("server.log")
     command = ["-m", "grpo_async", f"serve-{engine}"] if has_token else ["-c", _WITHOUT_TOKEN]
     command = [sys.executable, *command, str(config), "--port", str(port)]

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import httpx
+
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.chat.turn import ChatError
 from grpo_async.checks.disk import check_run_place, disk_room
@@ -339,7 +341,10 @@ class _Findings:
         inference.max_model_len."""
         config = self.config
         try:
-            renderer, folder = load_renderer(config), Path(config.model.path)
+            folder = Path(config.model.path)
+            if not folder.is_dir():
+                _check_hub(config.model.path)
+            renderer = load_renderer(config)
             for schemas in components.tool_sets:
                 self.note(renderer.check_tools(schemas))
             if deep and folder.is_dir():
@@ -482,6 +487,25 @@ def _downloaded(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def _check_hub(name: str) -> None:
+    """huggingface_hub retries for a minute before it says that there is no network.
+
+    Raises:
+        ConfigError: the hub cannot be reached, and the model is not in its cache.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _downloaded(name):
+        return
+    try:
+        httpx.head(constants.ENDPOINT, timeout=_ASK_S)
+    except httpx.TransportError as error:
+        raise ConfigError(
+            f"model.path: {name} is no local folder and not in the cache of the hub ({constants.HF_HUB_CACHE}), and the hub "
+            f"{constants.ENDPOINT} cannot be reached ({error}); connect this machine, fill the cache elsewhere, or name a folder"
+        ) from error
+
+
 def _netrc() -> Path:
     return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
 
@@ -505,7 +529,7 @@ def _cannot_bind(host: str, port: int = 0) -> str:
 def _no_cuda() -> str:
     """Why torch cannot use a GPU here; empty: it can, as far as is known without starting it."""
     version = importlib.metadata.version("torch")
-    if version.partition("+")[2].startswith("cpu"):
+    if machine.is_torch_for_cpus():
         return f"torch {version} is built for CPUs"
     if machine.inspect().gpus:
         return ""

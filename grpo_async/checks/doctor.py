@@ -22,8 +22,9 @@ from pathlib import Path
 
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import RunError
+from grpo_async.processes.machine import query_gpus
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
-from grpo_async.utils.cpus import usable_cpus
+from grpo_async.utils.cpus import is_cpu_build, usable_cpus
 from grpo_async.utils.text import clipped, format_bytes
 
 _PACKAGE = "grpo-async"
@@ -114,33 +115,16 @@ def check_gpus() -> Iterator[Found]:
     if shutil.which("nvidia-smi") is None:
         yield "warn", "there is a driver, but nvidia-smi is not in PATH, so it could not be asked"
         return
-    fields = "index,name,driver_version,memory.total,memory.used,compute_cap,mig.mode.current"
-    remedy = "if the driver hangs restart the machine; if it and the kernel module do not fit, reinstall it"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    lines = [line for line in _output(command, _NVIDIA_SMI_TIMEOUT_S, remedy).splitlines() if line.strip()]
-    if not lines:
+    fields = ("index", "name", "driver_version", "memory.total", "memory.used", "compute_cap", "mig.mode.current")
+    rows = query_gpus(*fields, timeout_s=_NVIDIA_SMI_TIMEOUT_S)
+    if not rows:
         yield "warn", "nvidia-smi lists none"
-    yield from map(_gpu, lines)
+    yield from map(_gpu, rows)
 
 
-def _output(command: list[str], timeout_s: float, remedy: str) -> str:
-    """What a program prints. Raises: RunError: it did not end well."""
-    name = " ".join(command[:3])
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RunError(f"`{name}`: {error}; {remedy}") from error
-    if done.returncode != 0:
-        raise RunError(f"`{name}` failed: {(done.stdout + done.stderr).strip()[-300:] or 'no message'}; {remedy}")
-    return done.stdout
-
-
-def _gpu(line: str) -> Found:
-    parts = [part.strip() for part in line.split(",")]
+def _gpu(parts: list[str]) -> Found:
     if len(parts) != 7:
-        return "warn", f"nvidia-smi said something unknown: {clipped(line, 120)}"
+        return "warn", f"nvidia-smi said something unknown: {clipped(', '.join(parts), 120)}"
     index, name, driver, total, used, capability, mig = parts
     message = f"{index}: {name}, driver {driver}, compute capability {capability}, {used} of {total} MiB used"
     if mig == "Enabled":
@@ -264,7 +248,7 @@ def check_torch() -> Iterator[Found]:
     message = f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     for name in _CUDA_EXTENSIONS:  # a torch for CPUs carries "+cpu", and so must its extensions
         other = _version(name)
-        if other is not None and version.endswith("+cpu") and not other.endswith("+cpu"):
+        if other is not None and is_cpu_build(version) and not is_cpu_build(other):
             problem = f"was built for a torch with CUDA, {version} is installed: importing transformers may fail"
             yield "warn", f"{name} {other} {problem}; pip uninstall {name}"
     if not dist.is_available() or not dist.is_gloo_available():
@@ -312,7 +296,17 @@ def check_vllm_import() -> Iterator[Found]:
         yield "pass", "not installed"
         return
     command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
-    yield "pass", f"works ({_output(command, _IMPORT_TIMEOUT_S, INSTALL).strip().splitlines()[-1]})"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(f"importing vLLM: {error}; {INSTALL}") from error
+    if done.returncode != 0:
+        raise RunError(
+            f"importing vLLM failed: {(done.stdout + done.stderr).strip()[-300:] or 'no message'}; {INSTALL}"
+        )
+    yield "pass", f"works ({done.stdout.strip().splitlines()[-1]})"
 
 
 def _version(name: str) -> str | None:

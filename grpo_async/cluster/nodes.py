@@ -21,12 +21,12 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.addresses import interface_of, resolve_host
 from grpo_async.processes.assignment import Node
-from grpo_async.processes.machine import check_can_listen
-from grpo_async.utils.network import is_loopback
+from grpo_async.utils.network import binding_error, is_loopback
 
 DEFAULT_PORT = 29400
 """Of the place to meet, where nobody says another; torchrun's."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_MEETING_PLACE = "the place to meet (launch.rdzv, --master-addr, $MASTER_ADDR)"
 
 Environment = Mapping[str, str]
 
@@ -171,15 +171,23 @@ def leading_node(config: ExperimentConfig, place: Place) -> Node:
     """
     if config.launch.nodes.count == 1:
         return Node()
-    setting = "the place to meet (launch.rdzv, --master-addr, $MASTER_ADDR)"
-    address = resolve_host(place.host, setting)
+    address = resolve_host(place.host, _MEETING_PLACE)
     if is_loopback(address) and not is_loopback(place.host):
         raise ConfigError(
-            f"{setting}: {place.host} is {address} on this machine (see /etc/hosts), where no other machine can come; name the "
-            "address in the network that the machines share"
+            f"{_MEETING_PLACE}: {place.host} is {address} on this machine (see /etc/hosts), where no other machine can come; "
+            "name the address in the network that the machines share"
         )
-    check_can_listen(address, place.port, setting)
+    if (error := binding_error(address, place.port)) is not None:
+        raise cannot_listen(address, place.port, error) from error
     return place.node(config, address=address, own_address=address)
+
+
+def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:
+    """For node 0, which opens the store there."""
+    return ConfigError(
+        f"{_MEETING_PLACE}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
+        "machine and a port that nothing uses"
+    )
 
 
 def socket_names(own_address: str, environment: Environment = os.environ) -> dict[str, str]:

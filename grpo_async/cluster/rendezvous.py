@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from grpo_async import __version__
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
-from grpo_async.cluster.nodes import Place
+from grpo_async.cluster.nodes import Place, cannot_listen
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError, DeadlineError, RunError
@@ -69,10 +69,7 @@ def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Launch
     try:
         launchers = LauncherStore.open(node.address, node.port, token, count=node.count)
     except OSError as error:
-        raise ConfigError(
-            f"launch.rdzv: {node.address}:{node.port} cannot be bound on this machine, which is node 0 ({error}); name an address "
-            "of this machine, and a port that no other run uses"
-        ) from error
+        raise cannot_listen(node.address, node.port, error) from error
     try:
         yield launchers
     except BaseException as error:

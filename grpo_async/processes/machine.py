@@ -12,13 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_async.errors import ConfigError
-from grpo_async.utils.cpus import usable_cpus
-from grpo_async.utils.network import binding_error, family_of
+from grpo_async.errors import ConfigError, RunError
+from grpo_async.utils.cpus import is_cpu_build, usable_cpus
+from grpo_async.utils.network import family_of
 
 _QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds, and so does torch
 _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
-_COUNT = "import torch; print(torch.cuda.device_count())"
+_TORCH_SIZES = """import torch
+print(*(torch.cuda.get_device_properties(k).total_memory for k in range(torch.cuda.device_count())))"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,38 +69,30 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def check_can_listen(address: str, port: int, setting: str) -> None:
-    """Look whether `address`:`port` can be bound.
-
-    Raises:
-        ConfigError: it is no address of this machine, or the port is taken; `setting` is where it stands.
-    """
-    if (error := binding_error(address, port)) is not None:
-        raise ConfigError(
-            f"{setting}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of "
-            "this machine and a port that nothing uses"
-        ) from error
-
-
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
     """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
 
     The driver says what there is (nvidia-smi; where a container lacks it and has devices, torch), and CUDA_VISIBLE_DEVICES which of
-    it is meant; as in CUDA an index that does not exist hides what follows it. A torch for CPUs alone can use none of them.
+    it is meant; as in CUDA an index that does not exist hides what follows it. A torch built for CPUs can use none of them.
 
     Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
+
+    Raises:
+        ConfigError: the driver or torch does not answer.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if given is None else [part.strip() for part in given.split(",")]
     if wanted is not None and wanted[0] in ("", "-1"):
         return (), None
-    found = _ask_driver()
+    found = _ask_driver(environment)
     if found is None:  # nobody knows but whoever set the variable
         return tuple(part for part in wanted or () if part and part != "-1"), None
     if found and is_torch_for_cpus():
         return (), None
     if wanted is None:
         return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
+    if len(set(found)) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        found = _ask_torch(environment)  # by default CUDA counts the fastest first, and nvidia-smi by the bus
     visible: list[str] = []
     for part in wanted:
         if not part or (part.lstrip("-").isdecimal() and not 0 <= int(part) < len(found)):
@@ -110,30 +103,67 @@ def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, .
 
 
 def is_torch_for_cpus() -> bool:
-    """By its version alone, "2.13.0+cpu"."""
-    return importlib.metadata.version("torch").endswith("+cpu")
+    """Whether the installed torch can use no GPU."""
+    return is_cpu_build(importlib.metadata.version("torch"))
 
 
-def _ask_driver() -> list[int] | None:
-    """Memory of each GPU in bytes, in the order of their indices (0: not known); None: nobody can be asked."""
+def query_gpus(*fields: str, timeout_s: float = _QUESTION_TIMEOUT_S) -> list[list[str]]:
+    """What nvidia-smi says of each GPU: a row of `fields`, in the order of the PCI bus.
+
+    Raises:
+        RunError: it cannot be started (it is not in PATH), or fails.
+        ConfigError: it does not answer.
+    """
+    done = _run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", timeout_s=timeout_s)
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip()[-300:] or "no message"
+        raise RunError(
+            f"nvidia-smi failed: {said}; if the driver and the kernel module do not fit, reinstall the driver"
+        )
+    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _ask_driver(environment: Mapping[str, str]) -> list[int] | None:
+    """Memory of each GPU in bytes (0: not known); None: nobody can be asked."""
     try:
-        lines = _output("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").splitlines()
-        return [int(line) << 20 if line.strip().isdecimal() else 0 for line in lines if line.strip()]
-    except (OSError, subprocess.CalledProcessError):
+        return [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
+    except RunError:
         if not any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern)):
             return None
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return [0] * int(_output(sys.executable, "-c", _COUNT, environment=environment))
+    return _ask_torch(environment)
 
 
-def _output(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_QUESTION_TIMEOUT_S, check=True, env=environment
+def _ask_torch(environment: Mapping[str, str]) -> list[int]:
+    """Memory of each GPU in bytes, in the order of CUDA (CUDA_DEVICE_ORDER), whatever CUDA_VISIBLE_DEVICES says."""
+    everything = {**os.environ, **environment}
+    everything.pop("CUDA_VISIBLE_DEVICES", None)
+    done = _run(sys.executable, "-c", _TORCH_SIZES, environment=everything)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(
+            f"torch could not be asked for the GPUs: {said}; install it again, or run without GPUs: set CUDA_VISIBLE_DEVICES to "
+            "an empty text"
         )
+    return [int(size) for size in done.stdout.split()]
+
+
+def _run(
+    *command: str, environment: Mapping[str, str] | None = None, timeout_s: float = _QUESTION_TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise RunError(f"{command[0]} cannot be started: {error}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{command[0]} has not answered for {_QUESTION_TIMEOUT_S:.0f} s: the driver of the GPUs hangs; fix it, or go on "
-            "without them by an empty CUDA_VISIBLE_DEVICES"
+            f"{command[0]} timed out after {timeout_s:g} s: the driver of the GPUs hangs; restart the machine, or run without "
+            "GPUs: set CUDA_VISIBLE_DEVICES to an empty text"
         ) from error
-    return done.stdout

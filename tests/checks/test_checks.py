@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
 from tests.support.local_server import local_server
+from tests.support.ports import free_port
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
 
@@ -273,6 +275,18 @@ def test_of_a_model_on_the_hub_what_was_downloaded_is_checked(tmp_path: Path, mo
     (snapshot / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
     with pytest.raises(ConfigError, match="embedded cannot serve qwen3_moe, which is a mixture of experts"):
         check_inputs(config, engine=EMBEDDED)
+
+
+def test_a_hub_that_cannot_be_reached_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub alone retries for 47 s."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    config = make_config(tmp_path, model={"path": "some/model"})
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"model\.path: some/model .* the hub http://127.* cannot be reached"):
+        check_inputs(config, engine=EMBEDDED, deep=True)
+    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("column", ["completions", "trainer_state"])

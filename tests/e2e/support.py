@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
+from tests.support.waiting import wait_for
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "GRPO_ASYNC_TEST_MARK"
@@ -184,22 +183,6 @@ def finish(process: subprocess.Popen[str], *, timeout_s: float) -> subprocess.Co
         output, _ = process.communicate()
         raise AssertionError(f"the run did not end within {timeout_s:.0f} s:\n{output[-3000:]}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, output)
-
-
-def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, every_s: float = 0.05) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(every_s)
-
-
-def free_port() -> int:
-    """One that nobody listens on. The kernel gives it to nobody meanwhile: it chooses those of connections from 32768 on."""
-    while True:
-        port = random.randrange(10_000, 32_768)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @contextlib.contextmanager

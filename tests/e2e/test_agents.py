@@ -21,8 +21,8 @@ from tests.e2e.support import (
     make_run,
     rows_of,
     run_command,
-    wait_for,
 )
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

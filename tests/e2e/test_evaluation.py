@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import GoldenRun
-from tests.e2e.support import REPOSITORY, finish, free_port, make_run, rows_of, run_command, serving_alone, wait_for
+from tests.e2e.support import REPOSITORY, finish, make_run, rows_of, run_command, serving_alone
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

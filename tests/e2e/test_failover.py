@@ -17,8 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.support import SMALL, Run, finish, free_port, make_run, rewards, serving_alone, wait_for
+from tests.e2e.support import SMALL, Run, finish, make_run, rewards, serving_alone
+from tests.support.ports import free_port
 from tests.support.stored import scan_groups
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

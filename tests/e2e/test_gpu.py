@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import SMALL, finish, make_run, wait_for
+from tests.e2e.support import SMALL, finish, make_run
 from tests.e2e.test_failover import _connection, _is_paused, _server, _wait_until
 from tests.e2e.test_kill_nine import _kill_everything
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 

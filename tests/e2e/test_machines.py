@@ -17,8 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, wait_for
+from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run
 from tests.support.namespaces import Machine, machines, why_not
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.support import SMALL, Run, finish, make_run, rewards, wait_for
+from tests.e2e.support import SMALL, Run, finish, make_run, rewards
 from tests.e2e.user_rewards import DISK_DELAY_S, SCORED
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 

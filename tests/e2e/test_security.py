@@ -20,9 +20,10 @@ import psutil
 import pytest
 
 from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
-from tests.e2e.support import Run, finish, make_run, rewards, wait_for
+from tests.e2e.support import Run, finish, make_run, rewards
 from tests.e2e.test_failures import ENDLESS
 from tests.support.tls import make_certificates
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,9 @@ from statistics import median
 import psutil
 import pytest
 
-from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rewards, wait_for
+from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rewards
 from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.nightly]
 

@@ -17,8 +17,8 @@ from grpo_async.inference.api import TOKEN_VARIABLE, GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.fleet import ServerState
 from grpo_async.inference.router import FixedServers, Servers
-from tests.e2e.support import free_port
 from tests.inference.fleet_support import Watch, watched
+from tests.support.ports import free_port
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -32,8 +32,8 @@ from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.network import is_loopback
-from tests.e2e.support import free_port
 from tests.launcher.support import LauncherProcess, make_config
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 TOKEN = "the-token-of-this-run"

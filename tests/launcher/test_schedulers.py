@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from grpo_async.launcher.gpus import gpus_needed
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine
-from tests.e2e.support import REPOSITORY, SMALL, finish, free_port, make_run, run_command, wait_for
+from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, run_command
 from tests.launcher.support import make_config
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 LIMIT_S = 600.0  # five processes import torch, on a machine that may be busy
 HOSTS = "127.0.0.1,127.0.0.1,127.0.0.1"  # nodes 0, 1 and 2: all are this machine
@@ -312,6 +315,15 @@ def quickstart_files() -> None:
     prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
 
 
+def _batch_script(folder: Path, settings: Sequence[str]) -> tuple[Run, Path]:
+    """A run of the quickstart, and its script as the command writes it."""
+    run = make_run(folder, "quickstart.yaml", settings)
+    script = folder / "run.sbatch"
+    made = run_command("launch", "slurm", str(run.config), "--out", str(script))
+    assert made.returncode == 0, made.stdout + made.stderr
+    return run, script
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickstart_files")
 def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bound(
@@ -325,10 +337,7 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
         "inference.replicas=2",
         "inference.vllm.tensor_parallel_size=2",
     )
-    run = make_run(tmp_path, "quickstart.yaml", settings)
-    script = tmp_path / "run.sbatch"
-    made = run_command("launch", "slurm", str(run.config), "--out", str(script))
-    assert made.returncode == 0, made.stdout + made.stderr
+    _, script = _batch_script(tmp_path, settings)
     environment = {
         **cluster,
         "SLURM_JOB_NODELIST": "gpu[7,9]",
@@ -363,10 +372,7 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
         "launch.nodes.infer=1",
         f"launch.rdzv=127.0.0.1:{free_port()}",
     )
-    run = make_run(tmp_path, "quickstart.yaml", settings)
-    script = tmp_path / "run.sbatch"
-    made = run_command("launch", "slurm", str(run.config), "--out", str(script))
-    assert made.returncode == 0, made.stdout + made.stderr
+    run, script = _batch_script(tmp_path, settings)
 
     def start(**more: str) -> subprocess.Popen[str]:
         environment = {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark, **more}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import pytest
 
 from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.rewards import load_rewards
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
@@ -41,9 +41,7 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(needs_vllm: None, reward_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(reward_model)]
     command += ["--runner", "pooling", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]

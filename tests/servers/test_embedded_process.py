@@ -30,8 +30,8 @@ from grpo_async.servers.embedded.main import (
     serve_embedded,
     start_listening,
 )
-from tests.e2e.support import free_port
 from tests.servers.embedded_support import make_request, prompt
+from tests.support.ports import free_port
 from tests.support.tls import Certificates, encrypt, make_certificates
 
 SERVE = """

