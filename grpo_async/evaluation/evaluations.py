@@ -26,7 +26,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.log import EvaluationLog
-from grpo_async.evaluation.metrics import EvaluationResult
+from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
@@ -173,9 +173,13 @@ class RunEvaluations:
             self._await_last(step)
 
     def after_training(self, step: int) -> None:
-        """Evaluate the final policy, which is served, after `step` steps. A failure is told and recorded, no more: the model is
-        trained, saved and exported."""
+        """Evaluate the final policy, which is served, after `step` steps, unless it has been: data that ends early may end at a
+        step after which an evaluation was due. A failure is shown and recorded, no more: the model is trained, saved and
+        exported."""
         if self._evaluator is None:
+            return
+        if (record := self._log.end_with(step)) is not None:
+            self._listeners.tell("after", flat_metrics(record.metrics, record.by_group))
             return
         self._listeners.phase("evaluating")
         self._begin(step, due=step, when="end", max_in_flight=self._all_slots)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_async.run_directory import write_atomically
@@ -21,6 +22,19 @@ class EvaluationLog:
 
     def add(self, record: EvaluationRecord) -> None:
         self.records.append(record)
+        self._write()
+
+    def end_with(self, step: int) -> EvaluationRecord | None:
+        """The result of `step`, with which the run turned out to end, as that of the end; None when the last record is no such
+        result."""
+        last = self.records[-1] if self.records else None
+        if last is None or last.step != step or last.when != "step" or not last.metrics:
+            return None
+        self.records[-1] = replace(last, when="end")
+        self._write()
+        return self.records[-1]
+
+    def _write(self) -> None:
         write_atomically(self._path, "".join(json.dumps(each.as_dict()) + "\n" for each in self.records))
 
     def result(self, when: When) -> EvaluationRecord | None:

@@ -59,9 +59,14 @@ class EvaluationResult:
     completions: Sequence[Mapping[str, str | float | None]] = ()
 
     def flat(self) -> dict[str, float]:
-        """{"reward": 0.5} and {"gsm8k": {"reward": 0.25}} -> {"reward": 0.5, "reward/gsm8k": 0.25}."""
-        parts = {f"{name}/{group}": v for group, metrics in self.by_group.items() for name, v in metrics.items()}
-        return {**self.metrics, **parts}
+        """See `flat_metrics`."""
+        return flat_metrics(self.metrics, self.by_group)
+
+
+def flat_metrics(metrics: Mapping[str, float], by_group: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """{"reward": 0.5} and {"gsm8k": {"reward": 0.25}} -> {"reward": 0.5, "reward/gsm8k": 0.25}."""
+    parts = {f"{name}/{group}": value for group, each in by_group.items() for name, value in each.items()}
+    return {**metrics, **parts}
 
 
 def evaluation_result(
@@ -94,7 +99,7 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_thre
 
     reward, reward_std      mean and standard deviation (ddof = 1) over the completions
     reward_stderr           standard error of the mean over prompts: std of the prompts' means / sqrt(number of prompts)
-    pass@k, majority@k      mean over the prompts that have at least k scored completions; see scoring.passes
+    pass@k, majority@k      mean over the prompts that have at least k scored completions; see scoring.pass_at_k
     mean@k                  mean over prompts of the mean reward, k = samples
     answered                fraction of the completions in which an answer can be read (scoring.answers)
 

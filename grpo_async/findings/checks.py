@@ -84,8 +84,7 @@ def unscored(evidence: Evidence) -> Finding | None:
 
 
 def truncated(evidence: Evidence) -> Finding | None:
-    fraction = evidence.recent("rollout/truncated")
-    fraction = evidence.recent("completions/clipped_ratio") if fraction is None else fraction
+    fraction = evidence.recent("completions/clipped_ratio")
     if fraction is None or fraction < _MANY_TRUNCATED:
         return None
     limit = evidence.setting("rollout.max_completion_tokens")
@@ -197,7 +196,8 @@ def equal_rewards(evidence: Evidence) -> float | None:
 
 def collapsed(evidence: Evidence) -> Finding | None:
     """Whether the sampled reward was much better before: the mean of the best tenth of the steps against the last one."""
-    values = evidence.values("reward")
+    rows = [row for row in evidence.metrics if "reward" in row]  # a step may have none
+    steps, values = [int(row["step"]) for row in rows], [row["reward"] for row in rows]
     size = max(3, len(values) // 10)
     if len(values) < 3 * size:
         return None
@@ -207,11 +207,11 @@ def collapsed(evidence: Evidence) -> Finding | None:
     lost = means[best] - means[-1]
     if lost < max(_LOST * evidence.reward_range, 4.0 * noise):
         return None
-    step = int(next(row["step"] for row in evidence.metrics if "reward" in row)) + best
     return Finding(
         key="collapsed", severity=ERROR, what="The reward collapsed",
-        numbers={"best": means[best], "best_step": step, "last": means[-1]},
-        text=f"It was {format_number(means[best])} at steps {step} to {step + size - 1}, and is {format_number(means[-1])} now.",
+        numbers={"best": means[best], "best_step": steps[best], "last": means[-1]},
+        text=f"It was {format_number(means[best])} at steps {steps[best]} to {steps[best + size - 1]}, and is "
+        f"{format_number(means[-1])} now.",
         do="Go on from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the gradient "
         "norm before the fall.",
         setting="optimizer.lr", current=evidence.last("lr"), query="", sort="-step", plot="reward",
@@ -389,7 +389,7 @@ def lengths(evidence: Evidence) -> Finding | None:
     ends, change = evidence.ends("completions/mean_length"), evidence.trend("completions/mean_length")
     if ends is None or change is None or ends[0] <= 0.0:
         return None
-    ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("rollout/truncated") or 0.0
+    ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("completions/clipped_ratio") or 0.0
     text = f"The mean length went from {format_number(ends[0])} to {format_number(ends[1])} tokens ({ratio:.2g} times)"
     if ratio >= _GROWN and change.has_risen:
         what, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED

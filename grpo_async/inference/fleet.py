@@ -283,14 +283,17 @@ class Fleet:
         with self._lock:
             return self._num_loading > 0 or self._loaded_at >= moment
 
-    def mark_serving(self, servers: Sequence[Server], *, version: int) -> None:
-        """These have the weights of `version`, in the lives that their records are of; requests may go to them."""
+    def mark_serving(self, servers: Sequence[Server], *, version: int) -> list[Server]:
+        """These have the weights of `version`, in the lives that their records are of; requests may go to them. Returns those that
+        did not serve before."""
+        new: list[Server] = []
         with self._changing() as changed:
             for server in servers:
                 tracked = self._tracked[server.index]
                 if tracked.server.state is not ServerState.READY or tracked.server.instance_id != server.instance_id:
                     continue
                 self._set(tracked, changed, state=ServerState.SERVING)
+                new.append(tracked.server)
                 tracked.num_lost = 0
                 since = ""
                 if tracked.failures and tracked.failures[-1].recovery_s is None:
@@ -298,6 +301,7 @@ class Fleet:
                     tracked.failures[-1] = replace(tracked.failures[-1], recovery_s=recovery_s)
                     since = f", {recovery_s:.1f} s after it failed"
                 logger.info("%s serves version %d%s", server.name, version, since)
+        return new
 
     def fence(self, server: Server, reason: str) -> None:
         """Take a server out: it gets no requests, those that it has go elsewhere, and it is restarted or looked for."""

@@ -144,7 +144,6 @@ class AgentProducer:
         if progress is not None:
             restored = progress.restored.get(index)
             if isinstance(restored, RolloutCompletion):
-                progress.snapshots[index] = lambda: restored
                 return restored
             progress.snapshots[index] = lambda: over
         rollout_id = f"{request.name}-r{index}"

@@ -182,11 +182,11 @@ class FunctionTrainer:
         assert task is not None
         self._asking.add(task)
         try:
-            return await all_of(self._one(prompt, overrides) for prompt in prompts)
+            return await all_of(self._one(prompt, place, overrides) for place, prompt in enumerate(prompts))
         finally:
             self._asking.discard(task)
 
-    async def _one(self, prompt: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    async def _one(self, prompt: Any, place: int, overrides: Mapping[str, Any]) -> dict[str, Any]:
         number = next(self._numbers)
         prompt_ids = self._prompt_ids(prompt)
         budget = self._settings.turn_budget(len(prompt_ids), 0)
@@ -198,7 +198,8 @@ class FunctionTrainer:
         changes = {
             **overrides,
             "max_tokens": min(budget, int(overrides.get("max_tokens", budget))),
-            "seed": seed_of(overrides.get("seed", self._seed), number),
+            # a seed of the user gives the same completions in every call
+            "seed": seed_of(overrides["seed"], place) if "seed" in overrides else seed_of(self._seed, number),
         }
         settings = replace(self._settings, stop=overrides.get("stop", self._settings.stop))
         request = settings.request(request_id=f"function-{self._seed}-{number}", token_ids=prompt_ids, **changes)

@@ -11,9 +11,8 @@ from statistics import fmean
 import numpy as np
 
 from grpo_async.records import RolloutCompletion, ScoredGroup
-from grpo_async.scoring.advantages import sample_std
+from grpo_async.scoring.advantages import has_zero_variance, sample_std
 
-_ZERO_STD = 1e-8  # as in TRL
 _PERCENTS = (10, 50, 90)
 
 
@@ -21,18 +20,18 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards, lengths and truncation over all scored groups of a step: trained, filtered or stale. They are those that the
     rollout store has with this step, so the statistics of both agree.
 
-    reward and reward_std are over all of its rewards, frac_reward_zero_std is the fraction of its groups whose rewards are equal,
-    whatever they are compared with.
+    reward and reward_std are over all of its rewards; frac_reward_zero_std is the fraction of its groups with a reward that have
+    no signal (`has_zero_variance`), whatever they are compared with.
     """
     metrics: dict[str, float] = {}
     rewards = [reward for group in groups for reward in group.rewards if reward is not None]
     if rewards:
         metrics["reward"] = fmean(rewards)
-        stds = [sample_std([r for r in group.rewards if r is not None]) for group in groups]
         metrics["reward_std"] = sample_std(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
         metrics.update({f"reward_p{percent}": value for percent, value in _quantiles(rewards).items()})
-        metrics["frac_reward_zero_std"] = fmean(float(std < _ZERO_STD) for std in stds)
+        scored = [group.rewards for group in groups if any(reward is not None for reward in group.rewards)]
+        metrics["frac_reward_zero_std"] = fmean(map(has_zero_variance, scored))
     for name in sorted({name for group in groups for part in group.reward_parts for name in part}):
         values = [value for group in groups for part in group.reward_parts if (value := part.get(name)) is not None]
         if values:
@@ -45,7 +44,7 @@ def group_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         metrics["advantage/abs_mean"] = fmean(advantages)
     ended = [c for group in groups for c in group.group.completions if c.status.is_trainable]
     if ended:  # those without a token too: a prompt that was too long is truncated
-        metrics["rollout/truncated"] = fmean(float(completion.truncated) for completion in ended)
+        metrics["completions/clipped_ratio"] = fmean(float(completion.truncated) for completion in ended)
     completions = [completion for group in groups for completion in group.group.trainable]
     if completions:
         metrics.update(_completion_metrics(completions))
@@ -59,7 +58,6 @@ def _completion_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, f
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
         **{f"completions/p{percent}_length": value for percent, value in _quantiles(lengths).items()},
-        "completions/clipped_ratio": fmean(float(completion.truncated) for completion in completions),
         "rollout/duration_s": fmean(completion.total_duration_s for completion in completions),
         "rollout/num_turns": fmean(float(len(completion.all_turns)) for completion in completions),
         "rollout/done": fmean(float(completion.done) for completion in completions),

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.fleet import Fleet
+from grpo_async.inference.fleet import Fleet, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
@@ -49,19 +49,16 @@ def _take_servers(config: ExperimentConfig, fleet: Fleet, control: ControlClient
     from grpo_async.trainer.weight_sync import check_server
 
     def take() -> None:
-        ready = []
         for server in fleet.members():
+            if server.state is ServerState.SERVING:
+                continue
             assert server.info is not None  # what is ready has said what it is
             try:
                 check_server(server.info, config)
             except ConfigError as error:
                 fleet.give_up(server, str(error))
                 continue
-            ready.append(server)
-        if fleet.has_ready and ready:
-            info = ready[0].info
-            fleet.mark_serving(ready, version=0 if info is None else info.policy_version)
-            for server in ready:
+            if fleet.mark_serving([server], version=server.info.policy_version):
                 control.send("server_serving", index=server.index)
 
     fleet.subscribe(take)

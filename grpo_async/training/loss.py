@@ -86,7 +86,7 @@ def sequence_sum(values: torch.Tensor, sample_index: torch.Tensor) -> torch.Tens
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
     """exp(log_ratio), at most e^80: what lies above is beyond every clip, and as inf it would make the gradient 0 x inf = NaN, also
-    where the loss does not depend on it.
+    where the loss does not depend on it. Every ratio of two policies is made here.
 
     Args:
         log_ratio: (N,) float32
@@ -162,7 +162,7 @@ def cispo_loss(inputs: LossInputs, *, epsilon_high: float) -> TokenLoss:
     epsilon_high is the cap itself, not a distance from 1. `clipped_high` counts capped tokens with A > 0, as TRL does.
     Worked example: A = 2, logprob = -1, rho = 7, epsilon_high = 5: loss = -5 x 2 x -1 = 10, its gradient -5 x 2 = -10.
     """
-    ratio = torch.exp(inputs.logprobs.detach() - inputs.old_logprobs)
+    ratio = ratio_of(inputs.logprobs.detach() - inputs.old_logprobs)
     capped = ratio.clamp(max=epsilon_high)
     return TokenLoss(
         loss=-capped * inputs.advantages * inputs.logprobs,
@@ -278,7 +278,7 @@ def importance_weights(
     difference = inputs.old_logprobs.detach() - inputs.sampler_logprobs
     if correction.level == "sequence":
         difference = sequence_sum(difference, inputs.sample_index)
-    weights = torch.exp(difference)
+    weights = ratio_of(difference)
     if correction.action == "truncate":
         return weights.clamp(min=floor, max=cap), None
     if correction.action == "mask":
@@ -347,9 +347,11 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     multiplies it by the ratio pi / pi_old, with gradient, which makes both unbiased (DeepSeek-V3.2, arXiv 2512.02556).
     Worked example: ref - logprob = 0.5: 1.6487 - 0.5 - 1 = 0.1487, gradient 1 - 1.6487 = -0.6487; times a ratio of 1 the same
     value, and the gradient -0.6487 + 0.1487 = -0.5, that of logprob - ref.
+
+    At most that of a difference of 80, as in `ratio_of`.
     """
-    difference = ref_logprobs - logprobs
-    return torch.exp(difference) - difference - 1.0
+    difference = (ref_logprobs - logprobs).clamp(max=_MAX_LOG_RATIO)
+    return torch.expm1(difference) - difference  # expm1: exp(d) - 1 loses the digits of a small d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.training.loss import Objective, ObjectiveOutput, sequence_mean, sequence_sum
+from grpo_async.training.loss import Objective, ObjectiveOutput, kl_k3, sequence_mean, sequence_sum
 
 _NUM_REWARDS = 3  # kept of each end: totals do not grow with the run
 ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
@@ -38,7 +38,6 @@ _SUMS = (
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
     "importance_masked", "off_policy", "low_entropy",
 )  # fmt: skip
-_MAX_DIFFERENCE = 80.0  # of log-probabilities: exp of more is beyond float32 on every other way, too
 _BINS_FROM, _BINS_TO, _NUM_BINS = 1e-6, 1e2, 128
 _MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
 
@@ -63,8 +62,7 @@ class UpdateSums:
         of_sample = 1.0 / sequence_sum(ones, inputs.sample_index)  # adds up to 1 over the tokens of a sample
         per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
-        signed = (logprobs - inputs.sampler_logprobs).double()
-        difference = signed.abs()
+        difference = (logprobs - inputs.sampler_logprobs).double().abs()
         # log10, so that a bin is as wide beside its content everywhere; histc leaves out what is outside, and NaN
         places = torch.log10(difference.clamp(_BINS_FROM, _BINS_TO))
         self._differences += torch.histc(places, _NUM_BINS, math.log10(_BINS_FROM), math.log10(_BINS_TO))
@@ -81,7 +79,7 @@ class UpdateSums:
                 inputs.entropy.detach().sum().double(),
                 (zeros if output.kl is None else output.kl).sum().double(),
                 difference.sum().double(),
-                (torch.expm1(signed.clamp(max=_MAX_DIFFERENCE)) - signed).sum(),
+                kl_k3(inputs.sampler_logprobs.double(), logprobs.double()).sum(),
                 (per_weight * weights).sum(),
                 (per_weight * weights**2).sum(),
                 per_weight.sum().double(),

@@ -51,14 +51,12 @@ class BaseWeights:
         except ConfigError:
             return None
 
-    def problems(
-        self, specs: Sequence[ParameterSpec], shapes: Mapping[str, Sequence[int]], optional: Collection[str]
-    ) -> list[str]:
+    def problems(self, specs: Sequence[ParameterSpec], shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """What keeps these adapters from being added, and base and adapters from being a whole update; see `check_names`.
 
         Args:
             specs: of the factors.
-            shapes, optional: of what the server serves.
+            shapes: of what the server serves.
         """
         by_name = {spec.name: spec for spec in specs}
         problems = [f"{spec.name} is sent twice" for spec in specs if by_name[spec.name] is not spec]
@@ -82,15 +80,14 @@ class BaseWeights:
                     f"the factors of {weight} have the shapes {list(left.shape)} and {list(right.shape)}, the weight has "
                     f"{list(self.files.specs[weight].shape)}"
                 )
-        whole = [self.files.specs[name] for name in self._names(shapes, optional)]
-        return problems + check_names(whole, shapes, optional)
+        whole = [self.files.specs[name] for name in self._names(shapes)]
+        return problems + check_names(whole, shapes)
 
     def merge(
         self,
         factors: Iterable[tuple[str, torch.Tensor]],
         *,
         shapes: Collection[str],
-        optional: Collection[str] = (),
         dtype: torch.dtype,
         device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,21 +96,21 @@ class BaseWeights:
 
         Args:
             factors: as received; all of them come first.
-            shapes, optional: see `problems`.
+            shapes: see `problems`.
             dtype: of the merged weights.
             device: where the products are computed.
         """
         received = dict(factors)
-        for name in self._names(shapes, optional):
+        for name in self._names(shapes):
             tensor = self.files.read(name)
             if name + LEFT in received:
                 left, right = (received[name + side].to(device) for side in (LEFT, RIGHT))
                 tensor = torch.addmm(tensor.to(device).float(), left, right).to(dtype)
             yield name, tensor
 
-    def _names(self, shapes: Collection[str], optional: Collection[str]) -> list[str]:
+    def _names(self, shapes: Collection[str]) -> list[str]:
         """Tensors of the files that the server wants; of a server that cannot say what it wants, all of them."""
-        return [name for name in self.files.specs if not shapes or name in shapes or name in optional]
+        return [name for name in self.files.specs if not shapes or name in shapes]
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:

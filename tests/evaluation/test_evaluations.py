@@ -198,6 +198,21 @@ def test_after_the_last_step_the_running_one_is_waited_for_and_the_final_policy_
     assert summary["majority_baseline"] == 0.1
 
 
+def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation_of_the_end(tmp_path: Path) -> None:
+    """Groups that are dropped end an epoch before the last planned step, 10."""
+    run = _Run(tmp_path)
+    run.after(8)
+    run.evaluations.end_running(8)
+    run.evaluations.after_training(8)
+    assert run.source.begun == [(8, 10)]
+    assert [when for when, _ in run.heard] == ["step 8", "after"]
+    assert run.heard[0][1] == run.heard[1][1]
+    assert [record.when for record in EvaluationLog(run.run_dir.evaluation_log, start=8).records] == ["end"]
+    summary = run.evaluations.summary()
+    assert summary is not None
+    assert (summary["after"]["reward"], summary["during"]) == (0.5, [])
+
+
 def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not(tmp_path: Path) -> None:
     first = _Run(tmp_path, at_start=False)
     first.after(2)

@@ -75,7 +75,7 @@ CASES = [
     Case(key="unscored", severity=ERROR, what=["100% of the rollouts (8 of 8)"], query="unscored",
          metrics=_without("reward", steps(10)), more={"num_sampled": 8, "num_unscored": 8}),
     *(Case(key="truncated", severity=severity, what=["rollout.max_completion_tokens is 64"] if severity else [],
-           metrics=_flat(rollout__truncated=fraction), more={"config": {"rollout": {"max_completion_tokens": 64}}})
+           metrics=_flat(completions__clipped_ratio=fraction), more={"config": {"rollout": {"max_completion_tokens": 64}}})
       for fraction, severity in ((0.29, None), (0.5, WARNING), (0.97, ERROR))),
     # held-out prompts
     Case(key="held-out", severity=WARNING, what=["The training reward rose, the held-out reward did not", "games the reward"],
@@ -162,7 +162,11 @@ def test_every_check_survives_missing_metrics() -> None:
 def test_the_worst_comes_first_and_every_query_can_be_read_and_every_plot_exists() -> None:
     plots = {plot.name for chapter in CHAPTERS for plot in chapter.plots} | {"held-out"}
     bad = _flat(
-        rollout__truncated=0.95, kl=9.0, clip_ratio__region_mean=0.4, ledger__groups__stale=30.0, sampling__ess=0.1
+        completions__clipped_ratio=0.95,
+        kl=9.0,
+        clip_ratio__region_mean=0.4,
+        ledger__groups__stale=30.0,
+        sampling__ess=0.1,
     )
     keys = set()
     for evidence in (Evidence(metrics=bad), *(Evidence(metrics=case.metrics, **case.more) for case in CASES)):
@@ -173,3 +177,12 @@ def test_the_worst_comes_first_and_every_query_can_be_read_and_every_plot_exists
             parse_query(finding.query or "")
             assert finding.plot is None or finding.plot in plots, finding.key
     assert len(keys) >= 20
+
+
+def test_the_best_steps_before_a_collapse_are_named_also_where_steps_have_no_reward() -> None:
+    """Rewards of 1 at steps 4, 5 and 7, of 0 elsewhere; step 6 has none."""
+    rows = [{**row, "reward": 1.0 if row["step"] in (4, 5, 7) else 0.0} for row in steps(16)]
+    del rows[5]["reward"]
+    found = _found(Evidence(metrics=rows))["collapsed"]
+    assert "It was 1 at steps 4 to 7, and is 0 now." in found.text
+    assert found.numbers["best_step"] == 4

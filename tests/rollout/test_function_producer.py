@@ -170,6 +170,21 @@ def test_a_function_may_generate_with_the_served_policy(function: Callable[..., 
     assert len({request.seed for request in client.requests}) == 2
 
 
+def test_a_seed_of_the_function_gives_the_same_tokens_in_every_call_and_others_to_each_prompt() -> None:
+    def twice(prompts: list[Any], trainer: FunctionTrainer) -> dict[str, Any]:
+        for seed in (3, 3, 4):
+            trainer.generate(prompts, generation_overrides={"seed": seed})
+        return _output(2)
+
+    client = _Client(stop(5, EOS))
+    _make(_producer(twice, client), make_prompt(text="abc"))
+    first, second, other = (
+        sorted(request.seed for request in client.requests[place : place + 2]) for place in (0, 2, 4)
+    )
+    assert first == second
+    assert len({*first, *other}) == 4
+
+
 def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
     producer = _producer(lambda prompts, trainer: _output(2, completion_ids=[[5, 6]] * 2))
     ((completion, _),) = _make(producer, make_prompt())

@@ -70,9 +70,8 @@ def test_durations_turns_and_truncation_of_rollouts() -> None:
     assert metrics["rollout/duration_s"] == 8.0  # (10 + 6) / 2
     assert metrics["rollout/generation_duration_s"] == 3.0  # per turn: (1 + 3 + 2 + 6) / 4
     assert metrics["rollout/num_turns"] == 2.0  # (3 + 1) / 2
-    assert metrics["rollout/truncated"] == 0.5
-    assert metrics["rollout/done"] == 0.5
     assert metrics["completions/clipped_ratio"] == 0.5
+    assert metrics["rollout/done"] == 0.5
     assert metrics["completions/mean_length"] == 7.0  # (4 + 2 + 2 + 6) / 2
     assert metrics["completions/mean_terminated_length"] == 8.0  # the talker's alone
     assert metrics["advantage/abs_mean"] == 1.0  # (0.5 + 1.5) / 2
@@ -168,6 +167,14 @@ def test_means_are_over_what_exists_and_nothing_is_filled_with_zero() -> None:
     assert metrics["completions/mean_length"] == 5.0  # the failed rollout has no length
     assert metrics["completions/max_length"] == 8.0
     assert metrics["completions/clipped_ratio"] == 0.0
+
+
+def test_the_groups_without_a_signal_are_those_that_get_no_advantage_and_unscored_ones_are_not_among_them() -> None:
+    """Of two scored groups the rewards of the one differ by float noise, those of the other by little, but they do differ."""
+    metrics = group_metrics(
+        [_scored([1e6, 1e6 + 1e-5], [2, 4]), _scored([0.0, 5e-9], [2, 4]), _scored([None, None], [2, 4])]
+    )
+    assert metrics["frac_reward_zero_std"] == 0.5
 
 
 def test_the_order_in_which_groups_were_done_changes_no_bit() -> None:

@@ -179,6 +179,23 @@ def test_k3_and_its_gradient() -> None:
     assert logprobs.grad.tolist() == pytest.approx([-0.648721, 0.0], abs=1e-6)
 
 
+def test_kl_and_importance_weights_beyond_all_numbers_stay_finite() -> None:
+    """A log-probability of -9999: exp(9998) is inf, and times a weight of 0 it would be NaN."""
+    inputs = make_inputs([1.0, 1.0], [0.0, 1.0], samples=[0, 1])
+    far = replace(inputs, sampler_logprobs=torch.tensor([-9999.0, inputs.sampler_logprobs[1].item()]))
+    for level in ("token", "sequence"):
+        section = ImportanceSamplingSection(action="none", level=level)
+        weights, _ = importance_weights(far, section)
+        assert weights.isfinite().all()
+        assert weights[0] > 1e30
+    logprobs = torch.tensor([-9999.0, -1.0], requires_grad=True)
+    kl = kl_k3(logprobs, torch.tensor([-1.0, -0.5]))
+    (kl * torch.tensor([0.0, 1.0])).sum().backward()  # type: ignore[no-untyped-call]
+    assert kl.isfinite().all()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0.0, -0.648721], abs=1e-6)
+
+
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "sapo"])
 def test_a_ratio_beyond_all_numbers_leaves_the_gradient_of_the_other_tokens_whole(loss: str, advantage: float) -> None:

@@ -288,7 +288,7 @@ class EmbeddedEngine(Engine):
         if info.base is not None:
             if info.base.digest != (await self.parameters()).base_digest:
                 raise UpdateRefusedError("adapters of another base than this server's")
-            problems = self._base.problems(specs, self._shapes, ())
+            problems = self._base.problems(specs, self._shapes)
         else:
             served = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._parameters.items()}
             problems = check_names(specs, self._shapes) + [
