@@ -276,7 +276,7 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
     report.row("load, by the server", [1e3 * seconds for seconds in measured.load_s], "ms")
     report.row("push", [1e3 * push["sync/push_s"] for push in pushes], "ms")
     for phase in PHASES:
-        report.row(f"  {phase}", [push[f"sync/{phase}_ms"] for push in pushes], "ms")
+        report.row(f"  {phase}", [1e3 * push[f"sync/phase/{phase}_s"] for push in pushes], "ms")
     report.row("  paused", [1e3 * push["sync/pause_s"] for push in pushes], "ms")
     report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
     if measured.bare_s:

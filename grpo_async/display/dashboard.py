@@ -268,14 +268,14 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
     yield "time", _warm(max(fractions.get("idle", 0.0), idle or 0.0)), join([trainer, servers])
     ages = [f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()]
     queue = [
-        progress.text("buffer/queued_groups", "{:.0f} groups"),
+        progress.text("ledger/groups/queued", "{:.0f} groups"),
         progress.text("ledger/groups/in_flight", "{:.0f} in flight"),
         progress.text("async/staleness_mean", "staleness mean {:.2f}"),
         progress.text("async/staleness_max", "max {:.0f}"),
         *ages,
     ]
     length = progress.text("completions/mean_length", "mean {:.0f} tokens")
-    truncated = progress.text("rollout/truncated", "{:.0%} truncated")
+    truncated = progress.text("completions/clipped_ratio", "{:.0%} truncated")
     others = [
         ("queue", "", join(queue)),
         ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency")),

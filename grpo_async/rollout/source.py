@@ -193,7 +193,7 @@ class AsyncRolloutSource:
         )
 
     def gauges(self) -> dict[str, float]:
-        gauges = {"buffer/queued_groups": float(len(self._buffer)), "epoch": self._worker.epoch}
+        gauges = {"epoch": self._worker.epoch}
         for kind, counts in self._ledger.snapshot().items():
             gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
         gauges.update({f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._errors.counts.items()})

@@ -135,7 +135,7 @@ class FleetSync:
             )
             span.details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
-            f"{name} {metrics[f'sync/{name}_ms']:.0f}"
+            f"{name} {1000.0 * metrics[f'sync/phase/{name}_s']:.0f}"
             for name in ("start", "gather", "send", "pause", "finish", "resume")
         )
         logger.info(

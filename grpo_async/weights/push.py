@@ -167,7 +167,7 @@ def push_weights(
     return {
         "sync/push_s": ended - started,
         "sync/pause_s": ended - paused_at,
-        **{f"sync/{name}_ms": 1000.0 * taken_s for name, taken_s in seconds.items()},
+        **{f"sync/phase/{name}_s": taken_s for name, taken_s in seconds.items()},
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(seconds["transfer"], 1e-9),
         "sync/servers": float(len(servers)),

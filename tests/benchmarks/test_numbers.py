@@ -136,8 +136,8 @@ def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
 
 
 def _push(push_s: float, **milliseconds: float) -> dict[str, float]:
-    phases = {f"sync/{phase}_ms": 1.0 for phase in push.PHASES}
-    phases |= {f"sync/{phase}_ms": value for phase, value in milliseconds.items()}
+    phases = {f"sync/phase/{phase}_s": 0.001 for phase in push.PHASES}
+    phases |= {f"sync/phase/{phase}_s": value / 1e3 for phase, value in milliseconds.items()}
     return {**phases, "sync/push_s": push_s, "sync/pause_s": 0.25, "sync/bytes": 4e8, "sync/bytes_per_s": 2e9}
 
 

@@ -16,10 +16,10 @@ from tests.display.support import METRICS
 
 NOW = 2_000_000_000.0
 STEP = {
-    **METRICS, "sync/push_s": 0.2, "checkpoint/staged_s": 0.1, "buffer/queued_groups": 13.0, "entropy": 0.3,
+    **METRICS, "sync/push_s": 0.2, "checkpoint/staged_s": 0.1, "ledger/groups/queued": 13.0, "entropy": 0.3,
     "perf/generated_tokens_per_s": 123456.0, "completions/mean_length": 512.0, "async/staleness_max": 3.0,
     "async/staleness/0": 0.5, "async/staleness/1": 0.25, "async/staleness/2": 0.125, "async/staleness/3": 0.125,
-    **{f"ledger/groups/{state}": 1000.0 for state in ("trained", "filtered", "stale", "failed", "cancelled", "queued")},
+    **{f"ledger/groups/{state}": 1000.0 for state in ("trained", "filtered", "stale", "failed", "cancelled")},
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def test_it_says_what_was_reported(run_dir: RunDir) -> None:
     assert content["reward"] == {"last": 0.53, "average": 0.53}
     assert content["metrics"]["reward"] == 0.53
     assert content["metrics"]["grad_norm"] is None
-    assert content["ledger"] == {"groups": {"trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}}
+    assert content["ledger"] == {"groups": {"queued": 3, "trained": 12, "in_flight": 16}, "tokens": {"trained": 1200}}
     assert content["servers"][0]["kv_usage"] == 0.5
     assert content["last_push"]["num_bytes"] == 1e6
     assert content["last_push"]["bytes_per_s"] is None

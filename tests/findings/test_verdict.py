@@ -147,7 +147,7 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
         Run(reward=line(0.01, 0.01), metrics={"frac_reward_zero_std": 0.95}), "zero-variance", False
     ),
     "truncated": (
-        Run(reward=line(0.0, 0.0), metrics={"rollout/truncated": 0.98, "frac_reward_zero_std": 1.0},
+        Run(reward=line(0.0, 0.0), metrics={"completions/clipped_ratio": 0.98, "frac_reward_zero_std": 1.0},
             config={"rollout": {"max_completion_tokens": 16}}),
         "truncated", False,
     ),

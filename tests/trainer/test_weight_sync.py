@@ -26,7 +26,7 @@ from tests.launcher.support import make_config
 SPEC = ParameterSpec(name="w", dtype_name="float32", shape=(2, 3))
 PROBES = [[1, 2, 3], [4, 5]]
 METRICS = {
-    **{f"sync/{name}_ms": 1.0 for name in ("pause", "start", "gather", "send", "finish", "resume")},
+    **{f"sync/phase/{name}_s": 0.001 for name in ("pause", "start", "gather", "send", "finish", "resume")},
     "sync/bytes": 24.0, "sync/bytes_per_s": 24e6, "sync/push_s": 0.006,
 }  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_the_order_of_a_push() -> None:
     assert [server.calls["finish"]["version"] for server in push.servers] == [7, 7]
     assert (metrics["sync/bytes"], metrics["sync/servers"]) == (48.0, 2.0)  # 3 parameters x 4 floats x 4 bytes
     assert metrics["sync/push_s"] >= metrics["sync/pause_s"] > 0.0
-    phases = {f"sync/{phase}_ms" for phase in [*order, "connect", "gather", "send"]}
+    phases = {f"sync/phase/{phase}_s" for phase in [*order, "connect", "gather", "send"]}
     assert set(metrics) == phases | {
         f"sync/{name}" for name in ("push_s", "pause_s", "bytes", "bytes_per_s", "servers")
     }

@@ -21,7 +21,7 @@ NORMAL: dict[str, float] = {
     "reward_min": 0.0,
     "reward_max": 1.0,
     "frac_reward_zero_std": 0.1,
-    "rollout/truncated": 0.0,
+    "completions/clipped_ratio": 0.0,
     "completions/mean_length": 40.0,
     "entropy": 0.8,
     "grad_norm": 0.5,

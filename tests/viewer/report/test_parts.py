@@ -76,7 +76,9 @@ def test_several_runs_have_a_colour_each_and_only_the_main_lines() -> None:
 
 
 def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:
-    rows = [{"step": 1.0, **{f"sync/{phase}_ms": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}]
+    rows = [
+        {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
+    ]
     labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
     assert labels == ["pause", "transfer", "resume"]
     assert draw(_plot("kl"), [_run(steps(3))]) == held_out_plots([_run(steps(3))]) == []
