@@ -51,12 +51,14 @@ class BaseWeights:
         except ConfigError:
             return None
 
-    def problems(self, specs: Sequence[ParameterSpec], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    def problems(
+        self, specs: Sequence[ParameterSpec], shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
+    ) -> list[str]:
         """What keeps these adapters from being added, and base and adapters from being a whole update; see `check_names`.
 
         Args:
             specs: of the factors.
-            shapes: of what the server serves.
+            shapes, optional: of what the server serves.
         """
         by_name = {spec.name: spec for spec in specs}
         problems = [f"{spec.name} is sent twice" for spec in specs if by_name[spec.name] is not spec]
@@ -80,8 +82,8 @@ class BaseWeights:
                     f"the factors of {weight} have the shapes {list(left.shape)} and {list(right.shape)}, the weight has "
                     f"{list(self.files.specs[weight].shape)}"
                 )
-        whole = [self.files.specs[name] for name in self._names(shapes)]
-        return problems + check_names(whole, shapes)
+        whole = [self.files.specs[name] for name in self._names({*shapes, *optional} if shapes else ())]
+        return problems + check_names(whole, shapes, optional)
 
     def merge(
         self,
@@ -96,7 +98,7 @@ class BaseWeights:
 
         Args:
             factors: as received; all of them come first.
-            shapes: see `problems`.
+            shapes: see `problems`; only the names matter.
             dtype: of the merged weights.
             device: where the products are computed.
         """
