@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -14,12 +15,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from grpo_async.utils.text import clipped
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 _MAX_INT = (1 << 32) - 1
 _MIN_FLOAT = 1e-30
@@ -74,6 +78,18 @@ class StructuredOutputs(StrictModel):
         """Under vLLM's names: {json_schema: {...}} -> {"json": {...}}."""
         ((name, value),) = self.model_dump(exclude_none=True).items()
         return {"json" if name == "json_schema" else name: value}
+
+
+def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Settings:
+    """The free-form `arguments` of a section as a model; ValueError("NAME: what is wrong")."""
+    try:
+        return settings.model_validate(dict(arguments))
+    except ValidationError as error:
+        (first, *_) = error.errors(include_url=False, include_input=False)
+        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
+        if first["type"] == "extra_forbidden":
+            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(settings.model_fields)}"
+        raise ValueError(problem) from error
 
 
 def default_type(name: str) -> BeforeValidator:

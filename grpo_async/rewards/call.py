@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
-
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
 from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
@@ -25,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
 Function = TypeVar("Function", bound=RewardCallable)
-Settings = TypeVar("Settings", bound=BaseModel)
 
 ENVIRONMENTS = "environments"
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -176,18 +173,6 @@ def whole_number(arguments: Mapping[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}: {value!r} must be a whole number of at least 1")
     return value
-
-
-def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Settings:
-    """The arguments of a reward as a pydantic model; ValueError("NAME: what is wrong")."""
-    try:
-        return settings.model_validate(dict(arguments))
-    except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_input=False)
-        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
-        if first["type"] == "extra_forbidden":
-            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(settings.model_fields)}"
-        raise ValueError(problem) from error
 
 
 def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:

@@ -35,8 +35,9 @@ from weakref import WeakKeyDictionary
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from grpo_async.config.base import read_arguments
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.rewards.call import ENVIRONMENTS, checked_by, read_arguments
+from grpo_async.rewards.call import ENVIRONMENTS, checked_by
 from grpo_async.rewards.text import final_text
 from grpo_async.utils.retry import RetryPolicy, server_message
 from grpo_async.utils.tasks import all_of

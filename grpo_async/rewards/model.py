@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from grpo_async.config.base import read_arguments
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.rewards.call import checked_by, loaded_first, read_arguments
+from grpo_async.rewards.call import checked_by, loaded_first
 
 
 class RewardModelError(GrpoAsyncError):

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.page import FILES, calls, learn, play
 from tests.agents.support import FakePolicy, renderer, serving, settings
+from tests.support.waiting import until
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -453,13 +453,10 @@ def test_calls_that_an_environment_of_openenv_does_not_take_are_told_and_a_serve
     section = _section("openenv:sums_server:app", tool="calculator", max_steps=2)
 
     def kill_the_server() -> None:
-        servers = _children("openenv_process")
-        for server in servers:
-            server.kill()
         environment: Any = agent
-        until = time.monotonic() + 20.0
-        while environment._environment._server.returncode is None and time.monotonic() < until:
-            time.sleep(0.01)
+        server = environment._environment._server
+        server.kill()
+        asyncio.run_coroutine_threadsafe(server.wait(), server._loop).result(timeout=60.0)
 
     agent = load_environment_agent(section, max_concurrent=2)
     wrong = calls("calculator", expression="1 +")
@@ -519,9 +516,7 @@ def test_more_rollouts_than_a_server_of_openenv_has_sessions_are_told_what_to_se
             async with serving(policy) as (endpoint, session):
                 given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
                 first = asyncio.create_task(agent.run(dict(ROW), session))
-                async with asyncio.timeout(60.0):
-                    while not policy.served:  # it has its session of the environment
-                        await asyncio.sleep(0.01)
+                await until(lambda: bool(policy.served), within_s=60.0)  # it has its session of the environment
                 with pytest.raises(AgentError, match=r"max_concurrent_envs.*rollout\.agent\.max_concurrent"):
                     await agent.run(dict(ROW), endpoint.open("g7-r1", settings=given, seed=6))
                 policy.gate.set()
@@ -587,10 +582,26 @@ def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
 
 
 @pytest.mark.usefixtures("openenv")
+def test_the_first_observation_ends_the_last_user_message_or_is_one() -> None:
+    from grpo_async.agents.environments.openenv_server import _with_text
+
+    play, begin = {"role": "system", "content": "Play."}, {"role": "assistant", "content": "Begin?"}
+    asked = {"role": "user", "content": "q"}
+    seen = {"role": "user", "content": "seen"}
+    assert _with_text("q", "seen") == [{"role": "user", "content": "q\n\nseen"}]
+    assert _with_text([play], "seen") == [play, seen]
+    assert _with_text([play, asked, begin], "seen") == [play, {"role": "user", "content": "q\n\nseen"}, begin]
+    assert _with_text([{"role": "user", "content": ""}], "seen") == [seen]
+    assert _with_text([play, asked], "") == [play, asked]
+
+
+@pytest.mark.usefixtures("openenv")
 def test_what_openenv_cannot_serve_is_told() -> None:
     with pytest.raises(ConfigError, match=r"names no server: write http://HOST:PORT"):
         load_environment_agent(_section("openenv:nowhere"), max_concurrent=1)
-    with pytest.raises(ConfigError, match="max_stepz"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; there are \['max_st"
+    ):
         load_environment_agent(_section("openenv:sums_server:app", max_stepz=3), max_concurrent=1)
     with pytest.raises(AgentError, match=r"sums_server:nothing ended with exit code"):
         _play(_section("openenv:sums_server:nothing"), ROW)

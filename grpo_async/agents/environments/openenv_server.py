@@ -21,11 +21,10 @@ from typing import Any
 
 import aiohttp
 from openenv import GenericEnvClient
-from pydantic import ValidationError
 
 from grpo_async.agents.agent import REWARD, AgentError
 from grpo_async.agents.function import AgentClient
-from grpo_async.config.base import Count, Seconds, StrictModel
+from grpo_async.config.base import Count, Seconds, StrictModel, read_arguments
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
 
@@ -63,9 +62,9 @@ class OpenEnvEnvironment:
 
     def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
         try:
-            self._options = OpenEnvOptions.model_validate(dict(arguments))
-        except ValidationError as error:
-            raise ConfigError(f"rollout.agent.arguments: {error}") from error
+            self._options = read_arguments(OpenEnvOptions, arguments)
+        except ValueError as error:
+            raise ConfigError(f"rollout.agent.arguments.{error}") from error
         self._url = name if "://" in name else ""
         self._app = "" if self._url else name
         if self._app:
@@ -256,13 +255,15 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 
 def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
-    """The row's prompt as messages, with the first observation at the end of the last one."""
-    messages = [dict(message) for message in prompt] if not isinstance(prompt, str) else []
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
+    """The row's prompt as messages, with the first observation at the end of the last user message; without one it is a user
+    message by itself."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
     if text:
-        before = messages[-1]["content"]
-        messages[-1]["content"] = f"{before}\n\n{text}" if before else text
+        last = next((message for message in reversed(messages) if message["role"] == "user"), None)
+        if last is None:
+            messages.append({"role": "user", "content": text})
+        else:
+            last["content"] = f"{last['content']}\n\n{text}" if last["content"] else text
     return messages
 
 
