@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
+import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from grpo_async.records import MAX_REWARD
@@ -45,9 +48,11 @@ class Raised:
 
     @property
     def place(self) -> str:
-        """File and line that raised it: " (/home/me/env.py, line 7)"; "" where there is no traceback."""
+        """The user's file and line, which may have called a library that raised: " (/home/me/env.py, line 7)"; "" where there is
+        no traceback."""
         stack = traceback.extract_tb(self.error.__traceback__)
-        return f" ({stack[-1].filename}, line {stack[-1].lineno})" if stack else ""
+        theirs = [frame for frame in stack if not _is_library(frame.filename)] or stack
+        return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,17 @@ class TimedCaller:
         if not call.is_async:
             return await self._threads.run(call.attempt, self.timeout_s)
         return await self._loop.run(call.attempt_async, self.timeout_s)
+
+
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+
+
+def _is_library(file: str) -> bool:
+    """Python's own, an installed one, or this package; "<frozen importlib._bootstrap>" has no file."""
+    return file.startswith(("<", *(f"{folder}{os.sep}" for folder in _LIBRARIES)))
 
 
 def unwrap_partial(function: Any) -> Any:

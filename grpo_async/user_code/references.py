@@ -11,13 +11,12 @@ import inspect
 import os
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from grpo_async.errors import ConfigError
-from grpo_async.user_code.calls import is_async
+from grpo_async.user_code.calls import Raised, is_async
 from grpo_async.utils.text import did_you_mean, shortlist
 
 
@@ -73,8 +72,7 @@ def _import(module_name: str) -> ModuleType:
             raise ConfigError(_no_such_module(missing)) from error
         raise ConfigError(f"importing `{module_name}` failed: {error}; install what it needs") from error
     except (Exception, SystemExit) as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if isinstance(error, SyntaxError) else f" ({where.filename}, line {where.lineno})"
+        place = "" if isinstance(error, SyntaxError) else Raised(error).place
         raise ConfigError(f"importing `{module_name}` raised {type(error).__name__}: {error}{place}") from error
 
 

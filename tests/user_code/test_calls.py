@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 from typing import Any
 
 import pytest
 
 from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async, unwrap_partial
+from grpo_async.user_code.references import resolve
 from grpo_async.user_code.threads import ThreadRunner
 from tests.support.waiting import until
 
@@ -61,6 +63,19 @@ def test_what_is_raised_is_a_value_with_one_line(error: BaseException, summary: 
     for raised in (UserCall(fails).attempt(), asyncio.run(UserCall(fails_later).attempt_async())):
         assert isinstance(raised, Raised)
         assert (raised.error, raised.summary) == (error, summary)
+
+
+def test_the_place_is_the_last_line_of_the_users_own_code_whatever_library_raised() -> None:
+    def fails() -> None:
+        json.loads("{")
+
+    raised = UserCall(fails).attempt()
+    assert isinstance(raised, Raised)
+    assert raised.place == f" ({__file__}, line {fails.__code__.co_firstlineno + 1})"
+    in_ours = UserCall(resolve, {"reference": "json:nothing"}).attempt()
+    assert isinstance(in_ours, Raised)
+    assert "references.py, line" in in_ours.place  # no frame is the user's: the last one of all
+    assert Raised(ValueError("never raised")).place == ""
 
 
 def test_a_cancelled_error_of_the_functions_own_is_a_value_and_one_of_the_caller_is_not() -> None:
