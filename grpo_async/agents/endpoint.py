@@ -340,6 +340,8 @@ def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:
     """What the client hears of an error; one that nobody expected goes into the log."""
     if isinstance(error, AgentRefusal):
         return error
+    if isinstance(error, RecursionError):
+        return refuse("the request holds lists or objects that are nested too deeply")
     logger.error("%s %s failed", request.method, request.path, exc_info=error)
     return AgentRefusal(500, "server_error", "the endpoint failed; the run's log has the traceback")
 

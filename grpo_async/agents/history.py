@@ -32,9 +32,10 @@ from typing import Any
 import numpy as np
 
 from grpo_async.agents.calls import Call, PrefixMemo, refuse
+from grpo_async.chat.parsers.json_calls import read_json
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
-from grpo_async.chat.turn import ChatError
+from grpo_async.chat.turn import ChatError, UnreadableError
 from grpo_async.inference.client import Generation
 from grpo_async.records import (
     Branch,
@@ -394,11 +395,12 @@ def _digest(key: bytes, value: Any) -> bytes:
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as an object, where they are one: clients send them back as JSON text. "" are none, as is null."""
+    """Arguments as an object, where they are one: clients send them back as JSON text. "" are none, as is null. Text that would not
+    be a call of the policy's, either, stays text."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError:
+            arguments = read_json(arguments) if arguments.strip() else {}
+        except UnreadableError:
             return arguments
     return {} if arguments is None else arguments
 

@@ -22,6 +22,7 @@ from grpo_async.records import RolloutCompletion, RolloutStatus
 from grpo_async.utils.network import server_certificates
 from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, settings, user
 from tests.support.tls import make_certificates
+from tests.support.waiting import until
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
 FLAT = {"type": "function", **ADD["function"]}  # type: ignore[dict-item]
@@ -404,6 +405,24 @@ def test_what_is_not_supported_is_refused_in_openais_format(
     _run(_policy(), agent)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_what_nests_too_deeply_is_refused(path: str) -> None:
+    nested = '{"a":' * 900 + "{}" + "}" * 900
+    tool = f'{{"type": "function", "function": {{"name": "add", "parameters": {nested}}}}}'
+    if path == "messages":
+        tool = f'{{"name": "add", "input_schema": {nested}}}'
+    body = f'{{"max_tokens": 9, "messages": [{{"role": "user", "content": "q"}}], "tools": [{tool}]}}'
+
+    async def agent(session: AgentSession) -> None:
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {session.key}"}, trust_env=False) as client:
+            for _ in range(2):
+                answer = await client.post(f"{session.base_url}/{path}", content=body)
+                assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+                assert "nested too deeply" in answer.json()["error"]["message"]
+
+    _run(_policy(), agent)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -428,7 +447,7 @@ def test_what_is_not_supported_is_refused_in_anthropics_format(changes: dict[str
 def test_a_client_that_hangs_up_cancels_its_call(is_stream: bool) -> None:
     policy = _policy("half of it", "whole", per_chunk=1, odd_tokens=1.0)
 
-    async def agent(session: AgentSession) -> None:
+    async def agent(session: AgentSession) -> bool:
         policy.gate = asyncio.Event()
         headers = {"authorization": f"Bearer {session.key}"}
         async with aiohttp.ClientSession(headers=headers) as client:
@@ -440,15 +459,19 @@ def test_a_client_that_hangs_up_cancels_its_call(is_stream: bool) -> None:
                 if not is_stream:
                     asking.cancel()
         # the client's session is closed, and its connection with it
-        async with asyncio.timeout(10):
-            while session._running:
+        for _ in range(10_000):
+            if session._running:
                 await asyncio.sleep(0.001)
+        is_cancelled = not session._running
         policy.gate.set()
         await asyncio.gather(asking, return_exceptions=True)
-        async with _openai(session) as other:
-            await other.chat.completions.create(model="m", messages=[user("q")])
+        await until(lambda: not session._running)
+        if is_cancelled:
+            async with _openai(session) as other:
+                await other.chat.completions.create(model="m", messages=[user("q")])
+        return is_cancelled
 
-    _run(policy, agent)
+    assert _run(policy, agent), "the call still runs, and nobody reads its answer"
     assert not policy.served[0].is_whole
 
 

@@ -302,6 +302,18 @@ def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
     assert not completion.branches
 
 
+def test_arguments_that_nest_too_deeply_to_be_a_call_of_the_policy_stay_text() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    call = {"id": "mine", "type": "function", "function": {"name": "add", "arguments": deep}}
+
+    async def agent(session: AgentSession) -> None:
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        await ask(session, user("q"), asked, tool(call, "3"), tools=[ADD])
+
+    completion, policy = _run(agent, "Yes.")
+    assert deep in policy.chat.completion_text(completion.prompt_ids.tolist())
+
+
 def test_calls_with_the_same_arguments_are_told_apart_by_their_ids() -> None:
     results: dict[str, str] = {}
 
