@@ -23,7 +23,7 @@ def explain(
         ),
     ] = None,
 ) -> None:
-    """Tell meaning, type, range and default of a key, its neighbours, and what other trainers call it. Without KEY: all of them.
+    """Tell meaning, type, range and default of a key, its neighbors, and what other trainers call it. Without KEY: all of them.
 
     \b
     Examples:
@@ -67,8 +67,8 @@ def _tell(key: Key, keys: Sequence[Key]) -> None:
         typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     if key.elsewhere:
         typer.echo(f"  Elsewhere: {key.elsewhere}")
-    if neighbours := beside(keys, key):
-        names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbours)
+    if neighbors := beside(keys, key):
+        names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbors)
         words = f"{'Keys' if key.is_section else 'Beside it'}: {', '.join(names)}"
         typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")

@@ -20,6 +20,8 @@ from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, 
 from grpo_async.cluster.nodes import Place, cannot_listen
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
+from grpo_async.config.loader import read_values
+from grpo_async.config.yaml_document import Problems
 from grpo_async.errors import ConfigError, DeadlineError, RunError
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config
@@ -243,13 +245,12 @@ def _read_run(store: Any, run_dir: RunDir, place: Place, ends_at: float) -> tupl
 
 def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
     """Raises ConfigError: this machine has another configuration or other versions than node 0."""
-    import yaml
-
-    from grpo_async.config.loader import dump_config
-
-    its_config, own_config = attempt_config(attempt).read_text(encoding="utf-8"), dump_config(config)
+    problems = Problems()
+    its_config, own_config = read_values(attempt_config(attempt), problems), config.model_dump(mode="json")
+    if problems:
+        raise ConfigError(problems.text())
     if own_config != its_config:
-        listed = [f"  {each}" for each in differences([yaml.safe_load(its_config), yaml.safe_load(own_config)])]
+        listed = [f"  {each}" for each in differences([its_config, own_config])]
         raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))
     others = [
         f"{name} {its_versions.get(name)} -> {found}"

@@ -156,6 +156,12 @@ class DataSection(StrictModel):
         return held_out
 
 
+def powers_up_to(limit: int) -> list[int]:
+    """The k that an evaluation reports for `limit` completions of a prompt: 1 -> [1]; 4 -> [1, 2, 4]; 6 -> [1, 2, 4, 6]."""
+    powers = [1 << exponent for exponent in range(limit.bit_length())]
+    return powers if powers[-1] == limit else [*powers, limit]
+
+
 class EvaluationSection(StrictModel):
     data: Source | None = None
     """Prompts to evaluate on; null = those that `data.held_out` keeps back."""

@@ -77,10 +77,12 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
     return config
 
 
-def read_value(file: Path, path: KeyPath) -> Any:
-    """One value of a file that need not be valid otherwise, such as a config.yaml of another version; None where there is none."""
-    document = read_yaml_file(file, Problems())
-    return _interpolated(document.value(path), path, document, Problems()) if path in document.locations else None
+def read_values(file: Path, problems: Problems) -> dict[str, Any]:
+    """What a file holds that need not be valid otherwise, such as a config.yaml of another version; empty where it cannot be
+    read."""
+    document = read_yaml_file(file, problems)
+    values: dict[str, Any] = _interpolated(document.values, (), document, problems)
+    return values
 
 
 def dump_config(config: ExperimentConfig) -> str:

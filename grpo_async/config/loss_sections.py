@@ -1,4 +1,4 @@
-"""The objective: how rewards become advantages, and what the trainer minimises."""
+"""The objective: how rewards become advantages, and what the trainer minimizes."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class ModelSection(StrictModel):
 
 class OptimizerSection(StrictModel):
     type: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw (arXiv 1711.05101). adamw_8bit: its state in 8 bits (extra `quantization`). muon: orthogonalised momentum for the
+    """adamw (arXiv 1711.05101). adamw_8bit: its state in 8 bits (extra `quantization`). muon: orthogonalized momentum for the
     matrices of the layers, adamw for everything else."""
     lr: float = Field(default=1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from grpo_async.config.data_sections import powers_up_to
 from grpo_async.config.loss_sections import CispoLoss, CustomLoss, GspoLoss
 from grpo_async.utils.network import is_loopback
 
@@ -41,6 +42,7 @@ _SET_BY_US = {
     "--gpu-memory-utilization": "see inference.vllm.gpu_memory_utilization",
     "--trust-remote-code": "see model.trust_remote_code",
     "--revision": "see model.revision",
+    "--tokenizer": "the server reads that of model.path, as the trainer does: stop strings and structured outputs go by it",
     "--tokenizer-revision": "see model.revision",
     "--ssl-certfile": "see inference.tls",
     "--ssl-keyfile": "see inference.tls",
@@ -72,16 +74,16 @@ _SHORT = {
 
 def set_by_us(argument: str) -> str | None:
     """Why an entry of `inference.vllm.extra_args` is not the user's to set; None: it is. vLLM takes short names, underscores for
-    dashes, and the beginning of a name.
+    dashes, and the beginning of a name that is no whole one.
 
     Worked example: "-tp=4", "--tensor_parallel_size" and "--tensor-par" are all --tensor-parallel-size.
     """
     name = argument.split("=", 1)[0]
     name = _SHORT.get(name, name.replace("_", "-"))
-    found = next(
-        (ours for ours in _SET_BY_US if name.startswith("--") and len(name) > 4 and ours.startswith(name)), None
-    )
-    return None if found is None else _SET_BY_US[found]
+    if name in _SET_BY_US:
+        return _SET_BY_US[name]
+    is_beginning = name.startswith("--") and len(name) > 4
+    return next((why for ours, why in _SET_BY_US.items() if is_beginning and ours.startswith(name)), None)
 
 
 def conflicts(config: ExperimentConfig) -> list[str]:
@@ -301,8 +303,8 @@ def _sampling_conflicts(config: ExperimentConfig) -> Iterator[str]:
 def _metrics(samples: int) -> list[str]:
     """Metrics of an evaluation with so many completions of a prompt in which larger is better (evaluation.metrics)."""
     several = [f"mean@{samples}", "answered"] if samples > 1 else []
-    reported = [*(k for k in (1 << n for n in range(21)) if k < samples), samples]  # scoring.passes.powers_up_to
-    return ["reward", *(f"pass@{k}" for k in reported), *(f"majority@{k}" for k in reported if k > 2), *several]
+    majorities = [f"majority@{k}" for k in powers_up_to(samples) if k > 2]
+    return ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *majorities, *several]
 
 
 def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:

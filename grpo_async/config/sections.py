@@ -48,7 +48,7 @@ class RunSection(StrictModel):
     dir: FilePath = Path("runs")
     """Where run directories are made."""
     seed: Seed = 0
-    """Seeds data order, sampling and initialisation of everything random."""
+    """Seeds data order, sampling and initialization of everything random."""
 
 
 class RolloutSection(StrictModel):

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from grpo_async.config.data_sections import powers_up_to
 from grpo_async.scoring.advantages import sample_std
-from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k, powers_up_to
+from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k
 
 _MIN_ANSWERED = 0.5
 """majority@k is left out where an answer can be read in fewer of the completions: it would say how rarely one can be."""

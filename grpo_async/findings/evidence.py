@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
+from grpo_async.config.loader import read_values
+from grpo_async.config.yaml_document import Problems
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
@@ -158,42 +160,21 @@ class Evidence:
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
     known: dict[tuple[str, ...], dict[str, int]] = {}
-    rows = map(_row, read_objects(run_dir.metrics, problems))
+    rows = map(numbers, read_objects(run_dir.metrics, problems))
     return sorted((PackedRow(row, known) for row in rows if "step" in row), key=lambda row: row["step"])
 
 
 def new_metrics(file: GrowingFile) -> Iterator[Row]:
     """Of the lines that metrics.jsonl has got since the last time."""
     for _, line in file.new_lines():
-        row = _row(parse_object(line))
+        row = numbers(parse_object(line))
         if "step" in row:
             yield row
 
 
-def _row(line: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics of runs of the version before have their names of this one."""
-    return {_name_now(name): value for name, value in numbers(line).items()}
-
-
-def _name_now(name: str) -> str:
-    """ "pipeline/training_share" -> "pipeline/training_fraction"."""
-    is_old = name.endswith("_share") and name.startswith(("pipeline/", "training/"))
-    return f"{name.removesuffix('_share')}_fraction" if is_old else name
-
-
 def read_config(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The sections of a config.yaml; empty, and a sentence in `problems`, where it cannot be read."""
-    import yaml
-
-    if not path.is_file():
-        problems.append("config.yaml is missing.")
-        return {}
-    try:
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problems.append(f"config.yaml cannot be read: {' '.join(str(error).split())}")
-        return {}
-    if not isinstance(sections, dict):
-        problems.append("config.yaml holds no configuration.")
-        return {}
+    """The sections of a config.yaml; what of it cannot be read is a line in `problems`."""
+    found = Problems()
+    sections = read_values(path, found)
+    problems += found.text().splitlines()
     return sections

@@ -57,12 +57,6 @@ def majority_at_k(votes: Sequence[Vote], k: int) -> float:
     return fmean(_winner_passes(votes[begin : begin + k]) for begin in range(0, len(votes) - k + 1, k))
 
 
-def powers_up_to(limit: int) -> list[int]:
-    """The k that are reported for `limit` completions: 1 -> [1]; 4 -> [1, 2, 4]; 6 -> [1, 2, 4, 6]."""
-    powers = [1 << exponent for exponent in range(limit.bit_length())]
-    return powers if powers[-1] == limit else [*powers, limit]
-
-
 def _winner_passes(votes: Sequence[Vote]) -> float:
     by_answer: dict[str, list[bool]] = defaultdict(list)
     for vote in votes:

@@ -24,8 +24,7 @@ class EvaluationRecord:
     for after its resume.
 
     `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are empty where there is no result:
-    `skipped` or `error` says why. `prompt_rewards`: the mean reward of each prompt, in the order of the data; empty where an
-    earlier version wrote the line.
+    `skipped` or `error` says why. `prompt_rewards`: the mean reward of each prompt, in the order of the data.
     """
 
     step: int

@@ -72,7 +72,7 @@ def parse_event(line: bytes) -> Event | None:
         content = json.loads(line)
         event = Event(
             str(content["name"]),
-            str(content["track"] if "track" in content else content["lane"]),  # lane: of older runs
+            str(content["track"]),
             float(content["start"]),
             float(content["end"]),
             content["details"],

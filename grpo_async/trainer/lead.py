@@ -162,7 +162,7 @@ class _Leader:
             return
         self._evaluations = self._build_evaluations()
         totals = self._progress.pop("totals", None)
-        self._meter = PipelineMeter(self._read(), Totals.of(totals) if totals else None)
+        self._meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
         loop = self._loop = self._build_loop()
         self._phases.begin("pushing the first weights")
         first_push = self._push_first()  # also proves the transport before anything is generated

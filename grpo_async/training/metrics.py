@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,11 +237,6 @@ class Totals:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
-
-    @classmethod
-    def of(cls, content: Mapping[str, Any]) -> Totals:
-        """From a checkpoint; one of an earlier version may hold more."""
-        return cls(**{each.name: content[each.name] for each in fields(cls) if each.name in content})
 
 
 class PipelineMeter:

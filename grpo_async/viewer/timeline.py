@@ -37,10 +37,9 @@ _TRAINER_WORK = (
     "train",
     "push",
     "close groups",
-    "settle",
     "copy checkpoint",
     "log",
-)  # settle: of older runs
+)
 
 
 # -- reading

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.config.loader import read_value
+from grpo_async.config.loader import read_values
+from grpo_async.config.yaml_document import Problems
 from grpo_async.errors import RunError
 from grpo_async.run_directory import RunDir
 
@@ -45,8 +46,10 @@ def load_token_texts(run: RunDir) -> TokenTexts | str:
 
 
 def _model_folder(run: RunDir) -> Path | None:
-    value = read_value(run.config, ("model", "path"))
-    return Path(value) if isinstance(value, str) else None
+    match read_values(run.config, Problems()):
+        case {"model": {"path": str(path)}}:
+            return Path(path)
+    return None
 
 
 def _load(path: Path) -> Tokenizer:

@@ -146,6 +146,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"inference": {"vllm": {"extra_args": ["-dp=4"]}}}, "-dp is set by grpo-async; see inference.vllm.data_parallel"),
         ({"inference": {"vllm": {"extra_args": ["--pipeline_parallel_size", "2"]}}}, "see inference.vllm.pipeline_paral"),
         ({"inference": {"vllm": {"extra_args": ["--nnodes=2"]}}}, "a server is on one machine; see launch.nodes"),
+        ({"inference": {"vllm": {"extra_args": ["--tokenizer", "x"]}}}, "--tokenizer is set by grpo-async; the server reads"),
         ({"inference": {"vllm": {"extra_args": ["--api-key=x"]}}}, "--api-key is set by grpo-async; the token of the run"),
         # evaluation, and the checkpoints that are kept by it
         (

@@ -6,7 +6,8 @@ from itertools import combinations
 
 import pytest
 
-from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k, powers_up_to
+from grpo_async.config.data_sections import powers_up_to
+from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k
 
 
 def test_pass_at_k_is_the_fraction_of_the_subsets_in_which_one_passes() -> None:

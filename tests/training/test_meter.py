@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.findings.evidence import _row
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 
 
@@ -58,7 +57,7 @@ def test_the_figures_of_a_step() -> None:
 
 def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> None:
     meter, _ = _two_steps()
-    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals.of({**meter.totals.as_dict(), "of_an_earlier_version": 1}))
+    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**meter.totals.as_dict()))
     for summary in (meter.summary(), resumed.summary()):
         assert summary["wall_s"] == 6.0
         assert summary["trainer_idle_ratio"] == pytest.approx(1.5 / 6)
@@ -70,7 +69,6 @@ def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> Non
         assert summary["training_fraction"] == pytest.approx(3.25 / 6)
         assert summary["checkpoint_fraction"] == pytest.approx(0.5 / 6)
         assert summary["other_fraction"] == pytest.approx(0.25 / 6)
-    assert Totals.of({"wall_s": 2.0}) == Totals(wall_s=2.0)  # of an earlier version
 
 
 def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_make_no_more_than_a_whole() -> None:
@@ -97,9 +95,3 @@ def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> 
     fractions = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]
     assert fractions == [{"0": 0.0, "1": 1.0}, {"0": 0.75, "1": 0.0, "2": 0.25}, {"0": 0.0, "1": 1.0, "2": 0.0}, {}]
     assert lines[1]["async/staleness_mean"] == 0.5  # (3 x 0 + 2) / 4
-
-
-def test_metrics_of_a_run_of_the_version_before_are_read_under_their_names_of_this_one() -> None:
-    old = {"pipeline/waiting_share": 0.2, "training/padding_share": 0.1, "rewards/fair_share": 1.0}
-    wanted = {"pipeline/waiting_fraction": 0.2, "training/padding_fraction": 0.1, "rewards/fair_share": 1.0}
-    assert _row(old) == wanted

@@ -2,6 +2,6 @@
 
     run directories -> run_data.RunData -> findings (is it learning?), plots, rollouts, configs -> sections -> page -> report.html
 
-`grpo_async.viewer.report.write.write_report` does all of it. What a run lacks (it was killed, it never evaluated, an older version
-wrote it) is said in the report; it never breaks it.
+`grpo_async.viewer.report.write.write_report` does all of it. What a run lacks (it was killed, it never
+evaluated) is said in the report; it never breaks it.
 """

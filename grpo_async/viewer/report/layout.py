@@ -125,7 +125,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              format="percent", include=_WHOLE),
         Plot("trainer-time", "What the trainer does", "fraction of the step's wall time",
              (Line("pipeline/trainer_idle_ratio", "waiting"),),
-             pattern=("pipeline/", "_fraction"), leave_out=("pipeline/waiting_fraction",),  # of an earlier version
+             pattern=("pipeline/", "_fraction"),
              order=("training", "pushing", "checkpoint", "other"), kind="stacked", format="percent", include=_WHOLE),
         Plot("step-time", "Time of a step", "seconds",
              (Line("step_time", "step"), Line("sync/push_s", "weight push"), Line("checkpoint/staged_s", "checkpoint")),
