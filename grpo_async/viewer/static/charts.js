@@ -3,9 +3,9 @@
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
    Charts.stacked(element, {x, series: [{label, values}]})     areas on top of each other
    Charts.histogram(element, {edges, counts})                  bins of any width
-   Charts.spark(canvas, values)                                a small curve without axes
 
-   Each gives an object with destroy(). Colours come from theme.css and follow it: light, dark, print. Every chart has a name for
+   Each gives an object with destroy(); those of line and stacked also have update(options): new values, while the zoom, the series
+   that were switched off, the cursor and the open table stay. Colours come from theme.css and follow it: light, dark, print. Every chart has a name for
    screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the values under the cursor, and its
    numbers as a table. Text is only ever set as text. Needs uPlot and theme.css.
 
@@ -138,28 +138,6 @@ var Charts = (() => {
     context.stroke();
   }
 
-  /** Drawn when it has its place, and again when its size or the theme changes. */
-  function spark(canvas, values) {
-    const drawn = { redraw: () => (canvas.isConnected ? drawSpark(canvas, values) : alive.delete(drawn)) };
-    alive.add(drawn);
-    new ResizeObserver(drawn.redraw).observe(canvas);
-  }
-
-  function drawSpark(canvas, values) {
-    const ratio = window.devicePixelRatio || 1;
-    const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    const [low, high] = [Math.min(...values), Math.max(...values)];
-    Object.assign(canvas, { width: width * ratio, height: height * ratio });
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    context.strokeStyle = colour("--series-1");
-    context.lineWidth = 1.75;
-    context.beginPath();
-    const y = (value) => (high > low ? 2 + (height - 4) * (1 - (value - low) / (high - low)) : height / 2);
-    values.forEach((value, at) => context.lineTo((width * at) / (values.length - 1), y(value)));
-    context.stroke();
-  }
-
   /** Each value with those before it, whose weight falls by `weight` from one to the next: 0, 1 with 0.5 -> 0, (0 * 0.5 + 1) / 1.5. */
   function smoothed(values, weight) {
     let [sum, total] = [0, 0];
@@ -248,7 +226,8 @@ var Charts = (() => {
       this.at = make("li", "chart-at");
       this.legend.append(this.at);
       this.table = make("details", "chart-table");
-      this.table.append(make("summary", "", "numbers"));
+      this.numbers = make("div", "");
+      this.table.append(make("summary", "", "numbers"), this.numbers);
       this.table.addEventListener("toggle", () => this.table.open && this.fillTable());
       this.entries = [];
       this.plot = null;
@@ -259,6 +238,7 @@ var Charts = (() => {
         ...(options.title ? [make("h3", "chart-title", options.title)] : []),
         ...(options.unit ? [make("p", "chart-unit", options.unit)] : []),
         this.place,
+        make("p", "chart-empty", "no values"),
         this.legend,
         this.table,
       );
@@ -281,28 +261,7 @@ var Charts = (() => {
 
     redraw() {
       this.entries.forEach((entry) => swatch(entry.swatch, entry.color, entry.dash));
-      if (this.plot) {
-        this.plot.redraw(true);
-      }
-    }
-
-    addEntry({ label, color, dash }, onToggle) {
-      const button = make("button", "");
-      button.type = "button";
-      button.setAttribute("aria-pressed", "true");
-      const entry = { swatch: make("canvas", ""), color, dash, output: make("output", "") };
-      entry.swatch.setAttribute("aria-hidden", "true");
-      button.append(entry.swatch, make("span", "", label), entry.output);
-      button.addEventListener("click", () => {
-        const isShown = button.getAttribute("aria-pressed") !== "true";
-        button.setAttribute("aria-pressed", String(isShown));
-        onToggle(isShown);
-      });
-      const item = make("li", "");
-      item.append(button);
-      this.legend.append(item);
-      this.entries.push(entry);
-      swatch(entry.swatch, color, dash);
+      this.plot?.redraw(true);
     }
 
     onKey(event) {
@@ -317,11 +276,6 @@ var Charts = (() => {
       this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: 10 }, true, true); // in the other plots, too
     }
 
-    empty() {
-      this.place.replaceWith(make("p", "chart-empty", "no values"));
-      this.table.remove();
-    }
-
     writeTable(heads, rows, note = "") {
       const table = make("table", "");
       const line = (tag, texts) => {
@@ -330,17 +284,13 @@ var Charts = (() => {
         return row;
       };
       table.append(line("th", heads), ...rows.map((row) => line("td", row)));
-      const box = make("div", "");
-      box.append(table, make("p", "", note));
-      this.table.replaceChildren(this.table.firstChild, box);
+      this.numbers.replaceChildren(table, make("p", "", note));
     }
 
     destroy() {
       alive.delete(this);
       this.observer.disconnect();
-      if (this.plot) {
-        this.plot.destroy();
-      }
+      this.plot?.destroy();
       this.element.replaceChildren();
       this.element.classList.remove("chart");
     }
@@ -352,27 +302,57 @@ var Charts = (() => {
     constructor(element, options, isStacked) {
       super(element, options);
       this.isStacked = isStacked;
-      Object.assign(this, onOneAxis(options));
-      this.isLog = Boolean(options.log) && !isStacked && this.series.some((each) => each.values.some((value) => value > 0));
-      this.smooth = options.smooth && !isStacked ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
-      if (!this.series.some((each) => each.values.some(isNumber))) {
-        this.empty();
-        return;
-      }
-      this.shown = this.series.map(() => true);
-      this.describe(this.summary());
-      this.series.forEach((each, index) => this.addEntry(each, (isShown) => this.toggle(index, isShown)));
-      this.plot = new uPlot(this.plotOptions(), this.data(), this.place);
-      this.showValues(null);
+      this.hidden = new Set(); // labels of series that were switched off
+      this.update(options);
       if (options.onSelect) {
         this.listenForClicks();
       }
     }
 
-    plotOptions() {
-      const { options, isStacked, xs } = this;
+    update(options) {
+      const zoom = this.zoom();
+      Object.assign(this, { options }, onOneAxis(options));
+      this.isLog = Boolean(options.log) && !this.isStacked && this.series.some((each) => each.values.some((value) => value > 0));
+      this.smooth = options.smooth && !this.isStacked ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
+      this.isEmpty = !this.series.some((each) => each.values.some(isNumber));
+      this.element.classList.toggle("without-values", this.isEmpty);
+      if (this.isEmpty) {
+        return;
+      }
+      this.describe(this.summary());
+      const lines = this.lines();
+      const looks = this.series.map(({ label, color, dash, band, isSparse }) => [label, color, dash, Boolean(band), isSparse]);
+      const shape = JSON.stringify([this.isLog, this.smooth.length, looks]);
+      if (shape === this.shape) {
+        this.plot.setData(this.data(), !zoom);
+        if (zoom) {
+          this.plot.redraw(true, true);
+        }
+      } else {
+        this.shape = shape;
+        this.plot?.destroy();
+        this.fillLegend();
+        this.plot = new uPlot(this.plotOptions(lines), this.data(), this.place);
+        this.series.forEach((each, index) => this.hidden.has(each.label) && this.toggle(index, false));
+        if (zoom) {
+          this.plot.setScale("x", zoom);
+        }
+      }
+      this.showValues(this.plot.cursor.idx);
+      if (this.table.open) {
+        this.fillTable();
+      }
+    }
+
+    /** The part of the x axis that is looked at; null: all of it. */
+    zoom() {
+      const { min, max } = this.plot?.scales.x || {};
+      return this.plot && (min > this.xs[0] || max < this.xs.at(-1)) ? { min, max } : null;
+    }
+
+    plotOptions(lines) {
+      const { options, isStacked } = this;
       const group = options.group === undefined ? "page" : options.group;
-      const [first, last] = [xs[0], xs[xs.length - 1]];
       return {
         ...this.size(),
         legend: { show: false },
@@ -384,14 +364,14 @@ var Charts = (() => {
           ...(group === null ? {} : { sync: { key: group, scales: ["x", null] } }),
         },
         scales: {
-          x: { time: false, ...(first === last ? { range: [first - 1, last + 1] } : {}) },
+          x: { time: false, range: (_plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
           y: {
             distr: this.isLog ? 3 : 1,
             range: yRange(isStacked ? [0, ...(options.include || [])] : this.isLog ? [] : options.include, this.isLog),
           },
         },
-        axes: axes(this.format, xs.every(Number.isInteger)),
-        ...this.lines(),
+        axes: axes(this.format, this.xs.every(Number.isInteger)),
+        ...lines,
         hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
       };
     }
@@ -401,13 +381,13 @@ var Charts = (() => {
       const fill = (each, alpha) => () => translucent(seriesColour(each.color), alpha);
       const series = this.series.map((each, index) => {
         const stroke = () => seriesColour(each.color);
-        const isSparse = each.points || each.values.filter(isNumber).length === 1;
+        each.isSparse = Boolean(each.points) || each.values.filter(isNumber).length === 1;
         return {
           label: each.label,
           stroke,
           width: this.isStacked ? 1 : 1.75,
           dash: DASHES[each.dash % DASHES.length],
-          points: { show: Boolean(isSparse) && !this.isStacked, size: 6, stroke, fill: stroke },
+          points: { show: each.isSparse && !this.isStacked, size: 6, stroke, fill: stroke },
           fill: this.isStacked && index === 0 ? fill(each, 0.55) : undefined,
         };
       });
@@ -439,16 +419,38 @@ var Charts = (() => {
         return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
       }
       const total = new Array(this.xs.length).fill(0);
-      const pile = (each, index) =>
+      const pile = (each) =>
         each.values.map((value, place) => {
-          total[place] += this.shown[index] && isNumber(value) ? value : 0;
+          total[place] += !this.hidden.has(each.label) && isNumber(value) ? value : 0;
           return total[place];
         });
       return [this.xs, ...this.series.map(pile)];
     }
 
+    fillLegend() {
+      this.legend.replaceChildren(this.at);
+      this.entries = this.series.map(({ label, color, dash }, index) => {
+        const button = make("button", "");
+        button.type = "button";
+        button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
+        button.addEventListener("click", () => {
+          const isShown = this.hidden.has(label);
+          button.setAttribute("aria-pressed", String(isShown));
+          this.toggle(index, isShown);
+        });
+        const entry = { swatch: make("canvas", ""), color, dash, output: make("output", "") };
+        entry.swatch.setAttribute("aria-hidden", "true");
+        button.append(entry.swatch, make("span", "", label), entry.output);
+        const item = make("li", "");
+        item.append(button);
+        this.legend.append(item);
+        swatch(entry.swatch, color, dash);
+        return entry;
+      });
+    }
+
     toggle(index, isShown) {
-      this.shown[index] = isShown;
+      this.hidden[isShown ? "delete" : "add"](this.series[index].label);
       if (this.isStacked) {
         this.plot.setData(this.data(), false);
         this.plot.redraw(true, true);
@@ -513,8 +515,8 @@ var Charts = (() => {
       super(element, options);
       const { edges, counts } = options;
       this.total = counts.reduce((sum, count) => sum + count, 0);
+      element.classList.toggle("without-values", this.total === 0);
       if (this.total === 0) {
-        this.empty();
         return;
       }
       // bins of one whole number each: 1.5, 2.5, 3.5 hold 2 and 3
@@ -632,7 +634,6 @@ var Charts = (() => {
     line: (element, options) => new Curves(element, options, false),
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
-    spark,
     alive,
     colour,
     duration,

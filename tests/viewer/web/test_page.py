@@ -399,6 +399,49 @@ def test_curves_grow_with_the_run_and_have_other_axes_that_are_remembered(browse
         assert reward.count() == 0
 
 
+_ZOOM = "() => [...Charts.alive].find(each => each.options?.title === 'Reward').plot.scales.x"
+"""{min, max} of the steps that the plot of the reward shows."""
+
+
+@pytest.mark.parametrize(("view", "place"), [("curves", ".curves"), ("run", ".overview")])
+def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
+    browser: Browser, tmp_path: Path, view: str, place: str
+) -> None:
+    run = write_whole_run(tmp_path, "live", metrics=steps(10, own=2.0), state="stopped")
+    with serving(folder=tmp_path / "runs") as inspected, opened(browser, inspected, f"#/{view}?run=live") as watched:
+        page = watched.page
+        reward = page.locator(f"{place} .panel", has=page.locator("h3", has_text=re.compile("^Reward$")))
+        box = reward.locator(".u-over").bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 20)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20, steps=4)
+        page.mouse.up()  # the pointer stays in the plot
+        zoomed = page.evaluate(_ZOOM)
+        assert zoomed["min"] > 1
+        assert zoomed["max"] < 10
+        reward.locator(".chart-legend button:has-text('lowest')").click()
+        reward.locator(".chart-table summary").click()
+        if view == "curves":
+            page.click("summary:has-text('The pipeline')")
+            page.click("summary:has-text('Further metrics')")
+        reward.locator(".chart-plot").focus()
+        page.evaluate("document.querySelector('main').scrollTop = 40")
+        top = page.evaluate("document.querySelector('main').scrollTop")
+        write_metrics(run.root, 0.875, first=11)
+        look_for_news(page)
+        page.wait_for_selector(f"{place} .chart-table td:has-text('0.875')")
+        assert page.evaluate(_ZOOM) == zoomed
+        assert reward.locator("[aria-pressed=false]").all_inner_texts()[0].startswith("lowest")
+        assert page.evaluate("document.activeElement.className") == "chart-plot"
+        assert page.evaluate("document.querySelector('main').scrollTop") == top
+        if view == "curves":
+            assert page.locator("details:has-text('The pipeline') >> nth=0").get_attribute("open") is None
+            assert page.locator(".chart-title:has-text('own')").is_visible()
+        page.locator(".u-over").first.dblclick()  # all of it again
+        page.wait_for_function(f"({_ZOOM})().max === 11")
+
+
 def test_the_timeline_zooms_has_an_address_and_says_who_waited_for_whom(browser: Browser, tmp_path: Path) -> None:
     root = write_run(tmp_path / "run", num_steps=1)
     spans = [("step", "trainer", 0, 100), ("wait for samples", "trainer", 0, 40), ("<b>train</b>", "trainer", 40, 100)]
@@ -454,10 +497,10 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
         verdicts = {name: page.inner_text(f"article[aria-label={name}] .verdict") for name in ("good", "flat")}
         assert verdicts["good"].startswith("Yes. The held-out reward rose.")
         assert verdicts["flat"].startswith("No. All rewards are 0.")
-        drawn = (
-            "canvas => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.some(each => each)"
-        )
-        page.wait_for_function(f"({drawn})(document.querySelector('.spark'))")
+        line = page.locator("article[aria-label=good] .spark polyline").bounding_box()
+        assert line is not None
+        assert line["width"] > 50
+        assert line["height"] > 20
         page.click("article[aria-label=good] >> text=Before and after")
         page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 as before")
         first = page.locator(".pairs > .panel").first

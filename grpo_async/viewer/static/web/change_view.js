@@ -29,14 +29,14 @@ export async function changeView({ main, parameters, signal }) {
   more.hidden = found.rows.length >= total;
   fill(
     main,
-    heading(title, choose("first", from), "against", choose("last", to), hint(told(found.counts)), spacer(), copyLink()),
+    heading(title, choose("first", from), "against", choose("last", to), hint(counted(found.counts)), spacer(), copyLink()),
     list,
     more,
   );
   return { title };
 }
 
-export function told({ better, worse, same }) {
+export function counted({ better, worse, same }) {
   return `${plural(better + worse + same, "held-out prompt")}: ${number(better)} better, ${number(worse)} worse, ${number(same)} as before`;
 }
 

@@ -1,7 +1,8 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
 import { address, besides, get, go, memory, note } from "./api.js";
-import { button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, select, spacer } from "./dom.js";
+import { Plots } from "./plots.js";
+import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, select, spacer } from "./dom.js";
 
 const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
 const FEW = 12; // runs that can be ticked without being looked for
@@ -12,9 +13,9 @@ export async function curvesView({ app, main, parameters, signal }) {
   const others = parameters.with ? parameters.with.split(",").filter((name) => name !== run) : [];
   const settings = Object.fromEntries(["x", "smooth", "log"].map((name) => [name, parameters[name] ?? memory.get(name)]));
   const addressed = () => ({ run, with: besides(others), find: filter.value, ...settings });
-  const plots = h("div", {});
-  const charts = [];
-  const leave = () => charts.splice(0).forEach((chart) => chart.destroy());
+  const place = h("div", {});
+  const plots = new Plots("curves");
+  const folds = new Map(); // of chapters, by their titles
   let found = null;
 
   const change = (name, value) => {
@@ -22,6 +23,7 @@ export async function curvesView({ app, main, parameters, signal }) {
     memory.set(name, value);
     note("curves", addressed());
     if (name === "x") {
+      plots.leave(); // a zoom of steps says nothing of seconds
       read();
     } else {
       draw();
@@ -53,7 +55,7 @@ export async function curvesView({ app, main, parameters, signal }) {
       spacer(),
       copyLink(),
     ),
-    plots,
+    place,
   );
   app.list = address("curves", parameters);
 
@@ -61,31 +63,32 @@ export async function curvesView({ app, main, parameters, signal }) {
     const wanted = filter.value.toLowerCase();
     const fits = ({ options, metrics }) => [options.title, ...Object.keys(metrics)].some((name) => name.toLowerCase().includes(wanted));
     const chapters = [...found.chapters, { title: "Further metrics", plots: found.others, isFolded: !wanted }];
-    const top = main.scrollTop;
-    leave();
-    fill(plots);
-    for (const { title: name, plots: all, isFolded } of chapters) {
-      const shown = wanted ? all.filter(fits) : all;
-      if (shown.length) {
-        const tiles = h("div", { class: "tiles curves" });
-        const chapter = h("details", { open: !isFolded }, h("summary", {}, h("h2", {}, name, isFolded ? ` (${shown.length})` : "")), tiles);
-        const fillOnce = () => chapter.open && !tiles.firstChild && shown.forEach((plot) => drawIn(tiles, plot));
-        plots.append(chapter);
-        fillOnce();
-        chapter.addEventListener("toggle", fillOnce);
-      }
-    }
-    main.scrollTop = top;
-    if (!plots.firstChild) {
-      fill(plots, wanted ? empty("No plot has that name.", button("Show all", () => ((filter.value = ""), draw()))) : empty("No metrics yet.", "They appear after the first optimizer step."));
-    }
+    const shown = chapters.map((chapter) => ({ ...chapter, plots: chapter.plots.filter(fits) })).filter((chapter) => chapter.plots.length).map(fold);
+    const nothing = () =>
+      wanted ? empty("No plot has that name.", button("Show all", () => ((filter.value = ""), draw()))) : empty("No metrics yet.", "They appear after the first optimizer step.");
+    arrange(place, shown.length ? shown.map(({ element }) => element) : [nothing()]);
+    shown.forEach(fillFold);
   }
 
-  function drawIn(tiles, { options: { kind, ...options }, metrics }) {
-    const place = h("section", { class: "panel", title: Object.entries(metrics).map(([name, help]) => `${name}: ${help}`).join("\n") });
-    const how = { xLabel: found.axis, smooth: Number(settings.smooth) || 0, log: settings.log === "1" || options.log };
-    tiles.append(place);
-    charts.push(Charts[kind](place, { ...options, ...how, height: 150, group: "curves" }));
+  /** The fold of a chapter stays from one drawing to the next, as somebody opened or closed it. */
+  function fold(chapter) {
+    const key = `${chapter.title} ${Boolean(chapter.isFolded)}`;
+    if (!folds.has(key)) {
+      const made = { count: h("span", {}), tiles: h("div", { class: "tiles curves" }) };
+      const summary = h("summary", {}, h("h2", {}, chapter.title, made.count));
+      made.element = h("details", { open: !chapter.isFolded, on: { toggle: () => fillFold(made) } }, summary, made.tiles);
+      folds.set(key, made);
+    }
+    return Object.assign(folds.get(key), { chapter });
+  }
+
+  /** Charts are drawn when their chapter is opened. */
+  function fillFold({ element, count, tiles, chapter }) {
+    fill(count, chapter.isFolded ? ` (${chapter.plots.length})` : "");
+    if (element.open) {
+      const changes = settings.log === "1" ? { log: true } : {};
+      plots.show(tiles, chapter.plots, { ...changes, xLabel: found.axis, smooth: Number(settings.smooth) || 0 });
+    }
   }
 
   async function read() {
@@ -96,10 +99,9 @@ export async function curvesView({ app, main, parameters, signal }) {
   await read();
   return {
     title,
-    leave,
+    leave: () => plots.leave(),
     onPulse({ metrics }) {
-      // curves grow to the right: drawn anew they move nothing that is read, and what the pointer is over stays as it is
-      if (metrics !== found.metrics && !plots.matches(":hover")) {
+      if (metrics !== found.metrics) {
         read().catch(() => {}); // the next pulse tries again
       }
     },

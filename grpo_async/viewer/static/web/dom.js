@@ -34,6 +34,26 @@ export function fill(element, ...children) {
   return append(element, children);
 }
 
+/** As `fill`, where they are not the children already: an element that stays keeps its focus and what is folded in it. */
+export function arrange(element, wanted) {
+  if (wanted.length !== element.children.length || wanted.some((each, at) => each !== element.children[at])) {
+    element.replaceChildren(...wanted);
+  }
+}
+
+/** A part of a page that is drawn again only when its data has changed: what is open, focused or selected in it stays. */
+export function part(draw, element = h("div", { class: "part" })) {
+  let drawn = null;
+  const show = (data) => {
+    const now = JSON.stringify(data);
+    if (now !== drawn) {
+      drawn = now;
+      fill(element, draw(data, element));
+    }
+  };
+  return { element, show };
+}
+
 // -- text and numbers
 
 /** Control characters as pictures and direction overrides as escapes: shown, never obeyed. */

@@ -2,7 +2,7 @@
 
 import { address, get, go, note } from "./api.js";
 import { columnsOf } from "./columns.js";
-import { button, checkbox, empty, fill, h, hiddenHeading, number, plural, wrongQuery } from "./dom.js";
+import { button, checkbox, empty, fill, h, hiddenHeading, number, part, plural, wrongQuery } from "./dom.js";
 import { Grid } from "./grid.js";
 import { QueryBox, mapEntry, withTerm } from "./query_box.js";
 
@@ -44,14 +44,14 @@ class Explorer {
       ...this.summary.column_names.map((name) => ({ name: mapEntry("columns", name), help: "a column of the data" })),
     ];
     this.box = new QueryBox({ app: this.app, names, value: this.parameters.q || "", onChange: (q) => this.leaveTo({ q }) });
-    this.notes = h("div", {});
-    this.drawNotes(this.summary.notes);
+    this.notes = part(drawNotes);
+    this.notes.show(this.summary.notes);
     this.news = h("span", { role: "status" });
     this.counts = h("span", { class: "hint", role: "status" });
     this.plots = h("div", { class: "plots" });
     this.place = h("div", { class: "grid-place" });
     const over = h("div", { class: "row" }, this.counts, this.news, this.supersededBox());
-    fill(this.main, hiddenHeading(this.title), this.notes, this.box.element, this.quick(), this.chartBox(), over, this.place);
+    fill(this.main, hiddenHeading(this.title), this.notes.element, this.box.element, this.quick(), this.chartBox(), over, this.place);
     this.read(await rows);
   }
 
@@ -203,22 +203,11 @@ class Explorer {
 
   /** New rows are announced, never pushed under the eyes of somebody who reads. */
   onPulse(pulse) {
-    this.drawNotes(pulse.notes);
+    this.notes.show(pulse.notes);
     const more = pulse.until - Number(this.until);
     if (this.until !== null && more > 0 && !this.parameters.at) {
       const show = button(`${plural(more, "new group")} · show (r)`, () => this.showNewest(), { class: "chip", "aria-pressed": "true" });
       fill(this.news, show);
-    }
-  }
-
-  /** A note that says the same as before stays as it is: it may be open. */
-  drawNotes(notes) {
-    if (notes.join() !== this.notes.dataset.notes) {
-      const [first, ...rest] = notes;
-      const more = rest.length ? h("ul", {}, rest.map((each) => h("li", {}, each))) : null;
-      const shown = h("details", { class: "lined filled warning said" }, h("summary", {}, `${plural(notes.length, "note")} on this store: ${first}`), more);
-      fill(this.notes, notes.length ? shown : null);
-      this.notes.dataset.notes = notes.join();
     }
   }
 
@@ -237,4 +226,10 @@ class Explorer {
     this.grid?.leave();
     this.grid = null;
   }
+}
+
+function drawNotes([first, ...rest]) {
+  const more = rest.length ? h("ul", {}, rest.map((each) => h("li", {}, each))) : null;
+  const all = `${plural(rest.length + 1, "note")} on this store: ${first}`;
+  return first ? h("details", { class: "lined filled warning said" }, h("summary", {}, all), more) : null;
 }

@@ -16,10 +16,17 @@ export async function logsView({ app, main, parameters, signal }) {
   }
   const box = h("pre", { class: "panel log", tabindex: "0", "aria-label": found.file });
   const show = (lines) => {
+    const level = (line) => (LEVELS.find(([pattern]) => pattern.test(line)) || [])[1] || "";
+    fill(box, lines.map((line) => h("span", { class: `said level ${level(line)}` }, `${visible(line)}\n`)));
+    box.scrollTop = box.scrollHeight;
+  };
+  /** It follows the log at its end; what somebody has scrolled to or selected stays. */
+  const onPulse = async () => {
+    const { lines } = await read().catch(() => found); // the next pulse tries again
     const isAtEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 30;
-    fill(box, lines.map((line) => h("span", { class: `said level ${(LEVELS.find(([pattern]) => pattern.test(line)) || [])[1] || ""}` }, `${visible(line)}\n`)));
-    if (isAtEnd) {
-      box.scrollTop = box.scrollHeight;
+    if (isAtEnd && lines.at(-1) !== found.lines.at(-1) && !(String(getSelection()) && getSelection().containsNode(box, true))) {
+      found.lines = lines;
+      show(lines);
     }
   };
   const choose = (name, values, value) =>
@@ -31,9 +38,7 @@ export async function logsView({ app, main, parameters, signal }) {
     box,
   );
   show(found.lines);
-  box.scrollTop = box.scrollHeight;
   app.list = address("logs", parameters);
-  const onPulse = () => read().then(({ lines }) => show(lines)).catch(() => {}); // the next pulse tries again
   return { title, onPulse };
 }
 

@@ -1,7 +1,7 @@
 /* All runs, those that said something last first: which of them learn. Ticked ones are laid over each other. */
 
 import { address, besides, get, reportAddress } from "./api.js";
-import { badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, plural, spacer } from "./dom.js";
+import { arrange, badge, button, checkbox, empty, fill, h, heading, hint, link, number, oneLine, part, plural, spacer } from "./dom.js";
 
 const EVERY_MS = 4000;
 const AT_ONCE = 4; // questions
@@ -36,15 +36,23 @@ export async function homeView({ app, main, signal }) {
     if (known && known.at === at && !known.isRunning) {
       return;
     }
-    const card = known || { element: h("article", { class: "panel", "aria-label": name }) };
+    const card = known || newCard(name);
     cards.set(name, card);
     const found = await get("card", { run: name }, signal).catch((error) => error);
     if (found instanceof Error) {
-      fill(card.element, link(address("run", { run: name }), oneLine(name)), " ", hint(found.message));
+      card.show({ name, error: found.message });
       return;
     }
+    const { updated_at, ...rest } = found;
     Object.assign(card, { at, isRunning: found.status === "running" });
-    drawCard(card.element, found, checkbox("", ticked.has(name), (isOn) => tick(name, isOn), { "aria-label": `compare ${name}` }));
+    fill(card.age, ago(updated_at));
+    card.show(rest);
+  }
+
+  function newCard(name) {
+    const age = hint();
+    const box = checkbox("", ticked.has(name), (isOn) => tick(name, isOn), { "aria-label": `compare ${name}` });
+    return { age, ...part((found, element) => drawCard(element, found, box, age), h("article", { "aria-label": name })) };
   }
 
   /** Runs that began, ended or went on since are asked about again; nothing else is. */
@@ -63,10 +71,7 @@ export async function homeView({ app, main, signal }) {
       return;
     }
     fill(count, plural(app.runs.length, "run"), found.folder ? ` below ${found.folder}` : "");
-    const wanted = shown.map(({ name }) => cards.get(name).element);
-    if (wanted.some((element, at) => list.children[at] !== element) || list.children.length !== wanted.length) {
-      fill(list, wanted);
-    }
+    arrange(list, shown.map(({ name }) => cards.get(name).element));
     const more = app.runs.length > most ? button("Show more", () => ((most += PAGE), refresh())) : null;
     const nothing = empty("No run yet.", h("code", {}, "grpo-async prepare-quickstart"), " and ", h("code", {}, "grpo-async train configs/quickstart.yaml"), " make one in a minute.");
     fill(foot, app.runs.length ? more : nothing);
@@ -83,11 +88,13 @@ export async function homeView({ app, main, signal }) {
   return { title: "Runs", leave: () => clearTimeout(timer) };
 }
 
-function drawCard(element, found, box) {
-  const { name: run, verdict, curve, held_out: held } = found;
+function drawCard(element, found, box, age) {
+  const { name: run, error, verdict, curve, held_out: held } = found;
+  element.className = error ? "panel" : `panel run lined ${verdict.level}`;
+  if (error) {
+    return [link(address("run", { run }), oneLine(run)), " ", hint(error)];
+  }
   const values = curve ? curve.values.filter((value) => value !== null) : [];
-  const picture = h("canvas", { class: "spark", role: "img", "aria-label": `reward, from ${number(values[0])} to ${number(values.at(-1))}` });
-  element.className = `panel run lined ${verdict.level}`;
   const links = [
     link(address("run", { run }), "Overview"),
     found.num_evaluations > 1 ? link(address("change", { run }), "Before and after") : null,
@@ -95,14 +102,13 @@ function drawCard(element, found, box) {
     link(address("groups", { run }), "Rollouts"),
     link(address("logs", { run }), "Logs"),
   ];
-  fill(
-    element,
-    h("header", { class: "row" }, box, h("h2", {}, link(address("run", { run }), oneLine(run, 80))), badge(found.status, found.level), spacer(), hint(ago(found.updated_at))),
+  return [
+    h("header", { class: "row" }, box, h("h2", {}, link(address("run", { run }), oneLine(run, 80))), badge(found.status, found.level), spacer(), age),
     h("p", { class: "said verdict", title: verdict.text }, verdict.text),
     h(
       "div",
       { class: "run-numbers small" },
-      values.length > 1 ? picture : null,
+      values.length > 1 ? spark(values) : null,
       h(
         "div",
         { class: "numeric" },
@@ -111,10 +117,19 @@ function drawCard(element, found, box) {
       ),
     ),
     h("footer", { class: "row small" }, links, spacer(), hint(found.outcome)),
-  );
-  if (values.length > 1) {
-    Charts.spark(picture, values);
-  }
+  ];
+}
+
+/** A small curve without axes, as wide and as high as the style sheet says. */
+function spark(values) {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const points = values.map((value, at) => `${at},${high > low ? (high - value) / (high - low) : 0.5}`);
+  const [svg, line] = ["svg", "polyline"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  const about = { class: "spark", role: "img", "aria-label": `reward, from ${number(values[0])} to ${number(values.at(-1))}` };
+  Object.entries({ ...about, viewBox: `0 0 ${values.length - 1} 1`, preserveAspectRatio: "none" }).forEach((each) => svg.setAttribute(...each));
+  line.setAttribute("points", points.join(" "));
+  svg.append(line);
+  return svg;
 }
 
 /** 1000 seconds -> "16 min ago". */
