@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from grpo_async.run_directory import RunDir
 
-LOOPBACK = "127.0.0.1"
-
 
 def inspect(
     arguments: Annotated[
@@ -33,7 +31,7 @@ def inspect(
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="FIELD", help="Order of the groups that the page opens with.")
     ] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = LOOPBACK,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option("--port", min=0, max=65535, help="0 = any that is free. Default: the same for the same runs."),
@@ -86,7 +84,9 @@ def runs_and_query(
 
     runs, rest = [find_run(arguments[0])], arguments[1:]
     if not several and rest and _problem_of(parse_query, rest[0]) and not _problem_of(find_run, rest[0]):
-        raise ConfigError(f"several runs: add --web to see {arguments[0]} and {rest[0]} side by side in the browser")
+        raise ConfigError(
+            f"several runs: `grpo-async inspect` shows {arguments[0]} and {rest[0]} side by side in the browser"
+        )
     while several and rest:
         if no_run := _problem_of(find_run, rest[0]):
             if no_query := _problem_of(parse_query, rest[0]):

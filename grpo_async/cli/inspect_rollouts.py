@@ -1,4 +1,4 @@
-"""`inspect-rollouts`: what a run generated, while it runs or after, in the terminal or printed. `--web` is `inspect`."""
+"""`inspect-rollouts`: what a run generated, while it runs or after, in the terminal or printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from grpo_async.cli.inspect import LOOPBACK, inspect, runs_and_query, sort_order
+from grpo_async.cli.inspect import runs_and_query, sort_order
 from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOption
 
 _TABLE_LIMIT = 40
@@ -17,7 +17,13 @@ _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
 
 
 class InspectCommand(TyperCommand):
-    """Its help page ends with what a query may say."""
+    """Its help page ends with what a query may say. With --web it is the command `inspect`."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if "--web" in args:
+            command = parent.command.get_command(parent, "inspect")
+            return command.make_context("inspect", [each for each in args if each != "--web"], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         from grpo_async.store.query_names import help_text
@@ -31,13 +37,12 @@ class InspectCommand(TyperCommand):
 def inspect_rollouts(
     context: typer.Context,
     arguments: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="RUN [QUERY]",
-            help="Name of a run below runs/, or a run directory; with --web also several, or none for all. QUERY: see below.",
-            show_default=False,
+            help="Name of a run below runs/, or a run directory. QUERY: see below.",
         ),
-    ] = None,
+    ],
     evaluation: EvaluationOption = None,
     group: Annotated[
         int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group, printed.")
@@ -61,15 +66,10 @@ def inspect_rollouts(
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print a table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with every field.")] = False,
-    web: Annotated[bool, typer.Option("--web", help="The same as `grpo-async inspect`: in the browser.")] = False,
-    host: Annotated[str | None, typer.Option("--host", help="Address of --web. Default: 127.0.0.1.")] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            "--port", min=0, max=65535, help="Port of --web; 0 = any that is free. Default: the same for the same runs."
-        ),
-    ] = None,
-    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address of --web.")] = False,
+    _web: Annotated[
+        bool,
+        typer.Option("--web", help="In the browser: an alias of `grpo-async inspect`, with its arguments and options."),
+    ] = False,
 ) -> None:
     """Look at the rollouts of a run: groups, one group side by side, one rollout with all numbers of its tokens.
 
@@ -89,12 +89,6 @@ def inspect_rollouts(
     """
     is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
     _refuse_what_has_no_effect(_given(context), is_printed=is_printed)
-
-    if web:
-        inspect(arguments, evaluation, where, superseded, sort, host or LOOPBACK, port, no_browser)
-        return
-    if not arguments:
-        raise typer.BadParameter("name a run; --web shows all of them", param_hint="RUN")
 
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
@@ -129,11 +123,6 @@ def inspect_rollouts(
 _EXCLUDE_EACH_OTHER = (
     ("--group", "--rollout", "choose one of --group and --rollout"),
     ("--plain", "--json", "choose one of --plain and --json"),
-    *(
-        ("--web", option, f"it is shown in the browser; leave out {option}")
-        for option in ("--plain", "--json", "--group", "--rollout")
-    ),
-    ("--limit", "--web", "the page has all groups; leave it out"),
     *((option, "--group", "--group shows one only; leave it out") for option in ("--sort", "--limit")),
     *((option, "--rollout", "--rollout shows one only; leave it out") for option in ("--sort", "--limit")),
 )
@@ -153,10 +142,7 @@ def _refuse_what_has_no_effect(given: set[str], *, is_printed: bool) -> None:
     for option, other, why in _EXCLUDE_EACH_OTHER:
         if {option, other} <= given:
             raise typer.BadParameter(why, param_hint=option)
-    for option in ("--host", "--port", "--no-browser"):
-        if option in given and "--web" not in given:
-            raise typer.BadParameter("it is for the page in the browser; add --web", param_hint=option)
-    if "--limit" in given and not is_printed and "--web" not in given:
+    if "--limit" in given and not is_printed:
         raise typer.BadParameter(
             "the screen has all groups; leave it out, or print them with --plain", param_hint="--limit"
         )

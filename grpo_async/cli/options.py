@@ -28,13 +28,13 @@ EvaluationOption: TypeAlias = Annotated[
     str | None,
     typer.Option("--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."),
 ]
-WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", metavar="QUERY", help="QUERY, as an option.")]
+WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", hidden=True)]
+"""Another way to write QUERY, which earlier pages showed."""
 SupersededOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--superseded",
-        "--with-superseded",
-        help="Also what a resume left behind: it is no part of the run any more.",
+        help="Also what a resume left behind, which is not part of the run any more.",
     ),
 ]
 QuietOption: TypeAlias = Annotated[

@@ -65,12 +65,12 @@ def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
     with RolloutStore(run / "rollouts", seals_at_close=False) as store:
         store.supersede_from(2, step=1)
     found = {}
-    for option in ("", "--superseded", "--with-superseded"):
+    for option in ("", "--superseded"):
         code, out, _ = _export(str(run), "reward=1", *filter(None, [option]))
         assert code == 0
         found[option] = [json.loads(line)["rollout_id"] for line in out.splitlines()]
     both = ["0-1", "1-1", "2-1"]
-    assert found == {"": both[:2], "--superseded": both, "--with-superseded": both}
+    assert found == {"": both[:2], "--superseded": both}
     code, _, err = _export(str(run), "reward=1", "--where", "stale")
     assert code == 2
     assert "one QUERY is expected" in " ".join(err.split())

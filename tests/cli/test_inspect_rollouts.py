@@ -83,7 +83,7 @@ def test_inspect_and_web_open_all_runs_one_or_several(
             assert result.exit_code == 0, result.output
             assert asked.pop() == expected
     assert "there is no run 'dmeo'; did you mean 'demo'" in CliRunner().invoke(app, ["inspect", "dmeo"]).output
-    assert "name a run" in CliRunner().invoke(app, ["inspect-rollouts"]).output
+    assert "Missing argument 'RUN" in CliRunner().invoke(app, ["inspect-rollouts"]).output
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_inspect_and_web_open_all_runs_one_or_several(
         (["reward<0.2 and not truncated"], [0]),
         (["(truncated or text ilike '%SHEEP%') and step=2"], [1]),
         (["--where", "stale"], [2]),  # as `export` has it
-        (["--with-superseded"], [2, 1, 0]),
+        (["--superseded"], [2, 1, 0]),
     ],
 )
 def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: list[int]) -> None:
@@ -171,9 +171,9 @@ def test_what_a_resume_left_behind_is_shown_when_asked_for(store: RolloutStore) 
         (["demo", "rewrd<1"], "did you mean reward"),
         (["demo", "reward<1", "and", "stale"], "put it into quotes, 'reward<1 and stale'"),
         (["demo", "dmeo", "--web"], "'dmeo' is neither a run nor a query"),
-        (["demo", "--web", "--json"], "for --web: it is shown in the browser; leave out --json"),
-        (["demo", "--web", "--limit", "3"], "for --limit: the page has all groups; leave it out"),
-        (["demo", "--host", "::1"], "for --host: it is for the page in the browser; add --web"),
+        (["demo", "--web", "--json"], "No such option: --json"),
+        (["demo", "--web", "--limit", "3"], "No such option: --limit"),
+        (["demo", "--host", "::1"], "No such option: --host"),
         (["demo", "--group", "0", "--limit", "1"], "for --limit: --group shows one only"),
         (["demo", "--rollout", "0-1", "--sort", "step"], "for --sort: --rollout shows one only"),
         (["demo", "--plain", "--json"], "choose one of --plain and --json"),
@@ -193,7 +193,7 @@ def test_several_runs_without_the_browser_are_told_of_it(store: RolloutStore) ->
     for arguments in (["demo", "other"], ["demo", "other", "stale"]):
         result = _invoke(*arguments)
         assert result.exit_code == 2
-        assert result.stderr.startswith("several runs: add --web to see demo and other")
+        assert result.stderr.startswith("several runs: `grpo-async inspect` shows demo and other side by side")
     assert _groups("stale") == [2], "a column is a query"
 
 
