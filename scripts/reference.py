@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,12 @@ def _metrics() -> str:
         "Names in `metrics.jsonl` and in trackers; those of an evaluation begin with `eval/`. `{...}` stands for a name. Over",
         "several steps a metric becomes one number as the third column says.",
         "",
-        "| metric | meaning | over steps | better |",
-        "|---|---|---|---|",
     ]
-    for entry in CATALOG:
-        unit = f" ({entry.unit})" if entry.unit else ""
-        lines.append(f"| `{entry.name}` | {_cell(entry.help)}{unit} | {entry.reduction} | {entry.better or ''} |")
-    return _page(lines)
+    rows = [
+        (f"`{each.name}`", f"{each.help} ({each.unit})" if each.unit else each.help, each.reduction, each.better or "")
+        for each in CATALOG
+    ]
+    return _page(lines + _table(("metric", "meaning", "over steps", "better"), rows))
 
 
 def _events() -> str:
@@ -90,11 +90,9 @@ def _events() -> str:
         '{"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"micro_batch": 0}}',
         "```",
         "",
-        "| event | track | what it is |",
-        "|---|---|---|",
     ]
-    lines += [f"| `{event.name}` | {event.track} | {_cell(event.help)} |" for event in EVENTS]
-    return _page(lines)
+    rows = [(f"`{each.name}`", each.track, each.help) for each in EVENTS]
+    return _page(lines + _table(("event", "track", "what it is"), rows))
 
 
 def _columns() -> str:
@@ -107,11 +105,9 @@ def _columns() -> str:
         "there is none. A group that has no rollout (it failed or was cancelled before one ended) has one row, in which all",
         "columns of a rollout are NULL.",
         "",
-        "| column | type | unit | what it is |",
-        "|---|---|---|---|",
     ]
-    lines += [f"| `{each.name}` | {each.type} | {each.unit} | {_cell(each.description)} |" for each in COLUMNS]
-    return _page(lines)
+    rows = [(f"`{each.name}`", each.type, each.unit, each.description) for each in COLUMNS]
+    return _page(lines + _table(("column", "type", "unit", "what it is"), rows))
 
 
 def _commands() -> str:
@@ -149,8 +145,9 @@ def _type(text: str) -> str:
     return text.strip("<>").removesuffix(" range").upper()
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [headings, ["---"] * len(headings), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def _page(lines: list[str]) -> str:
