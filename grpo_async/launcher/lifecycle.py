@@ -42,9 +42,9 @@ def run_with_display(
         max_steps=config.num_steps,
         run_dir=run_dir,
         resume_step=given.resume_step,
-        lines_only=given.preflight_only,
+        lines_only=given.purpose != "train",
     )
-    if given.preflight_only:  # nothing of it is kept
+    if given.purpose != "train":  # nothing of it is kept
         return supervise(config, plan, display)
     on_gpu = plan.trainer is not None and bool(plan.trainer.gpus)
     status = StatusFile(

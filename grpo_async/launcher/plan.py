@@ -87,8 +87,8 @@ class ProcessPlan:
         start = (
             "from the beginning" if given.resume_step is None else f"from the checkpoint of step {given.resume_step}"
         )
-        if given.preflight_only and self.trainer is not None:
-            start = "checks only" if self.trainer.name == "trainer" else f"{self.trainer.name} only"
+        if given.purpose != "train":
+            start = {"preflight": "checks only", "evaluation": "evaluation only"}[given.purpose]
         is_external = self.engine.engine == "external" and self.engine is not SERVERS_ELSEWHERE
         external = " (not started by this run)" if is_external else ""
         lines = [

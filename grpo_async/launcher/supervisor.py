@@ -236,7 +236,7 @@ class Supervisor:
 
     def _judge(self, trainer: Child, exit_code: int) -> RunOutcome:
         status = trainer.exited.result()
-        if self._assignment.preflight_only and self._checks is not None and exit_code == 0:
+        if self._assignment.purpose == "preflight" and self._checks is not None and exit_code == 0:
             failed = [check.name for check in self._checks if check.status == "fail"]
             if failed:
                 error = f"preflight: {len(failed)} of {len(self._checks)} checks failed: {', '.join(failed)}"
@@ -252,8 +252,8 @@ class Supervisor:
     def _trainer_failure(self, trainer: Child) -> str:
         status = trainer.exited.result()
         if status == 0:
-            result = "the result of its checks" if self._assignment.preflight_only else "a summary"
-            return f"the trainer ended without {result}\n{trainer.describe_end()}"
+            result = "the result of its checks" if self._assignment.purpose == "preflight" else "a summary"
+            return f"the {trainer.name} ended without {result}\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
         cause = "\nafter that ".join(filter(None, [self._liveness.silent(), self._explain()]))
@@ -265,14 +265,16 @@ class Supervisor:
         return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, self._how_to_continue()])))
 
     def _how_to_continue(self) -> str:
-        if self._assignment.preflight_only:
+        if self._assignment.purpose != "train":
             return ""
         run_dir = self._assignment.run_dir
         steps = run_dir.checkpoint_steps()
         if not steps:
             trained = run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0
             return f"there is no checkpoint yet; the same command{' with --clean' if trained else ''} begins again"
-        return f"the newest checkpoint is step {steps[-1]}; go on with: grpo-async train {run_dir.config} --resume auto"
+        return (
+            f"the newest checkpoint is step {steps[-1]}; go on with: grpo-async train {run_dir.config} --resume latest"
+        )
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         match message:

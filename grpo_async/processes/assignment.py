@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,6 +13,7 @@ from grpo_async.inference.api import TransportKind
 from grpo_async.run_directory import RunDir
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"
+Purpose: TypeAlias = Literal["train", "preflight", "evaluation"]
 
 
 class _Record(BaseModel):
@@ -72,8 +74,8 @@ class Assignment(_Record):
     resume_step: int | None = None
     resume_is_named: bool = False
     """The user has named the step. Else the one before takes its place where the ranks find its tensors damaged."""
-    preflight_only: bool = False
-    """Make the checks of `grpo-async preflight`, report them and end: exit code 0 when none failed, else 1."""
+    purpose: Purpose = "train"
+    """preflight: make the checks, report them and end (exit code 0 when none failed, else 1); evaluation: `grpo-async eval`."""
     node: Node = Node()
     rank: int = 0
     """Of this process among `world_size`, over all machines; torchrun sets it, like the other two."""

@@ -171,7 +171,7 @@ class _Leader:
             return
         self._fleet.subscribe(side.source.wake)
         self._check_before_training()
-        if assignment.preflight_only:
+        if assignment.purpose == "preflight":
             loop.stop_followers()
             return
         call_when_set(control.stop_requested, side.source.interrupt)
@@ -241,7 +241,7 @@ class _Leader:
             on_serving=lambda server: self._control.send("server_serving", index=server.index),
             timeline=self._timeline,
         )
-        is_run = not self._assignment.preflight_only  # a preflight is no run that anybody wants to see in a tracker
+        is_run = self._assignment.purpose == "train"  # a preflight is no run that anybody wants to see in a tracker
         trackers = self._trackers = open_trackers(config, self._assignment.run_dir) if is_run else Trackers(())
         self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
 

@@ -140,7 +140,7 @@ def main(mode: str, folder: Path) -> int:
     if mode == "served":
         return ServedRun(control, folder, num_servers=len(assignment.server_urls)).run()
     if mode in ("preflight-pass", "preflight-fail"):
-        write_atomically(folder / "preflight", str(assignment.preflight_only))
+        write_atomically(folder / "preflight", assignment.purpose)
         control.send("preflight", checks=preflight_checks(mode))
         control.close()
         return int(mode == "preflight-fail")

@@ -33,7 +33,7 @@ EMBEDDED = EngineChoice(engine="embedded", reason="test")
 
 def _plan(config: ExperimentConfig, machine: Machine = MACHINE, **options: Any) -> ProcessPlan:
     run_dir = RunDir(Path("/runs/x"))
-    given = {key: options.pop(key) for key in ("resume_step", "preflight_only") if key in options}
+    given = {key: options.pop(key) for key in ("resume_step", "purpose") if key in options}
     engine = options.pop("engine", None) or choose_engine(config)
     ports = range(4711, 4711 + config.inference.replicas)
     return plan_processes(
@@ -85,9 +85,10 @@ def test_the_plan_has_one_server_and_torchrun_whose_ranks_read_what_it_wrote(
         world_size=2,
     )
     assert (given.store, given.control_socket) == (Path("/private/store"), Path("/private/control"))
-    checks = _plan(config, preflight_only=True)
+    checks = _plan(config, purpose="preflight")
     assert "run        test, checks only" in checks.describe()
-    assert _read_by_a_rank(checks, monkeypatch).preflight_only
+    assert _read_by_a_rank(checks, monkeypatch).purpose == "preflight"
+    assert "run        test, evaluation only" in _plan(config, purpose="evaluation").describe()
     monkeypatch.setenv(ASSIGNMENT_VARIABLE, '{"run_dir": 3}')
     with pytest.raises(ConfigError, match="grpo-async train"):
         Assignment.from_environment()

@@ -18,7 +18,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
 from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUnavailableError
 from grpo_async.inference.fleet import Fleet
-from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import connections as connections_module
@@ -184,7 +184,7 @@ def _lead(
     *,
     resume_step: int | None = None,
     url: str = "http://127.0.0.1:1",
-    preflight_only: bool = False,
+    purpose: Purpose = "train",
 ) -> list[str]:
     """Run rank 0; what it told the other ranks."""
     config = config.model_copy(update={"evaluation": EvaluationSection()})
@@ -192,7 +192,7 @@ def _lead(
     run_dir.create()
     place = Assignment(
         run_dir=run_dir, attempt_dir=run_dir.latest_logs, private=run_dir.root, server_urls=(url,), resume_step=resume_step,
-        preflight_only=preflight_only,
+        purpose=purpose,
     )  # fmt: skip
     told: list[str] = []
     sizes = SimpleNamespace(get_text_config=lambda: SimpleNamespace(to_dict=dict))
@@ -319,7 +319,7 @@ def test_a_server_that_dies_while_it_is_checked_is_checked_again(
 def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = _Stub(monkeypatch)
     config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
-    told = _lead(config, preflight_only=True)
+    told = _lead(config, purpose="preflight")
     assert stub.events[-1] == "preflight"
     assert told[-1] == "StopCommand"
     assert not RunDir(config.run_path).trackers.exists(), "it made a run in a tracker"
