@@ -46,7 +46,7 @@ def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool =
     """
     from grpo_async.launcher.train import launch
 
-    wanted = None if resume is False else "auto" if resume is True else str(resume)
+    wanted = None if resume is False else "latest" if resume is True else str(resume)
     code = launch(config, resume=wanted, clean=clean)
     run = Run(config.run.dir / config.run.name)
     if code != 0:

@@ -25,8 +25,9 @@ def evaluate(
         str | None,
         typer.Option(
             "--checkpoint",
-            metavar="STEP|latest|PATH",
-            help="A checkpoint of the run, a Hugging Face folder, or a folder RUN/checkpoints/step_N.",
+            metavar="latest|best|STEP|PATH",
+            help="A checkpoint of the run (best: by checkpoint.best_metric); PATH: RUN/checkpoints/step_N, or a Hugging Face "
+            "folder.",
         ),
     ] = None,
     run: Annotated[

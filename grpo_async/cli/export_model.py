@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from grpo_async.cli.options import RunArgument
-
-if TYPE_CHECKING:
-    from grpo_async.config import ExperimentConfig
-    from grpo_async.run_directory import RunDir
 
 
 def export_model(
@@ -19,7 +15,9 @@ def export_model(
     checkpoint: Annotated[
         str,
         typer.Option(
-            "--checkpoint", metavar="latest|best|STEP", help="best: by checkpoint.best_metric, of those that were kept."
+            "--checkpoint",
+            metavar="latest|best|STEP|PATH",
+            help="best: by checkpoint.best_metric, of those that were kept; PATH: RUN/checkpoints/step_N.",
         ),
     ] = "latest",
     out: Annotated[
@@ -46,44 +44,18 @@ def export_model(
       grpo-async export-model quickstart --push-to-hub me/my-model
     """
     from grpo_async.config.loader import load_config
+    from grpo_async.training.checkpoint_choice import find_checkpoint
     from grpo_async.training.export import export_checkpoint
     from grpo_async.viewer.runs import find_run
 
     run_dir = find_run(run)
     config = load_config(run_dir.config)
-    step = _step(run_dir, config, checkpoint)
+    step = find_checkpoint(run_dir, checkpoint, best_metric=config.checkpoint.best_metric, option="--checkpoint")
     folder = out or run_dir.root / f"model_step_{step}"
     export_checkpoint(run_dir, step, config, folder)
     typer.echo(f"step {step} -> {folder}")
     if push_to_hub is not None:
         typer.echo(_upload(folder, push_to_hub))
-
-
-def _step(run_dir: RunDir, config: ExperimentConfig, checkpoint: str) -> int:
-    """Raises: ConfigError: there is no such checkpoint."""
-    from grpo_async.errors import ConfigError
-    from grpo_async.tracking.evaluation_record import read_evaluations
-
-    steps = run_dir.checkpoint_steps()
-    if not steps:
-        raise ConfigError(f"{run_dir.checkpoints} has no checkpoint")
-    if checkpoint == "latest":
-        return steps[-1]
-    if checkpoint == "best":
-        metric = config.checkpoint.best_metric
-        scores = {each.step: each.metrics.get(metric) for each in read_evaluations(run_dir.evaluation_log, [])}
-        scored = [(score, step) for step in steps if (score := scores.get(step)) is not None]
-        if not scored:
-            raise ConfigError(
-                f"--checkpoint best: no checkpoint of {run_dir.root} was evaluated by {metric!r}; choose one of the steps "
-                f"{', '.join(map(str, steps))}"
-            )
-        return max(scored)[1]
-    if not checkpoint.isdecimal() or int(checkpoint) not in steps:
-        raise ConfigError(
-            f"--checkpoint {checkpoint}: there are latest, best, and the steps {', '.join(map(str, steps))}"
-        )
-    return int(checkpoint)
 
 
 def _upload(folder: Path, repository: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import typer
 from typer.core import TyperCommand
 
 from grpo_async.cli.options import ConfigArgument, JsonLogsOption, QuietOption, SetOption, with_json_logs_help
+
+_CHECKPOINT = re.compile(r"latest|best|\d+|(.*/)?step_\d+/?")
 
 
 class TrainCommand(TyperCommand):
@@ -19,16 +22,16 @@ class TrainCommand(TyperCommand):
 
 
 def spell_out_resume(arguments: Sequence[str]) -> list[str]:
-    """A bare `--resume` becomes `--resume auto`: ["--resume", "x.yaml"] -> ["--resume", "auto", "x.yaml"].
+    """A bare `--resume` becomes `--resume latest`: ["--resume", "x.yaml"] -> ["--resume", "latest", "x.yaml"].
 
-    `--resume 40`, `--resume auto` and `--resume=40` stay as they are.
+    `--resume best`, `--resume 40`, `--resume runs/x/checkpoints/step_40` and `--resume=40` stay as they are.
     """
     spelled: list[str] = []
     for index, argument in enumerate(arguments):
         spelled.append(argument)
         following = arguments[index + 1] if index + 1 < len(arguments) else ""
-        if argument == "--resume" and following != "auto" and not following.isdecimal():
-            spelled.append("auto")
+        if argument == "--resume" and not _CHECKPOINT.fullmatch(following):
+            spelled.append("latest")
     return spelled
 
 
@@ -40,8 +43,8 @@ def train(
         str | None,
         typer.Option(
             "--resume",
-            metavar="[auto|STEP]",
-            help="Continue from the newest checkpoint (no value, or auto), or from that of a step.",
+            metavar="[latest|best|STEP|PATH]",
+            help="Continue from a checkpoint; no value: latest, the newest that is whole. best: by checkpoint.best_metric.",
         ),
     ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the run directory of an earlier run first.")] = False,
@@ -92,9 +95,6 @@ def train(
       grpo-async train configs/cluster.yaml --dry-run
       grpo-async train configs/cluster.yaml --node-rank 1 --master-addr 10.0.0.1
     """
-    if resume is not None and resume != "auto" and not resume.isdecimal():
-        raise typer.BadParameter(f"{resume!r} is neither auto nor a step number", param_hint="--resume")
-
     from grpo_async.config.loader import load_config
     from grpo_async.display.output import Output, OutputMode
     from grpo_async.launcher.train import launch

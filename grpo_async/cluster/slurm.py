@@ -75,7 +75,7 @@ def restart_of_job(
     steps = [
         s for s in run_dir.checkpoint_steps() if resume is None or run_dir.checkpoint(s).stat().st_mtime > began_at
     ]
-    return ("auto", False) if steps else (resume, resume is None)
+    return ("latest", False) if steps else (resume, resume is None)
 
 
 def _note(attempt: Path) -> Path:

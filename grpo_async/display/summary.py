@@ -95,7 +95,7 @@ def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | Non
         yield f"{report}    # open it in a browser: does it learn, and why not"
     yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
     if summary.get("status") == "stopped":
-        yield f"grpo-async train {run_dir / 'config.yaml'} --resume auto    # go on from the checkpoint"
+        yield f"grpo-async train {run_dir / 'config.yaml'} --resume latest    # go on from the checkpoint"
 
 
 def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:

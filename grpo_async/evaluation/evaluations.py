@@ -30,7 +30,7 @@ from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import AsyncRolloutSource
 from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
-from grpo_async.tracking.evaluation_record import EvaluationRecord, When
+from grpo_async.tracking.evaluation_record import EvaluationRecord, When, scores_by_step
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
@@ -119,8 +119,7 @@ class RunEvaluations:
 
     def scores(self, metric: str) -> dict[int, float]:
         """A metric of every policy after step 0 that was evaluated, by step."""
-        found = list(self._log.records)
-        return {record.step: record.metrics[metric] for record in found if record.step > 0 and metric in record.metrics}
+        return scores_by_step(list(self._log.records), metric)
 
     @property
     def holds_push(self) -> bool:

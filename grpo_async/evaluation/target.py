@@ -9,6 +9,7 @@ from pathlib import Path
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
+from grpo_async.training.checkpoint_choice import find_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path
     """Decide; looks at the names of files only.
 
     Args:
-        checkpoint: a step of the run, "latest" (its newest checkpoint), a Hugging Face folder, or a folder step_N.
+        checkpoint: of the run, as `find_checkpoint` has it; or a Hugging Face folder, or a checkpoint of another run by its path.
         run: the run's directory; None: that of `config`. With it and without `checkpoint`: the model that the run exported at its
             end, else its newest checkpoint.
 
@@ -48,38 +49,20 @@ def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path
     if checkpoint is None:
         if (run_dir.model / "config.json").is_file():
             return EvaluationTarget(label="model", folder=str(run_dir.model))
-        return _newest(run_dir, f"--run {run}")
-    if checkpoint == "latest":
-        return _newest(run_dir, "--checkpoint latest")
-    if checkpoint.isdecimal():
-        return _of_step(run_dir, int(checkpoint))
-    return _of_path(Path(checkpoint))
-
-
-def _newest(run_dir: RunDir, asked: str) -> EvaluationTarget:
-    steps = run_dir.checkpoint_steps()
-    if not steps:
-        raise ConfigError(f"{asked}: {run_dir.checkpoints} has no checkpoint; name another run with --run DIR")
-    return EvaluationTarget(label=f"step_{steps[-1]}", run=run_dir, step=steps[-1])
-
-
-def _of_step(run_dir: RunDir, step: int) -> EvaluationTarget:
-    steps = run_dir.checkpoint_steps()
-    if step not in steps:
-        known = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"--checkpoint {step}: {run_dir.checkpoints} has no such step; there are: {known}")
-    return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)
-
-
-def _of_path(path: Path) -> EvaluationTarget:
+        return _of_run(config, run_dir, "latest")
+    path = Path(checkpoint).resolve()
+    if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
+        return _of_run(config, run_dir, checkpoint)
     if (path / "config.json").is_file():
-        label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.resolve().name)
-        return EvaluationTarget(label=label, folder=str(path))
-    run_dir = RunDir(path.resolve().parent.parent)
-    for step in run_dir.checkpoint_steps():
-        if run_dir.checkpoint(step) == path.resolve():
-            return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)
+        label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)
+        return EvaluationTarget(label=label, folder=checkpoint)
+    if path.parent.name == "checkpoints":
+        return _of_run(config, RunDir(path.parent.parent), checkpoint)
     raise ConfigError(
-        f"--checkpoint {path}: neither a step, `latest`, a Hugging Face folder (with a config.json), nor a folder "
-        "RUN/checkpoints/step_N"
+        f"--checkpoint {checkpoint}: neither a Hugging Face folder (with a config.json) nor a folder RUN/checkpoints/step_N"
     )
+
+
+def _of_run(config: ExperimentConfig, run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
+    step = find_checkpoint(run_dir, checkpoint, best_metric=config.checkpoint.best_metric, option="--checkpoint")
+    return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)

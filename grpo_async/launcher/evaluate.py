@@ -75,9 +75,8 @@ def evaluate(
         run_dir.create()
         with _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
-            # preflight_only: there is nothing to resume, what ends early is started again
             outcome = Launcher(served, engine, output, _evaluating, notes).run(
-                Start(resume_step=None), preflight_only=True
+                Start(resume_step=None), purpose="evaluation"
             )
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))

@@ -20,6 +20,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
+from grpo_async.training.checkpoint_choice import find_checkpoint
 from grpo_async.training.checkpoint_manifest import OtherFormatError, holds_tensors, problem_of, set_aside
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import FINISHED
@@ -56,8 +57,8 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
     """Decide where the run begins; changes nothing on disk.
 
     Args:
-        resume: None, "auto" (the newest checkpoint that is whole, as far as sizes and small files say; the trainer's ranks compare
-            the checksums of its tensors) or a step number as text.
+        resume: None, or a name as `find_checkpoint` has it; "latest" is the newest checkpoint that is whole, as far as sizes and
+            small files say (the trainer's ranks compare the checksums of its tensors).
         clean: an old run directory is going to be removed.
 
     Raises:
@@ -190,27 +191,21 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             f"--resume: there is no run in {run_dir.root} (no config.yaml); leave --resume out to begin one"
         )
     steps = run_dir.checkpoint_steps()
-    if not steps and resume == "auto":
+    if not steps and resume == "latest":
         return _reuse(run_dir, config)
-    if not steps:
-        raise ConfigError(
-            f"--resume {resume}: {run_dir.checkpoints} has no checkpoint; leave the step out to begin anew"
-        )
-    if resume != "auto" and (not resume.isdecimal() or int(resume) not in steps):
-        raise ConfigError(
-            f"--resume {resume}: no such checkpoint in {run_dir.checkpoints}; there are the steps "
-            f"{', '.join(map(str, steps))}; `auto` takes the newest"
-        )
-    if resume == "auto":
+    if resume == "latest":
         step, broken = _newest_whole(run_dir, steps)
     else:
-        step, broken = int(resume), {}
+        step, broken = (
+            find_checkpoint(run_dir, resume, best_metric=config.checkpoint.best_metric, option="--resume"),
+            {},
+        )
         try:
             problem = _problem_at_start(run_dir.checkpoint(step))
         except OtherFormatError as error:
             problem = str(error)
         if problem is not None:
-            raise ConfigError(f"--resume {resume}: {problem}; `--resume auto` takes the newest whole checkpoint")
+            raise ConfigError(f"--resume {resume}: {problem}; `--resume latest` takes the newest whole checkpoint")
     # else evaluation or export are still to be done
     problems: list[str] = []
     finished = _finished_steps(run_dir, config, problems)
@@ -230,7 +225,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         )
     changes = _compare_with_last_attempt(run_dir, config)
     return Start(
-        resume_step=step, resume_is_named=resume != "auto", broken_steps=tuple(broken), notes=(*notes, *changes)
+        resume_step=step, resume_is_named=resume != "latest", broken_steps=tuple(broken), notes=(*notes, *changes)
     )
 
 

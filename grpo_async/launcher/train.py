@@ -36,7 +36,7 @@ from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Cluster, RunOutcome
 from grpo_async.processes import machine as machine_module
-from grpo_async.processes.assignment import Assignment, Node
+from grpo_async.processes.assignment import Assignment, Node, Purpose
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 
@@ -61,7 +61,7 @@ def launch(
     """Run an experiment to its end, with all its processes; call it from the main thread.
 
     Args:
-        resume: None begins a new run; "auto" goes on from the newest whole checkpoint, "40" from that of step 40.
+        resume: None begins a new run; "latest" goes on from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         node_rank: of this machine, like `master_addr` see cluster.nodes. Of several, node 0 decides all that concerns the run
@@ -152,7 +152,7 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
         launcher = Launcher(config, engine, output, amend, notes)
         is_broken = False
         try:
-            outcome = launcher.run(Start(resume_step=None), preflight_only=True)
+            outcome = launcher.run(Start(resume_step=None), purpose="preflight")
             is_broken = outcome.exit_code == 1 and outcome.checks is None
             if is_broken:  # the logs say more than the error
                 outcome = replace(outcome, error=f"{outcome.error}\nthe logs are kept: {launcher.run_dir.logs}")
@@ -201,7 +201,7 @@ class Launcher:
             set_aside_broken(self.run_dir, start)
         return end_with_report(self.run(start, node=node), self.config, self.run_dir, self.output)
 
-    def run(self, start: Start, *, preflight_only: bool = False, node: Node | None = None) -> RunOutcome:
+    def run(self, start: Start, *, purpose: Purpose = "train", node: Node | None = None) -> RunOutcome:
         """Carry out the plan on this machine, which leads."""
         from grpo_async.config.loader import dump_config
 
@@ -221,7 +221,7 @@ class Launcher:
                 private=stack.enter_context(private_folder()),
                 resume_step=start.resume_step,
                 resume_is_named=start.resume_is_named,
-                preflight_only=preflight_only,
+                purpose=purpose,
                 node=node,
             )
             cluster, engine = None, self.engine

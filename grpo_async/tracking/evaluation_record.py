@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -54,6 +54,11 @@ def read_evaluations(path: Path, problems: list[str]) -> Iterator[EvaluationReco
     for line in read_objects(path, problems):
         if (record := _record(line)) is not None:
             yield record
+
+
+def scores_by_step(records: Iterable[EvaluationRecord], metric: str) -> dict[int, float]:
+    """`metric` of every policy after step 0 that was evaluated; there is no checkpoint of step 0."""
+    return {each.step: each.metrics[metric] for each in records if each.step > 0 and metric in each.metrics}
 
 
 def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:

@@ -5,6 +5,7 @@ step, loss, logprobs            one step; what is minimised; the model's head in
 model, attention, families      the sharded policy; packed samples apart; which model families it computes right
 load, parameters, lora, nf4     from Hugging Face files into shards; what a push sends; adapters; 4 bits
 optimizer, reference            what moves the weights; forwards without a gradient
-checkpoint, checkpoint_manifest, export      for a resume; whether one is whole (without torch); Hugging Face folders
+checkpoint, export              for a resume; Hugging Face folders
+checkpoint_manifest, _choice    whether one is whole; which one a name means (both without torch)
 metrics, token_statistics, timing            of a step, of each token; clocks
 """

@@ -25,7 +25,6 @@ import hashlib
 import io
 import json
 import logging
-import math
 import random
 import shutil
 import time
@@ -62,6 +61,7 @@ from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, partial_of
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.training.checkpoint_choice import best_first
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,
     STATE,
@@ -182,7 +182,7 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         if problem is None:
             return step, notes
         if is_named:
-            raise CheckpointError(f"--resume {step}: {problem}; `--resume auto` takes the newest whole checkpoint")
+            raise CheckpointError(f"--resume {step}: {problem}; `--resume latest` takes the newest whole checkpoint")
         earlier = [max((each for each in run_dir.checkpoint_steps() if each < step), default=None)]
         if rank == 0:
             set_aside(run_dir.checkpoint(step), "broken")
@@ -247,7 +247,7 @@ def load_tensors(
 
 def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
     """A run that goes on from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
-    neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume auto` goes on from
+    neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume latest` goes on from
     `step` or a step that nothing has gone on behind."""
     for later in reversed(run_dir.checkpoint_steps()):
         if later > step:
@@ -493,8 +493,7 @@ class CheckpointWriter:
 
 
 def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Mapping[int, float]) -> set[int]:
-    """Which of `steps` stay. Larger scores are better; of equal ones the newer step stays. A step without a score is not among the
-    best, and one whose score is not finite neither.
+    """Which of `steps` stay; `best_first` says which are the best.
 
     steps 5 10 15 20, keep_last 1, keep_every 10, keep_best 1, scores 5: .9, 10: .2 -> {20} and {10, 20} and {5} = {5, 10, 20}
 
@@ -505,8 +504,7 @@ def steps_to_keep(steps: Collection[int], section: CheckpointSection, scores: Ma
     if section.keep_every is not None:
         kept |= {step for step in steps if step > 0 and step % section.keep_every == 0}
     if section.keep_best:
-        scored = [(score, step) for step, score in scores.items() if step in steps and math.isfinite(score)]
-        kept |= {step for _, step in sorted(scored)[-section.keep_best :]}
+        kept |= set(best_first(steps, scores)[: section.keep_best])
     return kept
 
 

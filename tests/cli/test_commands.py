@@ -68,7 +68,7 @@ def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]])
     for example in examples:
         result = _invoke("train", *[config if word.endswith(".yaml") else word for word in example])
         assert result.exit_code == 7, result.output
-    assert [call["resume"] for call in runs] == [None, None, "auto", "40", None, None, None, None]
+    assert [call["resume"] for call in runs] == [None, None, "latest", "40", None, None, None, None]
     assert [call["node_rank"] for call in runs] == [None] * 7 + [1]
     assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
 
@@ -131,9 +131,9 @@ def test_train_hands_everything_to_the_launcher_and_exits_with_its_code(
     (call,) = runs
     assert (call["config"].run.name, call["config"].run.seed) == ("other", 3)
     assert (call["resume"], call["clean"], call["dry_run"]) == ("12", True, True)
-    result = _invoke("train", config, "--resume=last")
-    assert result.exit_code == 2
-    assert "'last' is neither auto nor a step number" in result.stderr
+    for given in (["--resume=best"], ["--resume", "best"], ["--resume", "runs/x/checkpoints/step_2"], ["--resume"]):
+        _invoke("train", *given, config)
+    assert [call["resume"] for call in runs[1:]] == ["best", "best", "runs/x/checkpoints/step_2", "latest"]
 
 
 @pytest.mark.parametrize("command", ["train", "validate", "serve-vllm", "serve-embedded"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,14 @@ def test_a_run_gives_the_model_that_it_exported_or_else_its_newest_checkpoint(tm
     assert choose_target(config, checkpoint="latest", run=run.root).step == 10
 
 
-def test_a_checkpoint_is_a_step_the_latest_one_or_a_folder(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_step_the_latest_the_best_or_a_folder(tmp_path: Path) -> None:
     config = _config(tmp_path)
     run = RunDir(config.run_path)
-    with pytest.raises(ConfigError, match="has no checkpoint; name another run"):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
         choose_target(config, checkpoint="latest", run=None)
     _checkpoints(run, 5, 10)
     assert choose_target(config, checkpoint="5", run=None) == EvaluationTarget(label="step_5", run=run, step=5)
-    with pytest.raises(ConfigError, match="has no such step; there are: 5, 10"):
+    with pytest.raises(ConfigError, match="there are latest, best, and the steps 5, 10"):
         choose_target(config, checkpoint="6", run=None)
     by_path = choose_target(config, checkpoint=str(run.checkpoint(10)), run=None)
     assert (by_path.label, by_path.step) == ("step_10", 10)
@@ -69,7 +70,17 @@ def test_a_checkpoint_is_a_step_the_latest_one_or_a_folder(tmp_path: Path) -> No
     assert choose_target(config, checkpoint=str(folder), run=None) == EvaluationTarget(
         label="My-model-", folder=str(folder)
     )
-    with pytest.raises(ConfigError, match="neither a step, `latest`, a Hugging Face folder"):
+    other = RunDir(tmp_path / "other")
+    _checkpoints(other, 3)
+    assert choose_target(config, checkpoint=str(other.checkpoint(3)), run=None).run == other
+    with pytest.raises(ConfigError, match="was evaluated by 'reward'"):
+        choose_target(config, checkpoint="best", run=None)
+    scores = ((5, 0.9), (10, 0.2))
+    run.evaluation_log.write_text(
+        "".join(json.dumps({"step": step, "metrics": {"reward": score}}) + "\n" for step, score in scores)
+    )
+    assert choose_target(config, checkpoint="best", run=None).step == 5
+    with pytest.raises(ConfigError, match="neither a Hugging Face folder"):
         choose_target(config, checkpoint=str(tmp_path), run=None)
 
 

@@ -48,6 +48,6 @@ def golden_run(quickstart_files: None, tmp_path_factory: pytest.TempPathFactory)
     run = make_run(tmp_path_factory.mktemp("golden"), "quickstart.yaml", settings)
     first = run_command("train", str(run.config), "--json-logs")
     assert first.returncode == 0, first.stderr[-3000:] + run.logs()[-3000:]
-    again = run_command("train", str(run.config), "--resume", "auto", "--quiet", "--set", "training.max_steps=6")
+    again = run_command("train", str(run.config), "--resume", "latest", "--quiet", "--set", "training.max_steps=6")
     assert again.returncode == 0, again.stderr[-3000:] + run.logs()[-3000:]
     return GoldenRun(run, first.stdout, again.stdout)

@@ -82,10 +82,17 @@ def test_resume_takes_the_newest_whole_checkpoint_or_the_named_one(tmp_path: Pat
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(2, 10, 9))
     (run_dir.checkpoints / "step_11.partial").mkdir()
-    newest, named = (check_start(config, resume=resume, clean=False) for resume in ("auto", "9"))
+    newest, named = (check_start(config, resume=resume, clean=False) for resume in ("latest", "9"))
     assert (newest.resume_step, newest.resume_is_named) == (10, False)
     assert (named.resume_step, named.resume_is_named) == (9, True)
     _refused(config, "--resume 3", "2, 9, 10", resume="3")
+    _refused(config, "--resume last", "latest, best, and the steps 2, 9, 10", resume="last")
+    by_path = check_start(config, resume=str(run_dir.checkpoint(2)), clean=False)
+    assert (by_path.resume_step, by_path.resume_is_named) == (2, True)
+    run_dir.evaluation_log.write_text(
+        '{"step": 9, "metrics": {"reward": 0.5}}\n{"step": 2, "metrics": {"reward": 0.25}}\n'
+    )
+    assert check_start(config, resume="best", clean=False).resume_step == 9
 
 
 def _truncate(folder: Path) -> None:
@@ -116,7 +123,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1, 2, 3))
     damage(run_dir.checkpoint(3))
-    start = check_start(config, resume="auto", clean=False)
+    start = check_start(config, resume="latest", clean=False)
     assert (start.resume_step, start.broken_steps) == (2, (3,))
     (note,) = start.notes
     assert words in note
@@ -125,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     set_aside_broken(run_dir, start)
     assert run_dir.checkpoint_steps() == [1, 2]
     assert (run_dir.checkpoints / "broken_step_3").is_dir()
-    assert check_start(config, resume="auto", clean=False).notes == ()
+    assert check_start(config, resume="latest", clean=False).notes == ()
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_one_each_is_named(
@@ -134,11 +141,11 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_o
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(1, 2))
     _flip_a_bit(run_dir.checkpoint(2))
-    _refused(config, "--resume 2", "is damaged", "--resume auto", resume="2")
+    _refused(config, "--resume 2", "is damaged", "--resume latest", resume="2")
     assert check_start(config, resume="1", clean=False).resume_step == 1
     _truncate(run_dir.checkpoint(1))
     with pytest.raises(ConfigError) as raised:
-        check_start(config, resume="auto", clean=False)
+        check_start(config, resume="latest", clean=False)
     for part in ("step 2: ", "step 1: ", "--clean"):
         assert part in str(raised.value)
 
@@ -149,38 +156,38 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp
     old = run_dir.checkpoint(2)
     old.mkdir()
     (old / "manifest.json").write_text('{"format": 2, "step": 2}')
-    _refused(config, "has format 2, of another version", resume="auto")
+    _refused(config, "has format 2, of another version", resume="latest")
     _refused(config, "has format 2, of another version", resume="2")
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    _refused(config, "there is no run in", resume="auto")
+    _refused(config, "there is no run in", resume="latest")
     _old_run(config)
     _refused(config, "--resume 3", "no checkpoint", resume="3")
-    _refused(config, "exclude each other", resume="auto", clean=True)
+    _refused(config, "exclude each other", resume="latest", clean=True)
 
 
 def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     _old_run(config, steps=(1,))
     for section, values in (("rollout", {"group_size": 4}), ("data", {"shuffle": False}), ("run", {"seed": 3})):
-        _refused(make_config(tmp_path, **{section: values}), "put them back", resume="auto")
+        _refused(make_config(tmp_path, **{section: values}), "put them back", resume="latest")
     changed = make_config(tmp_path, optimizer={"lr": 0.5}, inference={"threads": 2})
-    start = check_start(changed, resume="auto", clean=False)
+    start = check_start(changed, resume="latest", clean=False)
     assert start.notes == ("changed since the run began: optimizer.lr: 1e-06 -> 0.5",)
 
 
 def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(2,))
-    assert check_start(config, resume="auto", clean=False).resume_step == 2  # only the export may be missing
+    assert check_start(config, resume="latest", clean=False).resume_step == 2  # only the export may be missing
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 1}))  # of an attempt with fewer
-    assert check_start(config, resume="auto", clean=False).resume_step == 2
+    assert check_start(config, resume="latest", clean=False).resume_step == 2
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
-    _refused(config, "has finished its 2 steps", resume="auto")
+    _refused(config, "has finished its 2 steps", resume="latest")
     longer = make_config(tmp_path, training={"max_steps": 5})
-    assert check_start(longer, resume="auto", clean=False).resume_step == 2
+    assert check_start(longer, resume="latest", clean=False).resume_step == 2
 
 
 def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
@@ -219,7 +226,7 @@ def test_clean_never_removes_what_the_run_reads(tmp_path: Path) -> None:
     _refused(config, "would remove model.path", clean=True)
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
+@pytest.mark.parametrize("resume", [None, "latest"])
 def test_the_directory_of_a_start_that_failed_is_begun_in_again_and_its_logs_stay(
     tmp_path: Path, resume: str | None
 ) -> None:
@@ -263,7 +270,7 @@ def test_a_token_is_private_and_one_that_a_killed_launcher_left_is_no_obstacle(t
     target = tmp_path / "elsewhere"
     target.write_text("untouched")
     run_dir.token.symlink_to(target)  # not followed, either
-    assert check_start(config, resume="auto", clean=False).resume_step == 1
+    assert check_start(config, resume="latest", clean=False).resume_step == 1
     before = os.umask(0)
     try:
         with run_dir.new_token() as token:  # private from its first moment
@@ -329,6 +336,6 @@ def test_resume_of_a_run_that_used_its_epochs_is_refused_unless_there_are_more(t
 
     run_dir = _old_run(config(epochs=2.0), steps=(6,))
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 6}))
-    _refused(config(epochs=2.0), "has finished its 6 steps; raise training.epochs", resume="auto")
+    _refused(config(epochs=2.0), "has finished its 6 steps; raise training.epochs", resume="latest")
     for longer in (config(epochs=3.0), config(max_steps=9), config(epochs=3.0, max_steps=9)):
-        assert check_start(longer, resume="auto", clean=False).resume_step == 6
+        assert check_start(longer, resume="latest", clean=False).resume_step == 6

@@ -284,10 +284,10 @@ def test_a_job_that_is_queued_again_goes_on_with_what_it_began(tmp_path: Path, c
     assert _restart(run_dir, clean=clean, count=0) == (None, clean)  # handed in anew
     assert _restart(run_dir, clean=clean) == (None, True)
     _save(run_dir, 5, at=NOW - HOUR)  # clocks do not agree
-    assert _restart(run_dir, clean=clean) == ("auto", False)
+    assert _restart(run_dir, clean=clean) == ("latest", False)
     _attempt(run_dir, 2)
     _attempt(run_dir, 10)  # what an attempt saved is not lost by one that saved nothing
-    assert _restart(run_dir, clean=clean) == ("auto", False)
+    assert _restart(run_dir, clean=clean) == ("latest", False)
     _attempt(run_dir, 11, job=43)  # another run has the directory in the meantime
     assert _restart(run_dir, clean=clean) == (None, clean)
 
@@ -304,10 +304,10 @@ def test_a_job_that_is_queued_again_leaves_another_run_alone(tmp_path: Path, own
     _attempt(run_dir, 2, at=NOW - 2 * HOUR)
     # begun, but nothing saved: the checkpoint of step 60 is not the one to go on from
     assert _restart(run_dir, "40") == ("40", False)
-    assert _restart(run_dir, "auto") == ("auto", False)
+    assert _restart(run_dir, "latest") == ("latest", False)
     _save(run_dir, 45, at=NOW - HOUR)
     _attempt(run_dir, 10)
-    assert _restart(run_dir, "40") == ("auto", False)
+    assert _restart(run_dir, "40") == ("latest", False)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def test_a_signal_asks_the_trainer_to_stop_and_gives_the_shells_exit_code(tmp_pa
         assert (tmp_path / "asked_to_stop").exists()
         assert launcher.left() == {}
         assert "stopping: finishing the step and saving a checkpoint" in launcher.output
-        assert "--resume auto" in launcher.output
+        assert "--resume latest" in launcher.output
 
 
 def test_a_second_signal_kills_a_trainer_that_ignores_the_first(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path: Path, kin
         assert "standard output" in status["last_warning"]["text"]
 
 
-def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
+def test_a_preflight_shows_the_checks_and_leaves_the_run_directory_alone(tmp_path: Path) -> None:
     launch = {"nodes": {"train": 2, "infer": 1}, "rdzv": "node-0:29400"}
     with LauncherProcess(tmp_path, trainer="preflight-fail", preflight=True, launch=launch) as launcher:
         assert launcher.end() == 1, launcher.output
@@ -175,7 +175,7 @@ def test_preflight_only_shows_the_checks_and_leaves_the_run_directory_alone(tmp_
         temporary = Path(launcher.temporary)
         assert list(temporary.glob("grpo-async-preflight-*")) == []
         assert list(temporary.glob("grpo-async-*")) == []
-    assert (tmp_path / "preflight").read_text() == "True"
+    assert (tmp_path / "preflight").read_text() == "preflight"
     assert not (tmp_path / "runs").exists()
     lines = [line.split() for line in launcher.output.splitlines()]
     assert ["pass", "logprobs", "mean", "1e-6"] in lines
