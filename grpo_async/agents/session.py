@@ -37,7 +37,7 @@ from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
-from grpo_async.inference.sampling import SamplingSettings, find_stop, seed_of
+from grpo_async.inference.sampling import SamplingSettings, find_stop
 from grpo_async.records import (
     AGENT_REWARD,
     THINKING,
@@ -49,6 +49,7 @@ from grpo_async.records import (
     ToolCall,
 )
 from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.utils.seeds import seed_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, PromptOutcomes, evaluation_result
-from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.components import ProducerParts
 from grpo_async.rollout.error_log import ErrorLog
@@ -31,6 +30,7 @@ from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.tasks import all_of
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.format import conversation

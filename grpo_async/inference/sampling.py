@@ -1,8 +1,7 @@
-"""How a rollout samples: its settings and limits, where its text ends, and the seeds of its requests."""
+"""How a rollout samples: its settings and limits, and where its text ends."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,12 +69,3 @@ def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:
     places = ((text.find(each), len(each)) for each in stop)
     found = [(begin, begin + length) for begin, length in places if begin >= 0]
     return min(found, key=lambda place: place[1], default=None)
-
-
-def seed_of(*parts: object) -> int:
-    """A seed in [0, 2^31), the same on every machine, that has nothing to do with that of any other parts.
-
-    Counting up instead would give turn 1 of a rollout the seed of turn 0 of its neighbour, and both the same draws.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF

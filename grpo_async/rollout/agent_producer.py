@@ -26,12 +26,13 @@ from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.config.server_sections import TlsOptions
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
 from grpo_async.utils.network import server_certificates
+from grpo_async.utils.seeds import seed_of
 
 _OWN_LIMIT_FIRST_S = 5.0
 """After `timeout_s`: an agent that has a limit of its own says more about what it was doing."""

@@ -28,7 +28,7 @@ from grpo_async.buffer.resume import PartialRollout
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
-from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import (
     FinishReason,
     IntArray,
@@ -43,6 +43,7 @@ from grpo_async.records import (
 )
 from grpo_async.tools import ToolExecutor
 from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.utils.seeds import seed_of
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,13 +18,14 @@ import numpy as np
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.envs import Environment, Environments
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import IntArray, Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import Conversation, Rollout
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots, Track
+from grpo_async.utils.seeds import seed_of
 
 
 class ConversationProducer:

@@ -22,9 +22,10 @@ from typing import Any
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.inference.sampling import SamplingSettings, seed_of
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.thread import result_within
+from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.tasks import all_of
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens", "seed")

@@ -27,7 +27,6 @@ from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
 from grpo_async.findings.messages import equal_rewards
-from grpo_async.inference.sampling import seed_of
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import OpenGroup, without_open_turns
@@ -36,6 +35,7 @@ from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
+from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import clipped
 
 _MIN_FAILED_GROUPS = 8

@@ -74,6 +74,7 @@ from grpo_async.training.checkpoint_manifest import (
 )
 from grpo_async.training.model import Policy
 from grpo_async.utils.atomic_files import put_in_place, sync
+from grpo_async.utils.seeds import seed_of
 
 _PREFIX = "writing_"
 _MARGIN_S = 30.0
@@ -241,8 +242,7 @@ def load_tensors(
         restore_rng(state["rng"][f"rank_{rank}"])
         return
     logger.info("%s knows no rank %d: its random number generators begin anew, from run.seed", folder, rank)
-    digest = hashlib.blake2b(f"seed {seed}, step {step}, rank {rank}".encode(), digest_size=4).digest()
-    seed_rng(int.from_bytes(digest, "big"))
+    seed_rng(seed_of(seed, step, rank))
 
 
 def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
@@ -273,7 +273,7 @@ def restore_rng(state: tuple[Any, ...]) -> None:
 def seed_rng(seed: int) -> None:
     """Begin every generator at a seed, for a rank that a checkpoint knows nothing of."""
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    np.random.seed(seed)
     torch.manual_seed(seed)  # those of all GPUs too
 
 

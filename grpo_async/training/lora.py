@@ -7,7 +7,6 @@ gradients.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import nn
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import ADAPTER, list_sources, rows_of, whole_of
+from grpo_async.utils.seeds import seed_of
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
@@ -127,10 +127,10 @@ def initialise_adapters(model: Any, *, seed: int) -> None:
         if ADAPTER in layer.lora_A:
             drawn, zero = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
             values = torch.empty(drawn.shape)
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=_generator(f"{seed} {name}"))
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=_generator(seed, name))
         else:
             zero, drawn = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-            values = torch.empty(drawn.shape).normal_(generator=_generator(f"{seed} {name}"))
+            values = torch.empty(drawn.shape).normal_(generator=_generator(seed, name))
         rows, offset = rows_of(drawn)
         with torch.no_grad():
             rows.copy_(values[offset : offset + rows.shape[0]])
@@ -209,6 +209,5 @@ def _adapter_layers(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
-def _generator(key: str) -> torch.Generator:
-    digest = hashlib.sha256(key.encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(seed_of(seed, name))

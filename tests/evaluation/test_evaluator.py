@@ -15,12 +15,12 @@ from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.errors import ConfigError, RolloutContractError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.inference.sampling import seed_of
 from grpo_async.records import RolloutStatus
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore
+from grpo_async.utils.seeds import seed_of
 from tests.support.records import make_completion, make_prompt
 from tests.support.stored import read_groups
 
