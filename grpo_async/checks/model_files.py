@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from grpo_async.errors import ConfigError
-from grpo_async.weights.weight_files import no_weights, weight_files
+from grpo_async.weights.weight_files import no_weights, open_weights, weight_files
 
 
 def model_problem(path: str) -> str | None:
@@ -55,17 +53,10 @@ def count_parameters(model_path: str) -> int | None:
 
 
 def _read_shapes(file: Path) -> dict[str, list[int]]:
-    """Shapes of the floating-point tensors of a safetensors file.
-
-    Raises:
-        ConfigError: it is no whole safetensors file.
-    """
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - it is no mapping
-            return {name: each.get_shape() for name, each in found.items() if "F" in each.get_dtype()}
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"model.path: {file} is no whole safetensors file: {error}; copy the model again") from error
+    """Shapes of the floating-point tensors of a safetensors file. Raises ConfigError: see `open_weights`."""
+    with open_weights(file, "numpy") as tensors:
+        found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 - not a mapping
+        return {name: each.get_shape() for name, each in found.items() if "F" in each.get_dtype()}
 
 
 def text_config(folder: Path) -> Mapping[str, Any]:

@@ -104,9 +104,18 @@ class ServerControl:
         return _read(ServedParameters, self._request("GET", PARAMETERS_PATH, timeout_s=timeout_s))
 
     def score(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> ScoreAnswer:
-        """Log-probabilities of the tokens, by the weights that serve now."""
+        """Log-probabilities of the tokens, by the weights that serve now.
+
+        Raises:
+            BadResponseError: there is not one for each token after the first.
+        """
         body = ScoreRequest(token_ids=list(token_ids)).model_dump()
-        return _read(ScoreAnswer, self._request("POST", SCORE_PATH, body, timeout_s=timeout_s))
+        answer = _read(ScoreAnswer, self._request("POST", SCORE_PATH, body, timeout_s=timeout_s))
+        if len(answer.logprobs) != len(token_ids) - 1:
+            raise BadResponseError(
+                f"{self.name} gave {len(answer.logprobs)} log-probabilities for the {len(token_ids) - 1} tokens after the first"
+            )
+        return answer
 
     def tokenize(self, text: str) -> list[int]:
         """What the server's own tokenizer makes of a text, without special tokens around it. Only vLLM has one."""

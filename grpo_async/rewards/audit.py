@@ -24,7 +24,7 @@ from grpo_async.rewards.fuzz import Case
 _MAX_LOST = 2  # calls of one input, on different rows, that cost a process; then it is not tried again
 _MAX_LOST_IN_ALL = 8  # then the function is left alone
 _NUM_AGAIN = 3  # calls that tell chance from neighbours
-_ROUNDING = 1e-3  # of the range of a row: smaller differences are rounding (batches of a reward model)
+ROUNDING = 1e-3  # of the range of scores: smaller differences are rounding (batches of a reward model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Observer:
             self._seen.batch_errors.append((row, result.text))
             return
         numbers = [value for value in alone.values() if value is not None]
-        tolerance = _ROUNDING * (max(numbers) - min(numbers)) if numbers else 0.0
+        tolerance = ROUNDING * (max(numbers) - min(numbers)) if numbers else 0.0
         changed = {
             case.name: case
             for case, value in zip(group, result, strict=True)

@@ -21,14 +21,13 @@ from grpo_async.config.interaction_sections import RewardSection
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.finding import worst_first
 from grpo_async.records import Prompt
-from grpo_async.rewards.audit import Observation, Observations, Observer
+from grpo_async.rewards.audit import ROUNDING, Observation, Observations, Observer
 from grpo_async.rewards.function import RewardFunction, load_reward
 from grpo_async.rewards.fuzz import Case, CaseKind, cases_of, find_gold_column
 
 _PAID = 0.1  # of gold's range: from here on a worthless input counts as paid
 _PAID_LIKE_GOLD = 0.9
 _BY_CHANCE = 0.25  # of the rows: up to here garbage may be right by luck
-_SAME = 1e-3  # of the function's range: smaller differences are rounding (batches of a reward model)
 
 T = TypeVar("T")
 
@@ -169,7 +168,7 @@ class _Table:
             for case, value in row:
                 if case.kind is kind and case.rendering in by_rendering:
                     differences.append(abs(value - by_rendering[case.rendering]))
-        return bool(differences) and max(differences) <= _SAME * self.range
+        return bool(differences) and max(differences) <= ROUNDING * self.range
 
 
 def _failures(seen: Observations, *, is_process: bool) -> Iterator[Finding]:
@@ -253,7 +252,7 @@ def _gold_too_low(table: _Table) -> Iterator[Finding]:
         )
     top = max(table.golds.values(), default=0.0)
     low = [row for row, gold in table.golds.items() if top - gold > margin]
-    lost = [row for row in low if table.golds[row] - table.floors[row] <= _SAME * table.range]
+    lost = [row for row in low if table.golds[row] - table.floors[row] <= ROUNDING * table.range]
     if lost:
         what = f"The right answer gets no more than garbage ({table.golds[lost[0]]:g}), where other rows' gets up to {top:g}."
         do = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
@@ -278,7 +277,7 @@ def _paid(table: _Table) -> Iterator[Finding]:
     tried: dict[CaseKind, set[int]] = defaultdict(set)
     for row, gold in table.golds.items():
         floor = table.floors[row]
-        if gold - floor <= _SAME * table.range:
+        if gold - floor <= ROUNDING * table.range:
             continue
         for case, value in table.rows[row]:
             kind: CaseKind = CaseKind.WRONG if case.kind is CaseKind.LOOKALIKE else case.kind

@@ -15,7 +15,7 @@ import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.weight_files import INDEX, SINGLE, names_in, no_weights, weight_files
+from grpo_async.weights.weight_files import INDEX, SINGLE, names_in, no_weights, open_weights, weight_files
 
 _DTYPE_NAMES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -32,18 +32,11 @@ class CheckpointFiles:
     """
 
     def __init__(self, files: Iterable[Path]) -> None:
-        from safetensors import SafetensorError, safe_open
-
         self._handles: dict[str, Any] = {}  # by the name of the tensor
         self.specs: dict[str, ParameterSpec] = {}
         for file in files:
-            try:
-                handle: Any = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"model.path: {file} is no whole safetensors file: {error}; copy the model again"
-                ) from error
-            for name in handle.keys():  # noqa: SIM118 - it is no mapping
+            handle = open_weights(file, "pt")
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
                 if name in self._handles:
                     raise ConfigError(f"model.path: {name} is in two files of {file.parent}; copy the model again")
                 part = handle.get_slice(name)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
 
 from grpo_async.errors import ConfigError
 
@@ -38,6 +41,20 @@ def names_in(index: Path) -> list[str]:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model.path: {index} is broken: {error!r}; copy the model again") from error
+
+
+def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
+    """An open safetensors file. Its header is read, its tensors are mapped.
+
+    Raises:
+        ConfigError: it is not a whole safetensors file.
+    """
+    try:
+        return safe_open(file, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path: {file} is not a whole safetensors file: {error}; copy the model again"
+        ) from error
 
 
 def no_weights(folder: Path) -> str:

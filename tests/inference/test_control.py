@@ -141,3 +141,11 @@ async def _generate(servers: Servers, ca_certs: Path) -> Generation:
         servers, token=None, request_timeout_s=10.0, wait_timeout_s=10.0, ca_certs=ca_certs
     ) as client:
         return await client.generate(request)
+
+
+def test_scores_are_one_for_each_token_after_the_first() -> None:
+    answers = {"/rollout/score": {"logprobs": [-0.5], "policy_version": 3}}
+    with local_server(answers=answers) as server, _control(server.url) as control:
+        assert control.score([1, 2]).logprobs == [-0.5]
+        with pytest.raises(BadResponseError, match="gave 1 log-probabilities for the 2 tokens after the first"):
+            control.score([1, 2, 3])
