@@ -22,7 +22,7 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
-from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
 
@@ -52,7 +52,7 @@ class FunctionAgent:
         limit = f"rollout.agent.timeout_s = {self._section.timeout_s:g} s"
         try:
             outcome = await self._caller.run(call)
-        except LoopHeldError as error:
+        except BlockedLoopError as error:
             raise AgentError(
                 f"the agent did not end within {limit}, and holds its event loop at {error.where}; an async function must await "
                 "what takes time, so use AsyncOpenAI (`client.openai`), or write it as a plain `def`"

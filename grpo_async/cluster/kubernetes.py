@@ -15,6 +15,7 @@ import yaml
 
 from grpo_async.cluster.nodes import DEFAULT_PORT
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
 
 _MAX_NAME = 50  # a label has 63 characters, of which the index takes some
@@ -41,12 +42,15 @@ def manifest(
         raise ConfigError("\n".join(f"launch.kubernetes.{key}: is needed for the manifest; set it" for key in missing))
     name = job_name(config.run.name)
     port = config.launch.rendezvous_address[1] if config.launch.rdzv is not None else DEFAULT_PORT
-    settings = [part for override in overrides for part in ("--set", override)]
     labels = {"app.kubernetes.io/name": "grpo-async", "app.kubernetes.io/instance": name}
     container = {
         "name": "grpo-async",
         "image": section.image,
-        "command": ["grpo-async", "train", str(config_path), *settings, *(["--resume"] if resume else [])],
+        "command": [
+            *("grpo-async", "train", str(config_path)),
+            *set_options(overrides),
+            *(["--resume"] if resume else []),
+        ],
         "workingDir": str(section.mount_path),
         "env": [
             {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},

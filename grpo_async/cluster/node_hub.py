@@ -17,7 +17,8 @@ from functools import partial
 from typing import Protocol
 
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
-from grpo_async.cluster.rendezvous import Member, say_farewell
+from grpo_async.cluster.rendezvous import NodeInfo, deliver_last_messages
+from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.processes.assignment import Assignment
 from grpo_async.utils.safe_text import plain
@@ -26,13 +27,6 @@ from grpo_async.utils.threads import in_thread
 
 _SHORT_TIMEOUT_S = 8.0
 """While it is asked whether a machine is gone, because something else has failed."""
-
-
-class User(Protocol):
-    """Who is told (display.Display)."""
-
-    def note(self, text: str) -> None: ...
-    def warning(self, text: str) -> None: ...
 
 
 class Servers(Protocol):
@@ -58,7 +52,7 @@ class NodeHub:
     """The other machines of a run that has started.
 
     Args:
-        servers, user: of node 0.
+        display, servers: of node 0.
         on_signal: told when the launcher of another machine gets a signal: the run is to stop as if it had come here.
         tell_trainer: gets index, event, detail and life of a server elsewhere.
 
@@ -70,10 +64,10 @@ class NodeHub:
     def __init__(
         self,
         launchers: LauncherStore,
-        members: Sequence[Member],
+        members: Sequence[NodeInfo],
         assignment: Assignment,
         *,
-        user: User,
+        display: Display,
         servers: Servers,
         on_signal: Callable[[signal.Signals], None],
         tell_trainer: Callable[[int, str, str, int], None],
@@ -81,7 +75,7 @@ class NodeHub:
         self._launchers = launchers
         self._members = {member.rank: member for member in members}
         self._assignment = assignment
-        self._user = user
+        self._display = display
         self._servers = servers
         self._on_signal = on_signal
         self._tell_trainer = tell_trainer
@@ -141,21 +135,21 @@ class NodeHub:
         for rank in self._members:
             self._launchers.post(rank, "end", exit_code=exit_code, error=error)
         left = range(1, self._assignment.node.count)
-        await asyncio.wrap_future(in_thread(partial(say_farewell, self._launchers, left), name="farewell"))
+        await asyncio.wrap_future(in_thread(partial(deliver_last_messages, self._launchers, left), name="farewell"))
 
     def _take(self, message: Message) -> None:
         member = self._members[int(message["from"])]
         match message:
             case {"kind": "note", "text": str(text)}:
-                self._user.note(f"{member.name}: {text}")
+                self._display.note(f"{member.name}: {text}")
             case {"kind": "warning", "text": str(text)}:
-                self._user.warning(f"{member.name}: {text}")
+                self._display.warning(f"{member.name}: {text}")
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
                 self._tell_trainer(index, event, str(message["detail"]), int(message["life"]))
                 if event == "given_up":
                     self._servers.lose_elsewhere(index, f"server {index} of {member.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
-                self._user.note(f"{member.name} got {name}")
+                self._display.note(f"{member.name} got {name}")
                 self._on_signal(signal.Signals[name])
             case {"kind": "exited", "status": int(status)}:
                 self._end(member)
@@ -164,9 +158,9 @@ class NodeHub:
             case {"kind": "failed", "error": str(error)}:
                 self._servers.lost(f"on {member.name} {plain(error)}")
             case _:
-                self._user.warning(f"{member.name} sent a message that nobody knows: {clipped(str(message), 200)!r}")
+                self._display.warning(f"{member.name} sent a message that nobody knows: {clipped(str(message), 200)!r}")
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: NodeInfo) -> None:
         self._gone.add(member.rank)
         self._end(member)
         gone = f"{member.name} is gone: its launcher was killed, or the machine or the network failed"
@@ -174,17 +168,17 @@ class NodeHub:
             self.has_lost_a_node = True
             self._fail(member, gone)
             return
-        self._user.warning(gone)
+        self._display.warning(gone)
         for index, url in enumerate(self._assignment.server_urls):
             if url in member.urls:
                 self._tell_trainer(index, "given_up", gone, 0)
                 self._servers.lose_elsewhere(index, gone)
 
-    def _end(self, member: Member) -> None:
+    def _end(self, member: NodeInfo) -> None:
         self._ended.add(member.rank)
         self._changed.set()
 
-    def _fail(self, member: Member, reason: str) -> None:
+    def _fail(self, member: NodeInfo, reason: str) -> None:
         if self.failure is None:  # what comes after the first is a consequence
             self.failure = reason
         self.trouble.set()

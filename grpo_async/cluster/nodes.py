@@ -5,7 +5,7 @@
     SLURM_NODEID                           a task of `srun`: node 0 is the first machine of the step
     JOB_COMPLETION_INDEX                   a pod of a Kubernetes Indexed Job with a headless service: node 0 is the pod JOB-0
 
-The first that gives a rank is believed. `launch.rdzv` goes before every other place to meet but --master-addr.
+The first that gives a rank is believed. `launch.rdzv` goes before every other rendezvous address but --master-addr.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from grpo_async.processes.assignment import Node
 from grpo_async.utils.network import binding_error, is_loopback
 
 DEFAULT_PORT = 29400
-"""Of the place to meet, where nobody says another; torchrun's."""
+"""Of the rendezvous, where no other is given; torchrun's."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_MEETING_PLACE = "the place to meet (launch.rdzv, --master-addr, $MASTER_ADDR)"
+_RENDEZVOUS = "the rendezvous address (launch.rdzv, --master-addr, $MASTER_ADDR)"
 
 Environment = Mapping[str, str]
 
@@ -41,7 +41,7 @@ class _Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Rendezvous:
     """Rank of this machine, and the host and port where node 0 is met; "" where there is nobody to meet."""
 
     rank: int = 0
@@ -80,13 +80,13 @@ _SOURCES = (
 )
 
 
-def find_place(
+def find_rendezvous(
     config: ExperimentConfig,
     *,
     node_rank: int | None = None,
     master_addr: str | None = None,
     environment: Environment = os.environ,
-) -> Place:
+) -> Rendezvous:
     """Where this machine stands in the run.
 
     Args:
@@ -98,7 +98,7 @@ def find_place(
     """
     nodes = config.launch.nodes
     if nodes.count == 1 and not node_rank:
-        return Place()  # a job script may set the variables for something else
+        return Rendezvous()  # a job script may set the variables for something else
     source = next((each for each in _SOURCES if environment.get(each.rank)), None) if node_rank is None else None
     rank = _rank(config, node_rank, source, environment)
     said = environment.get(source.count) if source is not None and source.count is not None else None
@@ -119,7 +119,7 @@ def find_place(
             f"launch.nodes: {_described(config)}, and it is not said where they meet; set launch.rdzv to HOST:PORT of the machine "
             "with node rank 0, give --master-addr, or set $MASTER_ADDR"
         )
-    return Place(rank=rank, host=host, port=port)
+    return Rendezvous(rank=rank, host=host, port=port)
 
 
 def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Environment) -> int:
@@ -162,30 +162,30 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else nodes
 
 
-def leading_node(config: ExperimentConfig, place: Place) -> Node:
+def leading_node(config: ExperimentConfig, rendezvous: Rendezvous) -> Node:
     """This machine as node 0, before anything is written.
 
     Raises:
-        ConfigError: the place to meet is a host that is not known, one that other machines take for themselves, or where this
+        ConfigError: the rendezvous address is a host that is not known, one that other machines take for themselves, or where this
             machine cannot listen.
     """
     if config.launch.nodes.count == 1:
         return Node()
-    address = resolve_host(place.host, _MEETING_PLACE)
-    if is_loopback(address) and not is_loopback(place.host):
+    address = resolve_host(rendezvous.host, _RENDEZVOUS)
+    if is_loopback(address) and not is_loopback(rendezvous.host):
         raise ConfigError(
-            f"{_MEETING_PLACE}: {place.host} is {address} on this machine (see /etc/hosts), where no other machine can come; "
+            f"{_RENDEZVOUS}: {rendezvous.host} is {address} on this machine (see /etc/hosts), where no other machine can come; "
             "name the address in the network that the machines share"
         )
-    if (error := binding_error(address, place.port)) is not None:
-        raise cannot_listen(address, place.port, error) from error
-    return place.node(config, address=address, own_address=address)
+    if (error := binding_error(address, rendezvous.port)) is not None:
+        raise cannot_listen(address, rendezvous.port, error) from error
+    return rendezvous.node(config, address=address, own_address=address)
 
 
 def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:
     """For node 0, which opens the store there."""
     return ConfigError(
-        f"{_MEETING_PLACE}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
+        f"{_RENDEZVOUS}: {address}:{port} cannot be bound on this machine, which is node 0 ({error}); name an address of this "
         "machine and a port that nothing uses"
     )
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from grpo_async import __version__
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
-from grpo_async.cluster.nodes import Place, cannot_listen
+from grpo_async.cluster.nodes import Rendezvous, cannot_listen
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
@@ -33,7 +33,7 @@ _STORE_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 10.0  # for the others to hear that the run is over
 
 
-class Member(BaseModel):
+class NodeInfo(BaseModel):
     """A machine that is ready, and the servers that it is about to start."""
 
     rank: int
@@ -77,11 +77,11 @@ def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Launch
     except BaseException as error:
         for rank in range(1, node.count):
             launchers.post(rank, "end", exit_code=1, error=f"node 0 could not begin: {error}")
-        say_farewell(launchers, range(1, node.count), timeout_s=_END_TIMEOUT_S)
+        deliver_last_messages(launchers, range(1, node.count), timeout_s=_END_TIMEOUT_S)
         raise
 
 
-def say_farewell(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_TIMEOUT_S) -> None:
+def deliver_last_messages(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_TIMEOUT_S) -> None:
     """Until the others have read the last message to them, or are gone: the store ends with this process."""
     ends_at = time.monotonic() + timeout_s
     with contextlib.suppress(ForgedError):
@@ -95,8 +95,12 @@ def say_farewell(launchers: LauncherStore, ranks: range, *, timeout_s: float = _
 
 
 def gather(
-    launchers: LauncherStore, config: ExperimentConfig, assignment: Assignment, own: Member, say: Callable[[str], None]
-) -> list[Member]:
+    launchers: LauncherStore,
+    config: ExperimentConfig,
+    assignment: Assignment,
+    own: NodeInfo,
+    say: Callable[[str], None],
+) -> list[NodeInfo]:
     """Wait until every machine is ready; in the order of their ranks, without node 0.
 
     Args:
@@ -109,12 +113,12 @@ def gather(
     """
     timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
     launchers.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
-    members: dict[int, Member] = {}
+    members: dict[int, NodeInfo] = {}
     ends_at = time.monotonic() + timeout_s
     say(f"waiting for {_nodes(range(1, count))} at {assignment.node.address}:{assignment.node.port}")
     while missing := [rank for rank in range(1, count) if rank not in members]:
         for message in launchers.exchange():
-            sender = Member.model_validate(message["member"])
+            sender = NodeInfo.model_validate(message["member"])
             if message["kind"] == "refused":
                 raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
             members[sender.rank] = sender
@@ -148,7 +152,7 @@ def _nodes(ranks: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class JoinedRun:
     """This machine in the run of node 0. `assignment` is node 0's."""
 
     launchers: LauncherStore
@@ -159,12 +163,12 @@ class Joined:
 
 def join(
     config: ExperimentConfig,
-    place: Place,
+    rendezvous: Rendezvous,
     run_dir: RunDir,
     *,
-    member: Callable[[Node], Member],
+    member: Callable[[Node], NodeInfo],
     say: Callable[[str], None],
-) -> Joined:
+) -> JoinedRun:
     """Come to node 0, which may not be there yet, check that both mean the same run, and wait until all are there.
 
     Args:
@@ -178,17 +182,21 @@ def join(
     from torch.distributed import PrefixStore, TCPStore
 
     ends_at = time.monotonic() + config.launch.rdzv_timeout_s
-    address, own_address = _reach(config, place, ends_at, say)
-    node = place.node(config, address=address, own_address=own_address)
+    address, own_address = _reach(config, rendezvous, ends_at, say)
+    node = rendezvous.node(config, address=address, own_address=own_address)
     try:
         store = TCPStore(
-            address, place.port, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False, is_master=False
+            address,
+            rendezvous.port,
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+            wait_for_workers=False,
+            is_master=False,
         )
-        token, run = _read_run(PrefixStore(PREFIX, store), run_dir, place, ends_at)
-        launchers = LauncherStore(store, token, rank=place.rank, count=node.count)
+        token, run = _read_run(PrefixStore(PREFIX, store), run_dir, rendezvous, ends_at)
+        launchers = LauncherStore(store, token, rank=rendezvous.rank, count=node.count)
         if not launchers.claim():
-            raise ConfigError(f"node {place.rank} is here already; each machine needs a --node-rank of its own")
-        own = Member(rank=place.rank, host=socket.gethostname())
+            raise ConfigError(f"node {rendezvous.rank} is here already; each machine needs a --node-rank of its own")
+        own = NodeInfo(rank=rendezvous.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
             own = member(node)
@@ -196,31 +204,33 @@ def join(
             launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
             launchers.exchange()
             if isinstance(error, ConfigError):
-                raise ConfigError(f"this machine cannot take part as node {place.rank}: {error}") from error
+                raise ConfigError(f"this machine cannot take part as node {rendezvous.rank}: {error}") from error
             raise
         launchers.post(0, "ready", member=own.model_dump())
-        say(f"node {place.rank} has joined node 0 ({address}), and waits for the others")
+        say(f"node {rendezvous.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are no RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
-    return Joined(launchers=launchers, node=node, token=token, assignment=assignment)
+    return JoinedRun(launchers=launchers, node=node, token=token, assignment=assignment)
 
 
-def _reach(config: ExperimentConfig, place: Place, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
+def _reach(
+    config: ExperimentConfig, rendezvous: Rendezvous, ends_at: float, say: Callable[[str], None]
+) -> tuple[str, str]:
     """Address of node 0, and of this machine in the same network, as soon as somebody listens there. A name that is not known yet
     is one of a pod that has not started."""
     last: OSError | None = None
     while True:
         try:
-            with socket.create_connection((place.host, place.port), timeout=_CONNECT_TIMEOUT_S) as connection:
+            with socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_TIMEOUT_S) as connection:
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             if last is None:
-                say(f"waiting for node 0 at {place.host}:{place.port}")
+                say(f"waiting for node 0 at {rendezvous.host}:{rendezvous.port}")
             last = error
         if time.monotonic() > ends_at:
             raise DeadlineError(
-                f"node 0 to listen at {place.host}:{place.port}",
+                f"node 0 to listen at {rendezvous.host}:{rendezvous.port}",
                 waited_s=config.launch.rdzv_timeout_s,
                 setting="launch.rdzv_timeout_s",
                 hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",
@@ -228,7 +238,7 @@ def _reach(config: ExperimentConfig, place: Place, ends_at: float, say: Callable
         _pause()
 
 
-def _read_run(store: Any, run_dir: RunDir, place: Place, ends_at: float) -> tuple[str, dict[str, Any]]:
+def _read_run(store: Any, run_dir: RunDir, rendezvous: Rendezvous, ends_at: float) -> tuple[str, dict[str, Any]]:
     """The token of the run, and what node 0 has put there. The file may take a while to be seen through a network file system."""
     while True:
         if store.check([_RUN]) and run_dir.token.is_file():
@@ -237,8 +247,8 @@ def _read_run(store: Any, run_dir: RunDir, place: Place, ends_at: float) -> tupl
                 return token, read_signed(token, _RUN, store.get(_RUN))
         if time.monotonic() > ends_at:
             raise ConfigError(
-                f"run.dir: {run_dir.root} has no token of the run that node 0 at {place.host}:{place.port} has begun; it must be "
-                "on a file system that all machines share, under the same path, and no other run may use that address"
+                f"run.dir: {run_dir.root} has no token of the run that node 0 at {rendezvous.host}:{rendezvous.port} has begun; "
+                "it must be on a file system that all machines share, under the same path, and no other run may use that address"
             )
         _pause()
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import set_options
 from grpo_async.run_directory import RunDir, write_atomically
 
 _MARGIN_S = 60  # to end the servers, and for Slurm, which looks at its clock every so often
@@ -37,8 +38,7 @@ def batch_script(
         python: interpreter, the same path on every machine.
         working_dir: where the job runs, on a file system that all machines share, like `config.run.dir`.
     """
-    settings = [part for override in overrides for part in ("--set", override)]
-    train = [python, "-m", "grpo_async", "train", str(config_path), *settings]
+    train = [python, "-m", "grpo_async", "train", str(config_path), *set_options(overrides)]
     lines = [
         *_head(config, config_path, num_gpus),
         f"cd {shlex.quote(str(working_dir))}",

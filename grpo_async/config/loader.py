@@ -85,6 +85,11 @@ def read_values(file: Path, problems: Problems) -> dict[str, Any]:
     return values
 
 
+def set_options(overrides: Sequence[str]) -> list[str]:
+    """Overrides as a command line has them: ["a.b=1"] -> ["--set", "a.b=1"]."""
+    return [word for override in overrides for word in ("--set", override)]
+
+
 def dump_config(config: ExperimentConfig) -> str:
     """The whole configuration, defaults included, as YAML that `load_config` reads back to an equal object."""
     return dump_values(config.model_dump())

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from grpo_async.config.base import ComputeDtype, Count, FilePath, Host, Processes, Seconds, ServerUrl, StrictModel
 
+MAX_RESTART_DELAY_S = 60.0
+"""The longest between the end of a server and its next start."""
+
 
 class VllmOptions(StrictModel):
     gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
@@ -124,7 +127,7 @@ class InferenceSection(StrictModel):
     @property
     def longest_outage_s(self) -> float:
         """Until the only server either serves again or is given up: every restart with its longest delay and start."""
-        return max((self.max_restarts + 1) * (self.startup_timeout_s + 60.0), self.longest_startup_s)
+        return max((self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S), self.longest_startup_s)
 
     @property
     def longest_startup_s(self) -> float:

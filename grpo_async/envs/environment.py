@@ -20,7 +20,7 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
 from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, read_number, shown
-from grpo_async.user_code.loop import LoopHeldError
+from grpo_async.user_code.loop import BlockedLoopError
 from grpo_async.user_code.threads import InstanceThread
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class Environment:
         except TimeoutError as error:
             method = getattr(call.function, "__name__", "a call")
             hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
-            held = f" ({error})" if isinstance(error, LoopHeldError) else ""
+            held = f" ({error})" if isinstance(error, BlockedLoopError) else ""
             self.broken = f"`{method}` took longer than {self.timeout_s:g} s{held}; {hint}"
             raise
         except asyncio.CancelledError:  # the loop ends

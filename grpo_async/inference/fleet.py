@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from grpo_async.config.server_sections import InferenceSection
+from grpo_async.config.server_sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 _READ_TIMEOUT_S = 2.0
 _MAX_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
-_MAX_RESTART_DELAY_S = 60.0
-"""Between a restart that was asked for and the start, see `inference.restart_delay_s`."""
 _MAX_RETURN_DELAY_S = 60.0
 
 
@@ -383,7 +381,7 @@ class Fleet:
                 return
             tracked.last_message = reason
             idle_s = now - max(server.since, tracked.worked_at)
-            ask_again = server.state is ServerState.DOWN and age_s > timeout_s + _MAX_RESTART_DELAY_S
+            ask_again = server.state is ServerState.DOWN and age_s > timeout_s + MAX_RESTART_DELAY_S
             if ask_again and self._ask_restart is not None:  # it was asked for, and nothing came of it
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:

@@ -17,8 +17,8 @@ from typing import Any
 
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, LauncherStore, Message
 from grpo_async.cluster.node_hub import exchange
-from grpo_async.cluster.nodes import Place
-from grpo_async.cluster.rendezvous import Joined, Member, join
+from grpo_async.cluster.nodes import Rendezvous
+from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, join
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
@@ -47,12 +47,12 @@ def follow(
     run_dir: RunDir,
     output: Output,
     *,
-    place: Place,
+    rendezvous: Rendezvous,
     engine: EngineChoice,
     amend: Callable[[ProcessPlan], ProcessPlan],
 ) -> RunOutcome:
-    """Take part in a run, as machine `place.rank`. Its directory is node 0's; here only logs are added to it. Call it from the main
-    thread.
+    """Take part in a run, as machine `rendezvous.rank`. Its directory is node 0's; here only logs are added to it. Call it from
+    the main thread.
 
     Args:
         engine: of the servers here; SERVERS_ELSEWHERE where this machine only trains.
@@ -62,12 +62,14 @@ def follow(
         ConfigError, DeadlineError, RunError: see members.join.
     """
 
-    def member(node: Node) -> Member:
+    def member(node: Node) -> NodeInfo:
         urls = own_urls(config, node.own_address) if node.serves else ()
-        return Member(rank=node.rank, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+        return NodeInfo(
+            rank=node.rank, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu
+        )
 
     with unwinding(), private_folder() as private:
-        joined = join(config, place, run_dir, member=member, say=output.say)
+        joined = join(config, rendezvous, run_dir, member=member, say=output.say)
         plan = amend(_plan(config, joined, run_dir, private, engine))
         output.say(plan.describe())
         display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
@@ -77,7 +79,7 @@ def follow(
 
 
 def _plan(
-    config: ExperimentConfig, joined: Joined, run_dir: RunDir, private: Path, engine: EngineChoice
+    config: ExperimentConfig, joined: JoinedRun, run_dir: RunDir, private: Path, engine: EngineChoice
 ) -> ProcessPlan:
     attempt = run_dir.logs / joined.assignment.attempt_dir.name
     own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private, "node": joined.node}
@@ -107,7 +109,7 @@ class _Relay(View):
 class Follower:
     """One run, as this machine takes part in it."""
 
-    def __init__(self, config: ExperimentConfig, joined: Joined, plan: ProcessPlan, display: Display) -> None:
+    def __init__(self, config: ExperimentConfig, joined: JoinedRun, plan: ProcessPlan, display: Display) -> None:
         self._config = config
         self._launchers = joined.launchers
         self._plan = plan

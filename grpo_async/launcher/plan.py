@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from grpo_async.cluster.nodes import Place, socket_names
+from grpo_async.cluster.nodes import Rendezvous, socket_names
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
@@ -116,12 +117,12 @@ class ProcessPlan:
 
 def plan_only(config: ExperimentConfig) -> ProcessPlan:
     """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
-    return plan_dry(config, Place(), machine=machine_module.inspect())
+    return plan_dry(config, Rendezvous(), machine=machine_module.inspect())
 
 
 def plan_dry(
     config: ExperimentConfig,
-    place: Place,
+    rendezvous: Rendezvous,
     *,
     machine: Machine,
     resume_step: int | None = None,
@@ -139,9 +140,9 @@ def plan_dry(
     engine = choose_engine(config, is_here=nodes.count == 1)
     is_looked_at = nodes.count == 1 or bool(machine.gpus)
     if nodes.count > 1:
-        address = place.host or "NODE_0"
-        own = address if place.rank == 0 else f"NODE_{place.rank}"
-        node = place.node(config, address=address, own_address=own)
+        address = rendezvous.host or "NODE_0"
+        own = address if rendezvous.rank == 0 else f"NODE_{rendezvous.rank}"
+        node = rendezvous.node(config, address=address, own_address=own)
         machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
         hosts = [address if rank == 0 else f"NODE_{rank}" for rank in nodes.serving]
     else:
@@ -307,7 +308,7 @@ def server_specs(
             command=(
                 *(machine.python, "-m", "grpo_async", command, str(config_path)),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
-                *(word for override in overrides for word in ("--set", override)),
+                *set_options(overrides),
             ),
             environment={
                 **_environment(common, config.inference.threads, own),

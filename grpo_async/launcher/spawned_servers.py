@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from grpo_async.config.server_sections import MAX_RESTART_DELAY_S
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, Children, tag_of
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 Work = Mapping[int, tuple[float, float]]
 """Of processes, by pid: seconds of CPU, bytes read."""
 
-_MAX_DELAY_S = 60.0
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
 _WORK_INTERVAL_S = 5.0
 _MIN_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
@@ -61,7 +61,7 @@ class RestartCount:
             self.in_a_row = 0
         if self.in_a_row >= self.max_restarts:
             return None
-        delay_s = min(_MAX_DELAY_S, self._delay_s * 2.0**self.in_a_row)
+        delay_s = min(MAX_RESTART_DELAY_S, self._delay_s * 2.0**self.in_a_row)
         self.in_a_row += 1
         return delay_s
 

@@ -22,7 +22,7 @@ from typing import Any, cast, get_args
 from grpo_async.checks.report import Check, Status
 from grpo_async.cluster.launcher_store import LauncherStore
 from grpo_async.cluster.node_hub import NodeHub
-from grpo_async.cluster.rendezvous import Member
+from grpo_async.cluster.rendezvous import NodeInfo
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
@@ -57,7 +57,7 @@ class Cluster:
     """The other machines of a run, which are ready."""
 
     launchers: LauncherStore
-    members: Sequence[Member]
+    members: Sequence[NodeInfo]
 
 
 def supervise(
@@ -121,7 +121,7 @@ class Supervisor:
             self._cluster.launchers,
             self._cluster.members,
             self._assignment,
-            user=self._display,
+            display=self._display,
             servers=self._servers,
             on_signal=self._signals.take_remote,
             tell_trainer=self._control.send_server_event,

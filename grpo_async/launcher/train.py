@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.cluster.nodes import Place, find_place, leading_node
-from grpo_async.cluster.rendezvous import Member, gather, hosting
+from grpo_async.cluster.nodes import Rendezvous, find_rendezvous, leading_node
+from grpo_async.cluster.rendezvous import NodeInfo, gather, hosting
 from grpo_async.cluster.slurm import note_job, restart_of_job
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import NodesSection
@@ -78,35 +78,39 @@ def launch(
     """
     output = output or Output()
     with output.reporting():
-        place = _find_place(config, node_rank, master_addr, dry_run=dry_run)
+        rendezvous = _find_rendezvous(config, node_rank, master_addr, dry_run=dry_run)
         nodes = config.launch.nodes
         engine = SERVERS_ELSEWHERE
-        if place.rank in nodes.serving:  # a dry run of several machines tells of them, not of this one
+        if rendezvous.rank in nodes.serving:  # a dry run of several machines tells of them, not of this one
             engine = choose_engine(config, is_here=not dry_run or nodes.count == 1)
         config = _with_dtypes(config, engine, dry_run=dry_run)
-        notes = check_inputs(config, engine=engine, node_rank=place.rank, trains=place.rank < nodes.train, deep=dry_run)
+        notes = check_inputs(
+            config, engine=engine, node_rank=rendezvous.rank, trains=rendezvous.rank < nodes.train, deep=dry_run
+        )
         launcher = Launcher(config, engine, output, amend, notes)
-        if place.rank > 0 and not dry_run:
-            outcome = follow(config, launcher.run_dir, output, place=place, engine=engine, amend=amend)
+        if rendezvous.rank > 0 and not dry_run:
+            outcome = follow(config, launcher.run_dir, output, rendezvous=rendezvous, engine=engine, amend=amend)
             return report_end(outcome, launcher.run_dir, output)
         resume, clean = restart_of_job(launcher.run_dir, resume=resume, clean=clean)
         start = check_start(config, resume=resume, clean=clean)
         if dry_run:
-            return launcher.describe(place, start)
-        node = leading_node(config, place)
+            return launcher.describe(rendezvous, start)
+        node = leading_node(config, rendezvous)
         with lock(launcher.run_dir):
             start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
             return launcher.lead(node, start, clean=clean)
 
 
-def _find_place(config: ExperimentConfig, node_rank: int | None, master_addr: str | None, *, dry_run: bool) -> Place:
+def _find_rendezvous(
+    config: ExperimentConfig, node_rank: int | None, master_addr: str | None, *, dry_run: bool
+) -> Rendezvous:
     """A dry run needs no scheduler: it is node 0 where nothing says another."""
     try:
-        return find_place(config, node_rank=node_rank, master_addr=master_addr)
+        return find_rendezvous(config, node_rank=node_rank, master_addr=master_addr)
     except ConfigError:
         if not dry_run or node_rank is not None or master_addr is not None:
             raise
-        return Place()
+        return Rendezvous()
 
 
 def _with_dtypes(config: ExperimentConfig, engine: EngineChoice, *, dry_run: bool) -> ExperimentConfig:
@@ -177,13 +181,13 @@ class Launcher:
     def run_dir(self) -> RunDir:
         return RunDir(self.config.run_path.absolute())
 
-    def describe(self, place: Place, start: Start) -> int:
+    def describe(self, rendezvous: Rendezvous, start: Start) -> int:
         """Print the plan of this machine, with what the others do, and the configuration."""
         from grpo_async.config.loader import dump_config
 
         plan = plan_dry(
             self.config,
-            place,
+            rendezvous,
             machine=machine_module.inspect(),
             resume_step=start.resume_step,
             plans_memory=True,
@@ -229,7 +233,7 @@ class Launcher:
             if not node.is_alone:
                 assert token is not None
                 launchers = stack.enter_context(hosting(config, node, token))
-                own = Member(rank=0, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+                own = NodeInfo(rank=0, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
                 members = gather(launchers, config, assignment, own, self.output.say)
                 cluster = Cluster(launchers=launchers, members=members)
                 urls = (*urls, *(url for member in members for url in member.urls))

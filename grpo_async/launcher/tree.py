@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import psutil
+
+from grpo_async.utils.lifetime import prctl
 
 TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
 """Names, in its environment, the child of the launcher that a process descends from, whoever its parent is by now."""
@@ -28,13 +29,11 @@ def adopting_orphans() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 class ProcessTree:

@@ -32,7 +32,7 @@ from grpo_async.rewards.call import (
 )
 from grpo_async.rewards.workers import WorkerPool
 from grpo_async.user_code.calls import Raised, TimedCaller, is_async, own_name, unwrap_partial
-from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
 
@@ -173,7 +173,7 @@ class RewardFunction:
             if self._pool is not None:
                 return await self._pool.run(dataclasses.replace(request, environments=None), self.timeout_s)
             result = await self._caller.run(call_of(self._function, request))
-        except LoopHeldError as error:
+        except BlockedLoopError as error:
             raise RewardTimeoutError(
                 self.name,
                 f"{too_long}, and holds its event loop at {error.where}; an async function must `await` what takes time: "

@@ -31,7 +31,7 @@ from grpo_async.rollout.function_trainer import FunctionTrainer
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
 from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
-from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import ThreadRunner
 
 ASYNC_LOOP = UserLoop("async rollout function")
@@ -150,7 +150,7 @@ class FunctionProducer:
                 f"the rollout function to return {len(ids)} rollouts",
                 waited_s=self._section.timeout_s,
                 setting="rollout_function.timeout_s",
-                hint=f"It holds its event loop at {error.where}." if isinstance(error, LoopHeldError) else "",
+                hint=f"It holds its event loop at {error.where}." if isinstance(error, BlockedLoopError) else "",
             ) from error
         finally:
             trainer.close()

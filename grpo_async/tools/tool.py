@@ -17,7 +17,7 @@ from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall
-from grpo_async.user_code.loop import LoopHeldError, UserLoop
+from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
 
@@ -118,7 +118,7 @@ class Tool:
             result = await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
         except TimeoutError as error:
             problem = f"no answer within {self._caller.timeout_s:g} s"
-            held = f"; it holds its event loop at {error.where}" if isinstance(error, LoopHeldError) else ""
+            held = f"; it holds its event loop at {error.where}" if isinstance(error, BlockedLoopError) else ""
             self._failures.write(self.name, "TimeoutError", f"{problem}{held}")
             raise ToolTimeoutError(problem) from error
         except GrpoAsyncError as error:

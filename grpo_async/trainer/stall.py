@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.server_sections import MAX_RESTART_DELAY_S
 from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
@@ -37,8 +38,6 @@ _MAX_INTERVAL_S = 5.0
 _CHECKS_PER_TIMEOUT = 10
 _REPORT_S = 10.0
 """For the last message to be written before the process is ended, should the disk or the launcher hang, too."""
-_RESTART_DELAY_S = 60.0
-"""The longest between the death of a server and its start, see inference.restart_delay_s."""
 
 
 class StallGuard:
@@ -112,7 +111,7 @@ class StallGuard:
 
     def _is_excused(self) -> bool:
         """A server loads or is restarted: nobody else may be able to go on meanwhile. The fleet has limits for that."""
-        longest_s = self._config.inference.longest_startup_s + _RESTART_DELAY_S
+        longest_s = self._config.inference.longest_startup_s + MAX_RESTART_DELAY_S
         now = time.monotonic()
         return any(
             server.state in (ServerState.STARTING, ServerState.DOWN) and now - server.since < longest_s

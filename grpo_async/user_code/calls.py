@@ -109,7 +109,7 @@ class TimedCaller:
 
     async def run(self, call: UserCall[Result]) -> Result | Raised:
         """Raises:
-        TimeoutError: it took longer; a thread is abandoned, a coroutine cancelled. LoopHeldError: it blocks its own loop.
+        TimeoutError: it took longer; a thread is abandoned, a coroutine cancelled. BlockedLoopError: it blocks its own loop.
         ThreadsExhaustedError: too many abandoned threads are still running.
         """
         if not call.is_async:

@@ -29,7 +29,7 @@ _CLOSE_TIMEOUT_S = 5.0
 _MAX_HELD = 4  # loops; with so many, calls are refused
 
 
-class LoopHeldError(TimeoutError):
+class BlockedLoopError(TimeoutError):
     """The call took too long, and its event loop answers no more; `where` says what holds it: `reward.py:7 in score`."""
 
     def __init__(self, where: str) -> None:
@@ -54,7 +54,7 @@ class UserLoop:
         """Run the coroutine that `work` makes, which raises nothing.
 
         Raises:
-            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; LoopHeldError: it cannot be.
+            TimeoutError: it took longer than `timeout_s` seconds, and was cancelled; BlockedLoopError: it cannot be.
             ThreadsExhaustedError: too many loops are held.
         """
         future, loop = self._start(work)
@@ -68,7 +68,7 @@ class UserLoop:
         if not done and not await loop.answers():
             where = loop.held_at()
             self._abandon(loop)
-            raise LoopHeldError(where)
+            raise BlockedLoopError(where)
         raise TimeoutError  # or the loop was closed meanwhile
 
     def post(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Future[Result]:

@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from typing import Any, Self
+
+import psutil
 
 CHUNK = 65536
 """Bytes to read at once."""
@@ -72,8 +73,8 @@ class _Protocol(SubprocessStreamProtocol):
 
 
 def _kill_session(session: int) -> None:
-    """Its leader is dead. On other systems than Linux nothing is found."""
-    for name in os.listdir("/proc") if sys.platform == "linux" else ():
-        with contextlib.suppress(ValueError, ProcessLookupError, PermissionError):
-            if os.getsid(int(name)) == session:
-                os.kill(int(name), signal.SIGKILL)
+    """Its leader is dead."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)

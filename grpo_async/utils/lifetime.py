@@ -35,13 +35,17 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_exit_when_parent_changes, args=(parent,), name="die-with-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before this took effect
         os._exit(1)
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process (Linux). Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _exit_when_parent_changes(parent: int) -> None:

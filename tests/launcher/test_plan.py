@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.cluster.nodes import Place
+from grpo_async.cluster.nodes import Rendezvous
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
@@ -261,7 +261,7 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
 ) -> None:
     monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
     config = load_config(Path("configs/cluster.yaml"))
-    plan = plan_dry(config, Place(), machine=Machine(num_cpus=2))
+    plan = plan_dry(config, Rendezvous(), machine=Machine(num_cpus=2))
     text = plan.describe()
     assert "node 0     leads; trainer ranks 0-7 on GPU 0-7 (this machine)" in text
     assert "node 1     trainer ranks 8-15 on GPU 0-7" in text
@@ -270,13 +270,13 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
     assert "weights    nccl: trainer and servers have GPUs of their own" in text
     assert "trainer: 8 processes, 1 CPU thread each, GPU 0,1,2,3,4,5,6,7" in text
     assert plan.servers == ()
-    other = plan_dry(config, Place(rank=3), machine=Machine(num_cpus=2, gpus=tuple("01234567")))
+    other = plan_dry(config, Rendezvous(rank=3), machine=Machine(num_cpus=2, gpus=tuple("01234567")))
     assert [spec.gpus for spec in other.servers] == [(gpu,) for gpu in "01234567"]
     assert other.trainer is None
     # six GPUs on each machine are too few for eight ranks
     small = load_config(Path("configs/cluster.yaml"), ["launch.slurm.gpus_per_node=6"])
     with pytest.raises(ConfigError, match=r"this machine has 6 GPUs .* it needs 8 for the trainer's ranks"):
-        plan_dry(small, Place(), machine=Machine())
+        plan_dry(small, Rendezvous(), machine=Machine())
 
 
 def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
