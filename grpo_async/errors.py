@@ -99,3 +99,8 @@ class ServerUnavailableError(InferenceError):
 
 class BadResponseError(InferenceError):
     """The server answered with something unusable: missing, short or non-finite logprobs, broken JSON."""
+
+
+def message_of(error: BaseException) -> str:
+    """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
+    return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"

@@ -190,7 +190,9 @@ def _sentence(finding: Finding) -> Any:
     from grpo_async.utils.safe_text import visible_line
 
     text = Text(f"{finding.severity.value}: ", style=_COLORS[finding.severity.value])
-    text.append(f"{visible_line(finding.what, 400)} {visible_line(finding.do, 400)}", style="default not bold not dim")
+    text.append(
+        f"{visible_line(finding.title, 400)} {visible_line(finding.fix, 400)}", style="default not bold not dim"
+    )
     where = [f"inputs: {shortlist(finding.inputs, ', ', limit=_MAX_NAMED)}"] if finding.inputs else []
     where += [f"rows: {shortlist([*map(str, finding.rows)], ', ', limit=_MAX_NAMED)}"] if finding.rows else []
     if where:

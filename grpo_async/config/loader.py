@@ -39,6 +39,7 @@ from grpo_async.config.yaml_document import (
 )
 from grpo_async.errors import ConfigError
 from grpo_async.utils.package_files import shipped
+from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -220,7 +221,7 @@ def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: S
 def _apply_override(document: Document, override: str, shape: Shape, problems: Problems) -> None:
     """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`. A path that does not
     exist and a value that cannot be read are problems."""
-    location = Location(f"--set {clipped(override, 100).encode(errors='backslashreplace').decode()}")
+    location = Location(f"--set {escape_surrogates(clipped(override, 100))}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
     if (new := RENAMED_KEYS.get(path)) is not None and new[

@@ -103,9 +103,9 @@ class InferenceSection(StrictModel):
     heartbeat_timeout_s: Seconds = 30.0
     """A server whose engine does not answer for so long counts as hung: its requests go elsewhere, and it is restarted."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts in a row after which a spawned server is given up. The run ends when none is left."""
+    """Consecutive restarts after which a spawned server is given up. The run ends when none is left."""
     restart_delay_s: float = Field(default=1.0, ge=0.0, le=2e6)
-    """Wait before the first restart; doubled for each further one in a row, a minute at most."""
+    """Wait before the first restart; doubled for each consecutive one, a minute at most."""
     vllm: VllmOptions = VllmOptions()
     """Options of the vLLM server."""
     embedded: EmbeddedOptions = EmbeddedOptions()

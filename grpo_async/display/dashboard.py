@@ -33,7 +33,7 @@ from grpo_async.display.progress import (
 from grpo_async.findings import Verdict
 from grpo_async.records import LEDGER_STATUSES
 from grpo_async.utils.safe_text import one_line
-from grpo_async.utils.text import both_ends, duration, format_number
+from grpo_async.utils.text import both_ends, count, duration, format_number
 
 _BORDER = "bright_black"
 _MIN_BOX = (20, 5)
@@ -297,7 +297,7 @@ def _servers_title(progress: Progress) -> Text:
     serving, restarts = sum(server.state == "serving" for server in known), sum(server.restarts for server in known)
     words = [
         f"  {serving} of {len(known)} serve",
-        f"{restarts} restart{'' if restarts == 1 else 's'}" if restarts else None,
+        count(restarts, "restart") if restarts else None,
         progress.text("servers/recovery_s", "last recovery {:.1f} s") if progress.value("servers/recovery_s") else None,
     ]
     return title.append(join(words), style="not bold" if serving == len(known) else "not bold red")

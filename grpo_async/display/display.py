@@ -9,7 +9,6 @@ changes, so that status.json is the same with each of them. No text can move the
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.json_files import json_safe
 from grpo_async.utils.safe_text import plain
 
 _INTERVAL_S = 1.0
@@ -197,17 +197,6 @@ class JsonLog:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **json_safe(fields)}, default=str)
         self._file.write(line + "\n")
         self._file.flush()
-
-
-def json_safe(value: Any) -> Any:
-    """`value` with null in place of NaN and the infinities, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): json_safe(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(each) for each in value]
-    return value
 
 
 class JsonView(View):

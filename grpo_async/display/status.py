@@ -94,11 +94,9 @@ def newest_run(runs: Path) -> RunDir:
         ConfigError: there is none.
     """
     written = []
-    for path in runs.glob("*/status.json"):
-        try:
-            written.append((path.stat().st_mtime, path.parent))
-        except OSError:
-            continue  # removed meanwhile
+    for path in runs.glob("*"):
+        with contextlib.suppress(OSError):  # it has none, or was removed meanwhile
+            written.append((RunDir(path).status.stat().st_mtime, path))
     if not written:
         raise ConfigError(
             f"{runs} holds no run with a status; name a run directory, or start one: grpo-async train CONFIG"
@@ -182,7 +180,7 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
     if advice := content.get("advice"):
         progress.advice_step = int(advice.get("step", 0))
         changed = {name: advice.get(name) for name in ("text", "setting", "current", "suggested")}
-        progress.advice = Finding(key=advice["bound_by"], severity=Severity.NOTE, what="", **changed)
+        progress.advice = Finding(key=advice["bound_by"], severity=Severity.NOTE, title="", **changed)
     if learning := content.get("learning"):
         progress.verdict = Verdict(**learning)
     if warning := content.get("last_warning"):

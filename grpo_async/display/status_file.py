@@ -17,10 +17,12 @@ from typing import Any, Self
 
 import psutil
 
-from grpo_async.display.display import View, json_safe
+from grpo_async.display.display import View
 from grpo_async.display.progress import Checkpoints, Progress
-from grpo_async.processes.failures import message_of
+from grpo_async.errors import message_of
 from grpo_async.run_directory import RunDir, write_atomically
+from grpo_async.utils.json_files import json_safe
+from grpo_async.utils.run_state import FAILED, RUNNING
 
 VERSION = 1
 INTERVAL_S = 2.0
@@ -52,7 +54,7 @@ class StatusFile(View):
         self._pid_started_at = psutil.Process().create_time()
         self._changed = threading.Event()
         self._ended = threading.Event()
-        self._result: tuple[str, int | None, str | None] = ("running", None, None)
+        self._result: tuple[str, int | None, str | None] = (RUNNING, None, None)
         self.trouble: str | None = None
         """Why the file could not be written the last time; None: it was."""
         self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
@@ -64,7 +66,7 @@ class StatusFile(View):
 
     def __exit__(self, *error: Any) -> None:
         if error[1] is not None:
-            self.end("failed", exit_code=1, error=message_of(error[1]))
+            self.end(FAILED, exit_code=1, error=message_of(error[1]))
         self._ended.set()
         self._changed.set()
         self._thread.join(_END_TIMEOUT_S)
@@ -72,7 +74,7 @@ class StatusFile(View):
 
     def end(self, state: str, *, exit_code: int, error: str | None) -> None:
         """How the run went; the first word counts. Written when the context is left, or at once when it is over."""
-        if self._result[0] == "running":
+        if self._result[0] == RUNNING:
             self._result = (state, exit_code, error)
         if self._ended.is_set():
             self._write()
@@ -97,7 +99,7 @@ class StatusFile(View):
                 "max_steps": progress.max_steps,
                 "started_at": self._started_at,  # of this attempt
                 "updated_at": time.time(),
-                "eta_s": progress.seconds_left if state == "running" else None,  # by the last ten steps
+                "eta_s": progress.seconds_left if state == RUNNING else None,  # by the last ten steps
                 "host": platform.node(),  # of the launcher
                 "pid": os.getpid(),
                 "pid_started_at": self._pid_started_at,  # a later process may have the same number

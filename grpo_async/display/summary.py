@@ -13,9 +13,11 @@ from rich.text import Text
 from grpo_async.checks.memory import describe_peak
 from grpo_async.display.progress import join
 from grpo_async.records import LEDGER_STATUSES
+from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
+from grpo_async.utils.run_state import STOPPED
 from grpo_async.utils.safe_text import plain
-from grpo_async.utils.text import clipped, duration, finite
+from grpo_async.utils.text import clipped, count, duration, finite
 
 _FIRST = ("num_prompts", "reward", "reward_stderr")
 _LAST = ("mean_length", "truncated", "num_failed", "num_unscored")
@@ -85,7 +87,7 @@ def _server_failures(failures: Sequence[Mapping[str, Any]]) -> str:
         return ""
     recovered = [f"{seconds:.1f}" for failure in failures if (seconds := finite(failure.get("recovery_s"))) is not None]
     lost = [f"{each.get('server')} ({each.get('reason')})" for each in failures if each.get("recovery_s") is None]
-    text = f"{len(failures)} failure{'' if len(failures) == 1 else 's'}"
+    text = count(len(failures), "failure")
     text += f", recovered after {', '.join(recovered)} s" if recovered else ""
     return f"{text}; not recovered: {', '.join(lost)}" if lost else text
 
@@ -94,8 +96,8 @@ def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | Non
     if report is not None:
         yield f"{report}    # open it in a browser: does it learn, and why not"
     yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
-    if summary.get("status") == "stopped":
-        yield f"grpo-async train {run_dir / 'config.yaml'} --resume latest    # go on from the checkpoint"
+    if summary.get("status") == STOPPED:
+        yield f"grpo-async train {RunDir(run_dir).config} --resume latest    # continue from the checkpoint"
 
 
 def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:

@@ -17,7 +17,8 @@ from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.messages import equal_value, first_reward_failure
 from grpo_async.findings.statistics import Change
 from grpo_async.tracking.evaluation_record import EvaluationRecord
-from grpo_async.utils.text import format_number, percent
+from grpo_async.utils.run_state import RUNNING
+from grpo_async.utils.text import first_line, format_number, percent
 
 ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
 
@@ -45,12 +46,12 @@ _LATE = "In the last third of the steps"
 def no_steps(evidence: Evidence) -> Finding | None:
     if evidence.metrics:
         return None
-    if evidence.status == "running":
-        return Finding(key="no-steps", severity=NOTE, what="No optimizer step has ended yet")
+    if evidence.status == RUNNING:
+        return Finding(key="no-steps", severity=NOTE, title="No optimizer step has ended yet")
     how = f" It ended with: {first_line(evidence.error)}" if evidence.error and evidence.error.strip() else ""
     return Finding(
-        key="no-steps", severity=ERROR, what="No optimizer step was finished",
-        text=f"There is no line in metrics.jsonl, so nothing was trained.{how}", do="The logs say more: logs/latest/.", query="",
+        key="no-steps", severity=ERROR, title="No optimizer step was finished",
+        text=f"There is no line in metrics.jsonl, so nothing was trained.{how}", fix="The logs say more: logs/latest/.", query="",
     )  # fmt: skip
 
 
@@ -61,9 +62,9 @@ def reward_fails(evidence: Evidence) -> Finding | None:
     if found is None:
         return None
     return Finding(
-        key="reward-fails", severity=WARNING if evidence.metrics else ERROR, what="A reward function fails",
+        key="reward-fails", severity=WARNING if evidence.metrics else ERROR, title="A reward function fails",
         text=f"{found}.", query="failed",
-        do="Groups that it cannot score are not trained. Fix it, and try it: grpo-async check-reward.",
+        fix="Groups that it cannot score are not trained. Fix it, and try it: grpo-async check-reward.",
     )  # fmt: skip
 
 
@@ -71,15 +72,15 @@ def unscored(evidence: Evidence) -> Finding | None:
     total, missing = evidence.num_sampled, evidence.num_unscored
     has_no_reward = bool(evidence.metrics) and not evidence.values("reward")
     if total and missing / total >= _MANY_UNSCORED:
-        what = f"{percent(missing / total)} of the rollouts ({missing} of {total}) have no reward"
+        why = f"{percent(missing / total)} of the rollouts ({missing} of {total}) have no reward"
     elif has_no_reward:
-        what = f"None of the {evidence.num_steps} steps has a reward"
+        why = f"None of the {evidence.num_steps} steps has a reward"
     else:
         return None
     return Finding(
-        key="unscored", severity=ERROR if has_no_reward or missing >= _OFTEN * total else WARNING, what="Rewards are missing",
-        text=f"{what}: the reward functions returned None for them. Such rollouts are not trained.",
-        do="Try the functions on one good and one bad answer: grpo-async check-reward.", query="unscored", plot="reward",
+        key="unscored", severity=ERROR if has_no_reward or missing >= _OFTEN * total else WARNING, title="Rewards are missing",
+        text=f"{why}: the reward functions returned None for them. Such rollouts are not trained.",
+        fix="Try the functions on one good and one bad answer: grpo-async check-reward.", query="unscored", plot="reward",
     )  # fmt: skip
 
 
@@ -92,10 +93,10 @@ def truncated(evidence: Evidence) -> Finding | None:
     is_most = fraction >= _MOSTLY
     return Finding(
         key="truncated", severity=ERROR if is_most else WARNING, numbers={"fraction": fraction},
-        what="Almost every completion is truncated" if is_most else "Many completions are truncated",
+        title="Almost every completion is truncated" if is_most else "Many completions are truncated",
         text=f"{percent(fraction)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
         "answer rarely earns its reward.",
-        do="Raise the limit, and look whether the policy ends its turns at all: the end-of-turn token may be missing from "
+        fix="Raise the limit, and look whether the policy ends its turns at all: the end-of-turn token may be missing from "
         "model.end_of_turn_tokens, or the chat template may not be the model's.",
         setting="rollout.max_completion_tokens", current=limit if isinstance(limit, int) else None,
         query="truncated", sort="-step", plot="truncated",
@@ -106,13 +107,13 @@ def no_gradient(evidence: Evidence) -> Finding | None:
     norms, rates = evidence.values("grad_norm"), evidence.values("lr")
     if len(rates) >= 3 and max(rates) == 0.0:
         return Finding(
-            key="no-gradient", severity=ERROR, what="The learning rate is 0",
+            key="no-gradient", severity=ERROR, title="The learning rate is 0",
             text="lr is 0 in every step: the policy cannot move.",
-            do="See optimizer.lr, optimizer.schedule and optimizer.warmup_steps.", setting="optimizer.lr", current=0.0, plot="lr",
+            fix="See optimizer.lr, optimizer.schedule and optimizer.warmup_steps.", setting="optimizer.lr", current=0.0, plot="lr",
         )  # fmt: skip
     if len(norms) >= 3 and max(norms) == 0.0:
         return Finding(
-            key="no-gradient", severity=ERROR, what="The gradient is 0",
+            key="no-gradient", severity=ERROR, title="The gradient is 0",
             text="grad_norm is 0 in every step: no advantage is different from 0, or every token is clipped or masked.",
             query="trained", plot="grad-norm",
         )  # fmt: skip
@@ -138,8 +139,8 @@ def hardly_moves(evidence: Evidence) -> Finding | None:
         )
     rate = rates[-1] if rates else None
     return Finding(
-        key="hardly-moves", severity=ERROR, what="The policy hardly moves", text=text,
-        do=f"optimizer.lr is too small{'' if rate is None else f' ({rate:g} in the last step)'}, or gradients are cut to nothing "
+        key="hardly-moves", severity=ERROR, title="The policy hardly moves", text=text,
+        fix=f"optimizer.lr is too small{'' if rate is None else f' ({rate:g} in the last step)'}, or gradients are cut to nothing "
         "(optimizer.max_grad_norm).",
         setting="optimizer.lr", current=rate, query="trained", sort="-step", plot="ratio",
     )  # fmt: skip
@@ -155,9 +156,9 @@ def zero_variance(evidence: Evidence) -> Finding | None:
             else "this policy cannot earn it (take easier prompts, or a reward with partial credit), or the function is wrong"
         )
         return Finding(
-            key="zero-variance", severity=ERROR, what=f"All rewards are {format_number(value)}", numbers={"reward": value},
+            key="zero-variance", severity=ERROR, title=f"All rewards are {format_number(value)}", numbers={"reward": value},
             text="No group has better and worse answers, so their advantages are 0 and there is nothing to learn from.",
-            do=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
+            fix=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
             sort="-step", plot="zero-variance" if evidence.metrics else None,
         )  # fmt: skip
     fraction = evidence.recent("frac_reward_zero_std")
@@ -167,19 +168,19 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     text = f"In {percent(fraction)} of the groups of the last third of the steps all rewards are equal"
     if reward is not None and top is not None and top > 0.0 and reward >= 0.8 * top:
         return Finding(
-            key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, what="Most groups are solved by now",
+            key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, title="Most groups are solved by now",
             text=f"{text}, mostly at the top (mean reward {format_number(reward)} of at most {format_number(top)}): "
             "they teach nothing more.",
-            do="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
+            fix="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
         )  # fmt: skip
     severity = ERROR if fraction >= _MOSTLY else WARNING
     size = evidence.setting("rollout.group_size")
     return Finding(
         key="zero-variance", severity=severity, numbers={"fraction": fraction},
-        what="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
+        title="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
         text=f"{text} (mean reward {format_number(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
         f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
-        do="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
+        fix="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
         "check that the reward can be earned at all: grpo-async check-reward.",
         query="group_std=0", sort="-step", plot="zero-variance",
     )  # fmt: skip
@@ -208,12 +209,12 @@ def collapsed(evidence: Evidence) -> Finding | None:
     if lost < max(_LOST * evidence.reward_range, 4.0 * noise):
         return None
     return Finding(
-        key="collapsed", severity=ERROR, what="The reward collapsed",
+        key="collapsed", severity=ERROR, title="The reward collapsed",
         numbers={"best": means[best], "best_step": steps[best], "last": means[-1]},
         text=f"It was {format_number(means[best])} at steps {steps[best]} to {steps[best + size - 1]}, and is "
         f"{format_number(means[-1])} now.",
-        do="Go on from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the gradient "
-        "norm before the fall.",
+        fix="Resume from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the "
+        "gradient norm before the fall.",
         setting="optimizer.lr", current=evidence.last("lr"), query="", sort="-step", plot="reward",
     )  # fmt: skip
 
@@ -224,25 +225,25 @@ def reward_trend(evidence: Evidence) -> Finding | None:
         return None
     if change is None:
         return Finding(
-            key="reward-trend", severity=NOTE, what=f"There are only {len(values)} steps with a reward",
+            key="reward-trend", severity=NOTE, title=f"There are only {len(values)} steps with a reward",
             text=f"A trend needs at least 6. The reward went from {format_number(values[0])} to {format_number(values[-1])}.",
             plot="reward",
         )  # fmt: skip
-    severity, what, do, is_shown = WARNING, "The reward is flat", (
+    severity, title, fix, is_shown = WARNING, "The reward is flat", (
         "The other findings may say why; else give it more steps, a higher optimizer.lr or a larger rollout.group_size."
     ), True  # fmt: skip
     if change.has_risen:
-        severity, what, do, is_shown = GOOD, "The reward rose", "", False
+        severity, title, fix, is_shown = GOOD, "The reward rose", "", False
     elif change.has_fallen:
-        severity, what, do = ERROR, "The reward fell", (
+        severity, title, fix = ERROR, "The reward fell", (
             "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance ratio and "
             "the staleness); or one part of the reward works against another (see the parts)."
         )  # fmt: skip
     elif top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
-        what, is_shown = "The reward was at its top from the first step on", False
-        do = f"No rollout got more than {format_number(top)}. Harder prompts or a stricter reward would leave something to learn."
+        title, is_shown = "The reward was at its top from the first step on", False
+        fix = f"No rollout got more than {format_number(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
-        key="reward-trend", severity=severity, what=what, text=f"The line through the steps goes {change}.", do=do,
+        key="reward-trend", severity=severity, title=title, text=f"The line through the steps goes {change}.", fix=fix,
         numbers=change.numbers, query="" if is_shown else None, sort="reward" if is_shown else None, plot="reward",
     )  # fmt: skip
 
@@ -260,7 +261,7 @@ def reward_parts(evidence: Evidence) -> Finding | None:
         return None
     name, value = still[0]
     return Finding(
-        key="reward-parts", severity=WARNING, what="A part of the reward never changes",
+        key="reward-parts", severity=WARNING, title="A part of the reward never changes",
         text=f"Every rollout of every step got the same from {', '.join(f'{n} ({format_number(v)})' for n, v in still)}. It adds "
         "nothing to the advantage: either it cannot be earned (look at completions that ought to), or everything earns it.",
         query=f"rewards['{name}']<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
@@ -278,17 +279,17 @@ def held_out(evidence: Evidence) -> Finding | None:
     text = f"Between steps {first.step} and {last.step} it goes {change}.{against}"
     numbers = change.numbers | ({} if baseline is None else {"baseline": baseline})
 
-    def found(severity: Severity, what: str, why: str = "", do: str = "", query: str | None = None) -> Finding:
+    def found(severity: Severity, title: str, why: str = "", fix: str = "", query: str | None = None) -> Finding:
         return Finding(
-            key="held-out", severity=severity, what=what, text=f"{text} {why}".strip(), do=do, numbers=numbers,
+            key="held-out", severity=severity, title=title, text=f"{text} {why}".strip(), fix=fix, numbers=numbers,
             plot="held-out", query=query, sort=None if query is None else "-reward",
         )  # fmt: skip
 
     if change.has_risen and is_no_better_than_baseline(last, change):
         why = "No more was learned than that, as far as can be told."
-        do = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
+        fix = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
         return found(
-            WARNING, "The held-out reward rose no further than that of always the most frequent answer", why, do
+            WARNING, "The held-out reward rose no further than that of always the most frequent answer", why, fix
         )
     if change.has_risen:
         return found(GOOD, "The held-out reward rose")
@@ -298,8 +299,8 @@ def held_out(evidence: Evidence) -> Finding | None:
         noise = hypot(change.high - change.value, training.high - training.value)
         if change.value > _NOTHING and behind <= noise:
             why = f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
-            do = "More prompts would tell: raise evaluation.num_prompts."
-            return found(NOTE, "Whether the held-out reward rose cannot be told", why, do)
+            fix = "More prompts would tell: raise evaluation.num_prompts."
+            return found(NOTE, "Whether the held-out reward rose cannot be told", why, fix)
         did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
             f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "
@@ -309,35 +310,35 @@ def held_out(evidence: Evidence) -> Finding | None:
         severity = ERROR if change.has_fallen else WARNING
         return found(severity, f"The training reward rose, the held-out reward {did}", why, query="")
     if change.has_fallen:
-        do = "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy."
-        return found(ERROR, "The held-out reward fell", do=do)
-    do = "More prompts (evaluation.num_prompts) would show smaller changes."
-    return found(WARNING, "The held-out reward did not change by more than chance", do=do)
+        fix = "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy."
+        return found(ERROR, "The held-out reward fell", fix=fix)
+    fix = "More prompts (evaluation.num_prompts) would show smaller changes."
+    return found(WARNING, "The held-out reward did not change by more than chance", fix=fix)
 
 
 def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Finding:
     failed = next((each for each in reversed(evidence.evaluations) if each.error), None)
     if failed is not None:
         return Finding(
-            key="failed-evaluation", severity=WARNING, what="The evaluation failed",
-            text=f"At step {failed.step}: {first_line(failed.error)}", do="trainer.log has the traceback.", plot=None,
+            key="failed-evaluation", severity=WARNING, title="The evaluation failed",
+            text=f"At step {failed.step}: {first_line(failed.error or '')}", fix="trainer.log has the traceback.", plot=None,
         )  # fmt: skip
     if results:
         return Finding(
-            key="one-evaluation", severity=NOTE, what="There is one evaluation only",
+            key="one-evaluation", severity=NOTE, title="There is one evaluation only",
             text=f"Held-out reward {format_number(results[0].metrics['reward'])} at step {results[0].step}; a second one would "
             "show whether it changes.",
             plot="held-out",
         )  # fmt: skip
     if evidence.setting("evaluation") is not None:
         return Finding(
-            key="one-evaluation", severity=NOTE, what="No evaluation has ended yet",
+            key="one-evaluation", severity=NOTE, title="No evaluation has ended yet",
             text="`evaluation` is set, and evaluations.jsonl has no result.",
         )  # fmt: skip
     return Finding(
-        key="no-evaluation", severity=NOTE, what="There is no evaluation",
+        key="no-evaluation", severity=NOTE, title="There is no evaluation",
         text="The training reward alone cannot tell learning from gaming the reward.",
-        do="Set evaluation.data and evaluation.every_steps.", setting="evaluation.data",
+        fix="Set evaluation.data and evaluation.every_steps.", setting="evaluation.data",
     )  # fmt: skip
 
 
@@ -351,9 +352,9 @@ def held_out_peak(evidence: Evidence) -> Finding | None:
     if best is results[0] or best is last or not fell.has_fallen or -fell.value <= _NEAR_TOP * evidence.reward_range:
         return None
     return Finding(
-        key="held-out-peaked", severity=WARNING, what="The held-out reward was better before",
+        key="held-out-peaked", severity=WARNING, title="The held-out reward was better before",
         text=f"It is {format_number(fell.last)} at step {last.step}; the best was {format_number(fell.first)} at step {best.step}.",
-        do="The checkpoint of that step may be the one to keep (checkpoint.keep_best).",
+        fix="The checkpoint of that step may be the one to keep (checkpoint.keep_best).",
         numbers={"best": fell.first, "best_step": best.step, "last": fell.last}, plot="held-out",
     )  # fmt: skip
 
@@ -368,9 +369,9 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     kind = max(kinds, key=kinds.__getitem__, default=None)
     why += f" The most frequent kind of failure, {kinds[kind]:.0f} times: {kind}." if kind is not None else ""
     return Finding(
-        key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, what="Rollouts fail", numbers={"failed": fraction},
+        key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, title="Rollouts fail", numbers={"failed": fraction},
         text=f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
-        do="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
+        fix="trainer.log has the first traceback of each kind.", query="failed", sort="-step", plot="ledger",
     )  # fmt: skip
 
 
@@ -379,9 +380,9 @@ def no_tool_calls(evidence: Evidence) -> Finding | None:
     if calls is None or calls >= 0.01:
         return None
     return Finding(
-        key="tools", severity=WARNING, what="The tools are hardly ever called", query="tool_calls=0", plot="tools",
+        key="tools", severity=WARNING, title="The tools are hardly ever called", query="tool_calls=0", plot="tools",
         text=f"There are {format_number(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it.",
-        do="Say in the system prompt (data.train.system_prompt) how, or begin with a model that does.",
+        fix="Say in the system prompt (data.train.system_prompt) how, or begin with a model that does.",
     )  # fmt: skip
 
 
@@ -392,17 +393,23 @@ def lengths(evidence: Evidence) -> Finding | None:
     ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("completions/clipped_ratio") or 0.0
     text = f"The mean length went from {format_number(ends[0])} to {format_number(ends[1])} tokens ({ratio:.2g} times)"
     if ratio >= _GROWN and change.has_risen:
-        what, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
+        title, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
         text += f"; {percent(cut)} of them are truncated by now"
         why = "it may pay for length itself, or the policy has stopped ending its answers"
     elif ratio <= _SHRUNK and change.has_fallen:
-        what, sort, is_fine = "Completions grew short", "length", learns
+        title, sort, is_fine = "Completions grew short", "length", learns
         why = "the policy may have given up thinking, or short answers may get away with a reward"
     else:
         return None
     text += f". The reward {'rose' if learns else 'did not rise'} with it{'' if learns else f': {why}'}."
     return Finding(
-        key="lengths", severity=NOTE if is_fine else WARNING, what=what, text=text, query="", sort=sort, plot="lengths"
+        key="lengths",
+        severity=NOTE if is_fine else WARNING,
+        title=title,
+        text=text,
+        query="",
+        sort=sort,
+        plot="lengths",
     )
 
 
@@ -431,13 +438,13 @@ def off_policy(evidence: Evidence) -> Finding | None:
     is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
     if first > _MISMATCH:
         why = "It was so in the first step already, before any staleness: the server computes other log-probabilities."
-        do = "See the check of the log-probabilities in preflight.json, inference.dtype and the chat template."
+        fix = "See the check of the log-probabilities in preflight.json, inference.dtype and the chat template."
     else:
-        why, do = "It came with training.", "Lower rollout.max_staleness or optimizer.lr, or set loss.correction."
+        why, fix = "It came with training.", "Lower rollout.max_staleness or optimizer.lr, or set loss.correction."
     return Finding(
         key="off-policy", severity=ERROR if is_far else WARNING,
-        what="Samples are far off policy" if is_far else "Samples are off policy",
-        text=f"{_LATE} {'; '.join(views)}. {why}", do=do, query="mismatch>0.1", sort="-mismatch", plot="ratio",
+        title="Samples are far off policy" if is_far else "Samples are off policy",
+        text=f"{_LATE} {'; '.join(views)}. {why}", fix=fix, query="mismatch>0.1", sort="-mismatch", plot="ratio",
     )  # fmt: skip
 
 
@@ -450,17 +457,17 @@ def entropy(evidence: Evidence) -> Finding | None:
     if last < _SMALL_ENTROPY and last < _COLLAPSED * first:
         return Finding(
             key="entropy", severity=NOTE if learns else WARNING,
-            what="The entropy is almost used up" if learns else "The entropy collapsed",
+            title="The entropy is almost used up" if learns else "The entropy collapsed",
             text=f"{moved}: the policy says nearly the same each time, and then all rewards of a group are equal. "
             + ("The reward rose, so this may be the end of what these prompts teach." if learns else "The reward did not rise."),
-            do="" if learns else "A higher loss.epsilon_high, loss.entropy_bonus or rollout.temperature, or a lower optimizer.lr "
+            fix="" if learns else "A higher loss.epsilon_high, loss.entropy_bonus or rollout.temperature, or a lower optimizer.lr "
             "keeps it up.",
             query="entropy<0.05", sort="-step", plot="entropy",
         )  # fmt: skip
     if last > _EXPLODED * first and last - first > 0.5 and not learns:
         return Finding(
-            key="entropy", severity=WARNING, what="The entropy exploded", text=f"{moved}: the policy loses its language.",
-            do="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) holds it.",
+            key="entropy", severity=WARNING, title="The entropy exploded", text=f"{moved}: the policy loses its language.",
+            fix="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) holds it.",
             query="entropy>2", sort="-step", plot="entropy",
         )  # fmt: skip
     return None
@@ -470,18 +477,18 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     skipped, norms = sum(evidence.values("training/skipped_updates")), evidence.values("grad_norm")
     if skipped:
         return Finding(
-            key="bad-updates", severity=WARNING, what="Updates were skipped",
+            key="bad-updates", severity=WARNING, title="Updates were skipped",
             text=f"{format_number(skipped)} updates were not finite and were not made.",
-            do="Where it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
+            fix="Where it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
         )  # fmt: skip
     middle = median(norms) if len(norms) >= 10 else 0.0
     if middle <= 0.0 or max(norms) <= _SPIKE * middle:
         return None
     step = next(int(row["step"]) for row in evidence.metrics if row.get("grad_norm") == max(norms))
     return Finding(
-        key="bad-updates", severity=WARNING, what="The gradient has spikes",
+        key="bad-updates", severity=WARNING, title="The gradient has spikes",
         text=f"Its norm reached {format_number(max(norms))} at step {step}; its median is {format_number(middle)}.",
-        do="optimizer.max_grad_norm cuts what it does; look at the rollouts of that step.",
+        fix="optimizer.max_grad_norm cuts what it does; look at the rollouts of that step.",
         query=f"step={step}", sort="-ratio_max", plot="grad-norm",
     )  # fmt: skip
 
@@ -494,9 +501,9 @@ class _Limit:
     metric: str
     warns: float
     fails: float = inf
-    what: str
+    title: str
     text: str
-    do: str = ""
+    fix: str = ""
     query: str
     sort: str | None = None
     plot: str
@@ -507,7 +514,7 @@ class _Limit:
         if value is None or value < self.warns:
             return None
         return Finding(
-            key=self.key, severity=ERROR if value >= self.fails else WARNING, what=self.what, do=self.do, query=self.query,
+            key=self.key, severity=ERROR if value >= self.fails else WARNING, title=self.title, fix=self.fix, query=self.query,
             text=f"{_LATE} {self.text.format(self.form(value))}.", numbers={self.metric: value}, sort=self.sort, plot=self.plot,
         )  # fmt: skip
 
@@ -515,21 +522,21 @@ class _Limit:
 _LEFT_OUT = "leaves {} of the tokens out of the loss"
 _WIDEN = "Widen it, or find out why the samples are so far off policy."
 _LIMITS = (
-    _Limit(key="tools", metric="tools/parse_error_frequency", warns=0.1, fails=0.5, what="Tool calls cannot be read",
+    _Limit(key="tools", metric="tools/parse_error_frequency", warns=0.1, fails=0.5, title="Tool calls cannot be read",
            text="{} of the turns could not be searched for calls", query="tool_calls=0", plot="tools",
-           do="tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."),
-    _Limit(key="tools", metric="tools/failure_frequency", warns=0.5, what="Most tool calls fail",
+           fix="tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."),
+    _Limit(key="tools", metric="tools/failure_frequency", warns=0.5, title="Most tool calls fail",
            text="{} of the calls of a rollout failed", query="failed_tool_calls>0", sort="-step", plot="tools"),
-    _Limit(key="clipped", metric="clip_ratio/region_mean", warns=0.2, what="Many tokens are clipped",
+    _Limit(key="clipped", metric="clip_ratio/region_mean", warns=0.2, title="Many tokens are clipped",
            text="the clip took {} of the tokens, so they do not move the policy", query="clipped", plot="clip",
            sort="-clipped_fraction",
-           do="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness)."),
-    _Limit(key="masked", metric="masked/correction", warns=0.5, fails=0.9, what="Most tokens are left out of the loss",
-           text=f"loss.correction {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_fraction", plot="masked"),
-    _Limit(key="masked", metric="masked/off_policy", warns=0.5, fails=0.9, what="Most tokens are left out of the loss",
-           text=f"loss.off_policy_mask {_LEFT_OUT}", do=_WIDEN, query="masked", sort="-masked_fraction", plot="masked"),
-    _Limit(key="kl", metric="kl", warns=5.0, what="The policy is far from the reference", form=format_number,
-           text="the KL divergence is {} nats a token", do="A higher loss.beta or a lower optimizer.lr holds it.",
+           fix="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness)."),
+    _Limit(key="masked", metric="masked/correction", warns=0.5, fails=0.9, title="Most tokens are left out of the loss",
+           text=f"loss.correction {_LEFT_OUT}", fix=_WIDEN, query="masked", sort="-masked_fraction", plot="masked"),
+    _Limit(key="masked", metric="masked/off_policy", warns=0.5, fails=0.9, title="Most tokens are left out of the loss",
+           text=f"loss.off_policy_mask {_LEFT_OUT}", fix=_WIDEN, query="masked", sort="-masked_fraction", plot="masked"),
+    _Limit(key="kl", metric="kl", warns=5.0, title="The policy is far from the reference", form=format_number,
+           text="the KL divergence is {} nats a token", fix="A higher loss.beta or a lower optimizer.lr holds it.",
            query="", sort="-step", plot="kl"),
 )  # fmt: skip
 
@@ -547,10 +554,6 @@ def is_no_better_than_baseline(last: EvaluationRecord, change: Change) -> bool:
         return False
     passed = last.metrics.get("pass@1", last.metrics["reward"])
     return passed - 2.0 * last.metrics.get("reward_stderr", 0.0) <= baseline
-
-
-def first_line(text: str | None) -> str:
-    return ((text or "").strip().splitlines() or [""])[0]
 
 
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (

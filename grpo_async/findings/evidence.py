@@ -20,7 +20,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
-from grpo_async.utils.run_state import state_of
+from grpo_async.utils.run_state import FINISHED, UNFINISHED, state_of
 
 _MIN_WINDOW, _MAX_WINDOW = 3, 50
 
@@ -59,7 +59,7 @@ class Evidence:
     Args:
         num_sampled, num_unscored, errors: of the rollout store, where it was read: rollouts with a token that a step saw and that
             did not fail, those of them without a reward, and messages of those that failed, the most frequent first.
-        status: a word of run_state.STATES, or "unfinished". error: why the run failed.
+        status: a word of run_state.STATES. error: why the run failed.
     """
 
     metrics: Sequence[Row] = ()
@@ -68,7 +68,7 @@ class Evidence:
     num_unscored: int = 0
     errors: Sequence[tuple[str, int]] = ()
     config: Mapping[str, object] = field(default_factory=dict)
-    status: str = "finished"
+    status: str = FINISHED
     error: str | None = None
 
     @classmethod
@@ -81,7 +81,7 @@ class Evidence:
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
             config=read_config(run_dir.config, problems),
-            status=state_of(status).state if status else "unfinished",
+            status=state_of(status).state if status else UNFINISHED,
             error=error if isinstance(error, str) else None,
         )
 

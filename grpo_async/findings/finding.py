@@ -12,7 +12,7 @@ class Severity(StrEnum):
     """Ordered, the worst first."""
 
     ERROR = "error"  # it cannot learn like this
-    WARNING = "warning"  # look at it
+    WARNING = "warning"  # may keep it from learning
     GOOD = "good"  # as it should be
     NOTE = "note"  # worth knowing
 
@@ -27,9 +27,9 @@ class Finding:
 
     Args:
         key: of the check; of a finding about speed, what bounds the run, in a few words.
-        what: is the case, in a few words.
+        title: is the case, in a few words.
         text: the numbers, and what they mean.
-        do: the remedy.
+        fix: the remedy.
         setting: dotted path of the setting to change, with what it is (`current`) and what to make of it (`suggested`).
         numbers: the evidence, by name.
         query: rollouts that show it, for inspect-rollouts, and their `sort`; None: no rollouts show it.
@@ -39,9 +39,9 @@ class Finding:
 
     key: str
     severity: Severity
-    what: str
+    title: str
     text: str = ""
-    do: str = ""
+    fix: str = ""
     setting: str | None = None
     current: float | int | str | None = None
     suggested: float | int | str | None = None

@@ -422,7 +422,7 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
 
 def _bound(bound_by: str, text: str, **change: Any) -> Finding:
     """`bound_by`: what bounds the run, in a few words. `change`: the fields `setting`, `current` and `suggested` of a finding."""
-    return Finding(key=bound_by, severity=Severity.NOTE, what=f"Bound by {bound_by}", text=text, **change)
+    return Finding(key=bound_by, severity=Severity.NOTE, title=f"Bound by {bound_by}", text=text, **change)
 
 
 def _change(

@@ -14,6 +14,7 @@ from typing import Any
 from grpo_async.findings.checks import CHECKS, is_no_better_than_baseline
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity, sentence, worst_first
+from grpo_async.utils.run_state import RUNNING
 
 _LITTLE = 0.02  # of the range of rewards
 _TOO_WIDE = 0.1  # of it: a rise of so much that cannot be excluded leaves the question open
@@ -71,7 +72,7 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
         return _verdict(
             None,
             "no-steps",
-            "Cannot be told yet" if evidence.status == "running" else "Cannot be told",
+            "Cannot be told yet" if evidence.status == RUNNING else "Cannot be told",
             by_key["no-steps"],
         )
     trend = by_key.get("reward-trend")
@@ -96,6 +97,6 @@ def _verdict(is_learning: bool | None, key: str, answer: str, *findings: Finding
     """The answer in a few words, then the findings that it comes from, with their numbers; of what keeps it from learning also what
     to do."""
     known = [finding for finding in findings if finding is not None]
-    text = [f"{answer}.", *(f"{sentence(each.what)} {each.text}".strip() for each in known)]
-    text += [known[0].do] if key in _BLOCKING and known[0].do else []
+    text = [f"{answer}.", *(f"{sentence(each.title)} {each.text}".strip() for each in known)]
+    text += [known[0].fix] if key in _BLOCKING and known[0].fix else []
     return Verdict(is_learning=is_learning, key=key, text=" ".join(text), numbers=known[0].numbers if known else {})

@@ -10,6 +10,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.api import TransportKind
 from grpo_async.processes.assignment import Node
 from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.text import count
 
 ALONE = Node()
 """The machine of a run that has one."""
@@ -86,7 +87,7 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
 
 def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:
     """Worked example, 8 GPUs, 6 ranks, one server of 4: 2 are left, and no server fits; 4 ranks would leave it room."""
-    servers = f"{num_servers} server{'' if num_servers == 1 else 's'} of {each}"
+    servers = f"{count(num_servers, 'server')} of {each}"
     parts = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
     parts += (
         [f"{num_servers * each} for {servers} (inference.replicas, sizes under inference.vllm)"] if num_servers else []
@@ -103,8 +104,10 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
             remedies.append("let both share GPUs on purpose (launch.colocate: true)")
     else:
         remedies.append("lower them")
-    gpus = "1 GPU" if number == 1 else f"{number} GPUs"
-    return f"launch: this machine has {gpus} for the run, and it needs {' and '.join(parts)}; {', or '.join(remedies)}"
+    needed = " and ".join(parts)
+    return (
+        f"launch: this machine has {count(number, 'GPU')} for the run, and it needs {needed}; {', or '.join(remedies)}"
+    )
 
 
 def assumed_gpus(config: ExperimentConfig, engine: EngineChoice) -> tuple[str, ...]:

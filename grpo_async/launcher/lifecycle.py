@@ -23,6 +23,7 @@ from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
 from grpo_async.utils.safe_text import plain
 
 _REPORT_TIMEOUT_S = 120.0
@@ -72,8 +73,8 @@ def run_with_display(
     )
     display.views += [status, advisor]
     outcome = supervise(config, plan, display, cluster)
-    states = {0: "finished", 1: "failed"}
-    status.end(states.get(outcome.exit_code, "stopped"), exit_code=outcome.exit_code, error=outcome.error)
+    states = {0: FINISHED, 1: FAILED}
+    status.end(states.get(outcome.exit_code, STOPPED), exit_code=outcome.exit_code, error=outcome.error)
     return outcome
 
 

@@ -23,6 +23,7 @@ from grpo_async.errors import RunError
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, Children, tag_of
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.text import count
 
 if TYPE_CHECKING:
     from grpo_async.inference.server import ServerEvent
@@ -213,7 +214,7 @@ class SpawnedServer:
 
     def _give_up(self, end: _End, last_words: str) -> None:
         number = self._restarts.in_a_row
-        after = f"after {number} restart{'' if number == 1 else 's'} in a row (inference.max_restarts)"
+        after = f"after {count(number, 'consecutive restart')} (inference.max_restarts)"
         self.given_up = f"the {self.name} was given up {after}: it {end.how}"
         self._tell("given_up", f"{end.how}, {after}")
         self._servers.gave_up(self, last_words)

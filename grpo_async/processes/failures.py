@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_async.errors import GrpoAsyncError
+from grpo_async.errors import message_of
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.safe_text import plain
@@ -60,11 +60,6 @@ class RankExit:
     pid: int
     time: float
     exit_code: int
-
-
-def message_of(error: BaseException) -> str:
-    """What people read of an error: what was raised on purpose says it all, anything else needs its type."""
-    return str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
 
 
 def write_failure(folder: Path, failure: RankFailure) -> None:

@@ -177,56 +177,56 @@ def _failures(seen: Observations, *, is_process: bool) -> Iterator[Finding]:
         if one.error is not None:
             by_error[one.error, one.is_lost].append(one)
     for (error, is_lost), group in by_error.items():
-        do = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
+        fix = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
         if is_lost:
-            do = "Make it safe and fast for such inputs, or cut them; in training every group that holds one fails."
+            fix = "Make it safe and fast for such inputs, or cut them; in training every group that holds one fails."
         if is_lost and not is_process:
-            do += " Set `run_in: process`: in the trainer's own process it could not be ended, and might end or hold the run."
-        yield _about("fails", Severity.ERROR, f"It {error}.", do, group)
+            fix += " Set `run_in: process`: in the trainer's own process it could not be ended, and might end or hold the run."
+        yield _about("fails", Severity.ERROR, f"It {error}.", fix, group)
     rows_of: dict[str, list[int]] = defaultdict(list)
     for row, error in seen.batch_errors:
         rows_of[error].append(row)
     for error, rows in rows_of.items():
-        what = f"Inputs that are fine one by one fail in one call: it {error}."
-        do = "A group is scored in one call; look for code that takes the number of completions for granted."
-        yield Finding(key="fails", severity=Severity.ERROR, what=what, do=do, rows=_distinct(rows))
+        title = f"Inputs that are fine one by one fail in one call: it {error}."
+        fix = "A group is scored in one call; look for code that takes the number of completions for granted."
+        yield Finding(key="fails", severity=Severity.ERROR, title=title, fix=fix, rows=_distinct(rows))
     if seen.stopped is not None:
-        do = "The inputs after that were not tried."
-        yield Finding(key="fails", severity=Severity.ERROR, what=f"{seen.stopped}.", do=do)
+        fix = "The inputs after that were not tried."
+        yield Finding(key="fails", severity=Severity.ERROR, title=f"{seen.stopped}.", fix=fix)
 
 
 def _values(table: _Table, asks_for_gold: bool) -> Iterator[Finding]:
-    def finding(severity: Severity, what: str, do: str, rows: Sequence[int] = ()) -> Finding:
-        return Finding(key="values", severity=severity, what=what, do=do, rows=rows)
+    def finding(severity: Severity, title: str, fix: str, rows: Sequence[int] = ()) -> Finding:
+        return Finding(key="values", severity=severity, title=title, fix=fix, rows=rows)
 
     if not table.scored:
         return
     numbers = [one.value for one in table.scored if one.value is not None]
     if not numbers:
-        what = f"It returned None (not applicable) for all {len(table.scored)} inputs."
-        do = "Check the column that says which rows it applies to; as it is, it never takes part in the reward."
-        yield finding(Severity.WARNING, what, do)
+        title = f"It returned None (not applicable) for all {len(table.scored)} inputs."
+        fix = "Check the column that says which rows it applies to; as it is, it never takes part in the reward."
+        yield finding(Severity.WARNING, title, fix)
         return
     if table.range == 0.0:
-        what = f"It gives every input the same score ({numbers[0]:g})."
-        do = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
-        yield finding(Severity.ERROR if asks_for_gold and table.is_blind() else Severity.WARNING, what, do)
+        title = f"It gives every input the same score ({numbers[0]:g})."
+        fix = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
+        yield finding(Severity.ERROR if asks_for_gold and table.is_blind() else Severity.WARNING, title, fix)
         return
     if not table.has_gold:
         return
     unscored = sorted({one.row for one in table.scored} - table.golds.keys())
     if unscored:
-        what = "It returned None for the right answer, in every form."
-        do = "If it should apply to these rows, check their gold answers: it cannot read them."
-        yield finding(Severity.WARNING, what, do, unscored)
+        title = "It returned None for the right answer, in every form."
+        fix = "If it should apply to these rows, check their gold answers: it cannot read them."
+        yield finding(Severity.WARNING, title, fix, unscored)
     if table.is_blind():
-        what = "It does not tell gold from garbage: another answer of the same shape gets the same score."
+        title = "It does not tell gold from garbage: another answer of the same shape gets the same score."
         if asks_for_gold:
-            do = "It asks for the gold column, so it should look at it; check what it compares."
-            yield finding(Severity.ERROR, what, do)
+            fix = "It asks for the gold column, so it should look at it; check what it compares."
+            yield finding(Severity.ERROR, title, fix)
         else:
-            do = "Right for a format or length reward; give it a small weight beside one that judges the answer."
-            yield finding(Severity.NOTE, what, do)
+            fix = "Right for a format or length reward; give it a small weight beside one that judges the answer."
+            yield finding(Severity.NOTE, title, fix)
         return
     yield from _gold_too_low(table)
     yield from _paid(table)
@@ -245,8 +245,8 @@ def _gold_too_low(table: _Table) -> Iterator[Finding]:
         yield Finding(
             key="gold-too-low",
             severity=Severity.ERROR,
-            what=f"Gold is below the maximum: on row {row} gold got {table.golds[row]:g}, `{name}` got {best:g}.",
-            do="The policy will learn what pays most; make the right answer the best one.",
+            title=f"Gold is below the maximum: on row {row} gold got {table.golds[row]:g}, `{name}` got {best:g}.",
+            fix="The policy will learn what pays most; make the right answer the best one.",
             inputs=_distinct(name for _, _, name in better),
             rows=_distinct(row for _, row, _ in better),
         )
@@ -254,14 +254,14 @@ def _gold_too_low(table: _Table) -> Iterator[Finding]:
     low = [row for row, gold in table.golds.items() if top - gold > margin]
     lost = [row for row in low if table.golds[row] - table.floors[row] <= ROUNDING * table.range]
     if lost:
-        what = f"The right answer gets no more than garbage ({table.golds[lost[0]]:g}), where other rows' gets up to {top:g}."
-        do = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
-        yield Finding(key="gold-too-low", severity=Severity.ERROR, what=what, do=do, rows=lost)
+        title = f"The right answer gets no more than garbage ({table.golds[lost[0]]:g}), where other rows' gets up to {top:g}."
+        fix = "Look at the gold answers of these rows: they may be wrong, or in a form that the function cannot read."
+        yield Finding(key="gold-too-low", severity=Severity.ERROR, title=title, fix=fix, rows=lost)
     rest = [row for row in low if row not in lost]
     if rest:
-        what = f"The right answer gets less than on other rows ({table.golds[rest[0]]:g} and up to {top:g})."
-        do = "Fine if rows are meant to weigh differently; else look at their gold answers."
-        yield Finding(key="gold-too-low", severity=Severity.WARNING, what=what, do=do, rows=rest)
+        title = f"The right answer gets less than on other rows ({table.golds[rest[0]]:g} and up to {top:g})."
+        fix = "Fine if rows are meant to weigh differently; else look at their gold answers."
+        yield Finding(key="gold-too-low", severity=Severity.WARNING, title=title, fix=fix, rows=rest)
 
 
 _NAMES = {
@@ -293,21 +293,21 @@ def _paid(table: _Table) -> Iterator[Finding]:
         rows = _distinct(entry[3] for entry in found)
         if not like_gold:
             severity, how = Severity.WARNING, f"{fraction:.0%} of what gold gets"
-            do = "Fine if it is meant as partial credit; else a policy may settle for it."
+            fix = "Fine if it is meant as partial credit; else a policy may settle for it."
         elif len(like_gold) <= _BY_CHANCE * len(tried[paid_kind]):
             severity, how = Severity.WARNING, "as much as gold"
-            do = "It is so on few rows, so perhaps by chance; look at these rows."
+            fix = "It is so on few rows, so perhaps by chance; look at these rows."
             rows = sorted(like_gold)
         else:
             severity, how = Severity.ERROR, "as much as gold"
-            do = "A policy finds this out quickly; make the function ask for the answer itself."
-        what = f"It pays {_NAMES[paid_kind]}: on row {row} `{case.name}` got {value:g}, {how}."
+            fix = "A policy finds this out quickly; make the function ask for the answer itself."
+        title = f"It pays {_NAMES[paid_kind]}: on row {row} `{case.name}` got {value:g}, {how}."
         inputs = _distinct(entry[2].name for entry in found)
-        yield Finding(key="pays", severity=severity, what=what, do=do, inputs=inputs, rows=rows)
+        yield Finding(key="pays", severity=severity, title=title, fix=fix, inputs=inputs, rows=rows)
 
 
 def _stability(seen: Observations) -> Iterator[Finding]:
-    for found, what, do in (
+    for found, title, fix in (
         (
             seen.unstable,
             "The same input gets different scores from call to call.",
@@ -321,7 +321,7 @@ def _stability(seen: Observations) -> Iterator[Finding]:
     ):
         if found:
             inputs, rows = _distinct(name for _, name in found), _distinct(row for row, _ in found)
-            yield Finding(key="unstable", severity=Severity.WARNING, what=what, do=do, inputs=inputs, rows=rows)
+            yield Finding(key="unstable", severity=Severity.WARNING, title=title, fix=fix, inputs=inputs, rows=rows)
 
 
 def _slowness(
@@ -331,19 +331,19 @@ def _slowness(
     if not slow:
         return
     worst = max(slow, key=lambda one: one.duration_s)
-    what = f"It is slow: `{worst.case.name}` took {worst.duration_s:.1f} s"
+    title = f"It is slow: `{worst.case.name}` took {worst.duration_s:.1f} s"
     if worst.duration_s > 0.5 * timeout_s:
-        what += f", more than half of timeout_s = {timeout_s:g}"
-    do = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
+        title += f", more than half of timeout_s = {timeout_s:g}"
+    fix = "A group is scored in one call, so its completions share timeout_s; raise it, or make the function faster."
     if not is_process:
-        do += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
-    yield _about("slow", Severity.WARNING, f"{what}.", do, slow)
+        fix += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
+    yield _about("slow", Severity.WARNING, f"{title}.", fix, slow)
 
 
-def _about(key: str, severity: Severity, what: str, do: str, group: Sequence[Observation]) -> Finding:
+def _about(key: str, severity: Severity, title: str, fix: str, group: Sequence[Observation]) -> Finding:
     """A finding that names the inputs and rows of a group."""
     inputs, rows = _distinct(one.case.name for one in group), _distinct(one.row for one in group)
-    return Finding(key=key, severity=severity, what=what, do=do, inputs=inputs, rows=rows)
+    return Finding(key=key, severity=severity, title=title, fix=fix, inputs=inputs, rows=rows)
 
 
 def _distinct(items: Iterable[T]) -> list[T]:

@@ -32,6 +32,7 @@ from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY
 from grpo_async.store.schema import COLUMN_NAMES, OLD_NAMES, OLD_SCHEMA, SCHEMA, select_from_lines
 from grpo_async.store.time_limit import interrupting
 from grpo_async.utils.cpus import usable_cpus
+from grpo_async.utils.text import first_line
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -408,7 +409,7 @@ class Index:
                     raise _DamagedLinesError("it has not the fields of a group")
                 self._add_rows(Sql(new))
         except (duckdb.InvalidInputException, duckdb.ConversionException) as error:
-            raise _DamagedLinesError(str(error).split("\n", 1)[0]) from error
+            raise _DamagedLinesError(first_line(str(error))) from error
         return int(found[1])
 
     def _add_rows(self, source: Sql) -> None:
@@ -485,8 +486,7 @@ def reading(folder: Path, others: tuple[type[Exception], ...] = ()) -> Iterator[
     except duckdb.Error as error:
         if isinstance(error, (duckdb.InterruptException, *others)):  # see `time_limit`
             raise
-        first_line = str(error).split("\n", 1)[0]
-        raise RunError(f"cannot read the rollouts in {folder}: {first_line}") from error
+        raise RunError(f"cannot read the rollouts in {folder}: {first_line(str(error))}") from error
 
 
 @contextlib.contextmanager
@@ -500,7 +500,7 @@ def of_query(query: Query) -> Iterator[None]:
     except (duckdb.InterruptException, duckdb.IOException, duckdb.PermissionException):
         raise
     except duckdb.Error as error:
-        problem = str(error).split("\n", 1)[0]
+        problem = first_line(str(error))
         if not query.text or re.search("parquet|decompress", problem, re.I):
             raise
         raise QueryError(query.text, 0, len(query.text), problem) from error

@@ -35,6 +35,7 @@ from grpo_async.records import (
     TurnRecord,
 )
 from grpo_async.store.schema import SCHEMA
+from grpo_async.utils.safe_text import escape_surrogates
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _MAX_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
@@ -254,9 +255,9 @@ def _dumps(value: Any, option: int = 0) -> bytes:
 
 def _storable(value: Any, depth: int = 0) -> Any:
     """`value`, with the repr of each part that JSON cannot hold: {"a": 2**70, "b": {2}} -> {"a": "1180...", "b": "{2}"}.
-    Half a surrogate pair, which a tool may return and a policy may write in ASCII ("\\ud800" in JSON), becomes its escape."""
+    Half a surrogate pair becomes its escape."""
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+        return escape_surrogates(value)
     if depth < _MAX_DEPTH:
         if is_dataclass(value) and not isinstance(value, type):
             value = {each.name: getattr(value, each.name) for each in fields(value)}

@@ -17,6 +17,7 @@ from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.blocks import has_writer
 from grpo_async.store.schema import SCHEMA
+from grpo_async.utils.text import count
 
 _NAME = "store.json"
 _MAX_CHECKPOINTS = 100
@@ -64,9 +65,9 @@ class StoreMetadata:
         """What a reader must know, one sentence each; empty where everything is there."""
         found = []
         if self.sampled_out:
-            counts = ", ".join(f"{count} {status}" for status, count in sorted(self.sampled_out.items()))
-            number = _groups(sum(self.sampled_out.values()))
-            found.append(f"record.rollouts.sample_rate = {self.sample_rate:g} left out {number} ({counts})")
+            counts = ", ".join(f"{number} {status}" for status, number in sorted(self.sampled_out.items()))
+            left_out = count(sum(self.sampled_out.values()), "group")
+            found.append(f"record.rollouts.sample_rate = {self.sample_rate:g} left out {left_out} ({counts})")
         if self.deleted_blocks:
             some = (
                 "the oldest block was" if self.deleted_blocks == 1 else f"the {self.deleted_blocks} oldest blocks were"
@@ -78,7 +79,7 @@ class StoreMetadata:
             lines = "the last line was torn in" if len(self.torn) == 1 else "the last lines were torn in"
             found.append(f"a kill while writing: {lines} {', '.join(self.torn)}; so many groups are missing")
         if self.lost:
-            found.append(f"{_groups(self.lost)} could not be written (see the log)")
+            found.append(f"{count(self.lost, 'group')} could not be written (see the log)")
         if self.was_killed:
             found.append("the process that wrote was killed: groups that it had not written yet are missing")
         return found
@@ -138,7 +139,3 @@ class MetadataFile:
 
 def _text(metadata: StoreMetadata) -> str:
     return json.dumps(asdict(metadata), indent=2) + "\n"
-
-
-def _groups(number: int) -> str:
-    return "one group" if number == 1 else f"{number} groups"

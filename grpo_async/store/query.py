@@ -36,7 +36,8 @@ from grpo_async.store.query_names import (
     create_tables,
 )
 from grpo_async.store.time_limit import interrupting
-from grpo_async.utils.text import clipped
+from grpo_async.utils.safe_text import SURROGATE
+from grpo_async.utils.text import clipped, first_line
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -334,9 +335,9 @@ def _message_of(error: BaseException) -> tuple[str, dict[str, Any]]:
     try:
         message = str(error)
         details: dict[str, Any] = json.JSONDecoder(strict=False).raw_decode(message, message.index("{"))[0]
-        return str(details["exception_message"]).split("\n", 1)[0], details
+        return first_line(str(details["exception_message"])), details
     except (ValueError, KeyError):  # no JSON
-        return re.sub(r"^\w+ Error: ", "", str(error).split("\n", 1)[0]), {}
+        return re.sub(r"^\w+ Error: ", "", first_line(str(error))), {}
 
 
 def _location(details: dict[str, Any]) -> tuple[int, int]:
@@ -375,7 +376,7 @@ _TOKENS = re.compile(
 def _check_characters(text: str) -> None:
     """Quotes are plain ones, so that brackets can be counted: DuckDB's parser takes minutes for thousands of open ones. Raises
     QueryError."""
-    if half := re.search("[\ud800-\udfff]", text):
+    if half := SURROGATE.search(text):
         raise QueryError(text, half.start(), 1, "the query has half a character (a surrogate)")
     depth = 0
     for found in _TOKENS.finditer(text):

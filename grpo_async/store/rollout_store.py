@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_async.errors import RunError
+from grpo_async.errors import RunError, message_of
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenStats
 from grpo_async.store.blocks import (
     TEMPORARY_SUFFIX,
@@ -358,7 +358,7 @@ class RolloutStore(Writer):
                 f"Group {entry.group.group_id} is lost"
             )
         else:
-            failure = RunError(f"group {entry.group.group_id} cannot be stored: {type(error).__name__}: {error}")
+            failure = RunError(f"group {entry.group.group_id} cannot be stored: {message_of(error)}")
         failure.__cause__ = error
         logger.error("%s", failure)
         with self._changed:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
+from grpo_async.utils.safe_text import SURROGATE
 
 
 class ToolError(GrpoAsyncError):
@@ -70,8 +71,4 @@ def error_text(problem: str, max_chars: int) -> str:
 
 def encodable(text: str) -> str:
     """Without lone surrogates, which neither tokenizers nor the rollout store can encode; each becomes U+FFFD."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return "".join("\N{REPLACEMENT CHARACTER}" if "\ud800" <= char <= "\udfff" else char for char in text)
-    return text
+    return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.json_files import parse_object
+from grpo_async.utils.json_files import json_safe, parse_object
 from grpo_async.utils.line_files import Outage, Writer, append_whole
 
 logger = logging.getLogger(__name__)
@@ -37,8 +36,7 @@ class MetricsLog(Writer):
         Raises:
             RunError: nothing could be written for a minute.
         """
-        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._waiting += (json.dumps({"step": step, **values}) + "\n").encode()
+        self._waiting += (json.dumps(json_safe({"step": step, **metrics})) + "\n").encode()
         self._write_waiting()
 
     def close(self) -> None:

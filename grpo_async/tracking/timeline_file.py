@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from grpo_async.utils.atomic_files import replacing
+from grpo_async.utils.json_files import json_safe
 from grpo_async.utils.line_files import Outage, append_whole, whole_bytes
 from grpo_async.utils.text import clipped
 
@@ -102,7 +103,7 @@ def _detail(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_detail(each) for each in value]
     if isinstance(value, float):
-        return round(value, 6) if -1e300 < value < 1e300 else None  # JSON has no NaN
+        return json_safe(round(value, 6))
     return value if isinstance(value, int | None) else _detail(str(value))
 
 

@@ -5,7 +5,6 @@ one keeps nobody waiting, because each tracker is called from a thread of its ow
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -13,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import ConfigError
+from grpo_async.errors import ConfigError, message_of
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.backends import Rows, Tracker, open_tracker
+from grpo_async.utils.json_files import numbers
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Trackers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand a step's metrics to every tracker and return at once; values that are not finite are left out."""
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        finite = numbers(metrics)
         self._call(step, lambda tracker: tracker.log(step, finite))
 
     def log_completions(self, step: int, rows: Rows) -> None:
@@ -110,7 +110,7 @@ class _Caller:
         try:
             call()
         except Exception as error:  # noqa: BLE001 - a tracker's failure is not the run's
-            self._warn(str(error) or type(error).__name__)
+            self._warn(message_of(error))
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:

@@ -49,6 +49,7 @@ from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import StopCommand, TrainerContext
 from grpo_async.training.timing import peak_bytes
 from grpo_async.user_code.threads import call_when_set
+from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.transport import WeightTransport
@@ -464,7 +465,7 @@ class _Leader:
         run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
         is_finished = self._loop.is_complete
         summary = {
-            "status": "finished" if is_finished else "stopped",
+            "status": FINISHED if is_finished else STOPPED,
             "steps": steps,
             "model": str(run_dir.model) if is_finished else None,
             "num_devices": self._assignment.world_size,

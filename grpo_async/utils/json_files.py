@@ -1,8 +1,10 @@
-"""JSON that another process writes, and may have been killed over: whatever a file holds, reading it raises nothing."""
+"""JSON that other processes read, and that they write and may have been killed over: whatever a file holds, reading it raises
+nothing."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,14 @@ def numbers(values: object) -> dict[str, float]:
     if not isinstance(values, Mapping):
         return {}
     return {str(name): number for name, value in values.items() if (number := finite(value)) is not None}
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with null in place of NaN and the infinities, which JSON does not have, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): json_safe(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(each) for each in value]
+    return value

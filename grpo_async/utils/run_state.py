@@ -24,7 +24,10 @@ KILLED, SILENT = "killed", "silent"
 """The file says running, and that cannot be: its launcher is gone without a word; or it is on another machine and has written
 nothing for SILENT_S."""
 
-STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT)
+UNFINISHED = "unfinished"
+"""There is no status.json: the run has not come to its end, and nothing tells whether it still will."""
+
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT, UNFINISHED)
 
 SILENT_S = 60.0
 _CLOCK_S = 2.0  # the start of a process is told in ticks, and of a clock that may be set

@@ -15,6 +15,9 @@ from grpo_async.utils.text import clipped
 DIRECTIONS = "\\u061c\\u200e\\u200f\\u202a-\\u202e\\u2066-\\u2069"
 """Inside of a pattern's []: characters that turn the direction of what follows."""
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half a character: a policy may write one in ASCII ("\\ud800" in JSON), a tool may return one, and UTF-8 has none."""
+
 _CONTROLS = r"[\x00-\x08\x0b-\x1f\x7f-\x9f]"
 _CONTROL, _DIRECTION = re.compile(_CONTROLS), re.compile(f"[{DIRECTIONS}]")
 _ESCAPES = re.compile(rf"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|{_CONTROLS}")
@@ -30,6 +33,11 @@ def plain(text: str) -> str:
 def one_line(text: str) -> str:
     """`plain` text on one line, without characters that turn the direction of what follows on a terminal."""
     return _BREAKS.sub(" ", _DIRECTION.sub("", plain(text))).strip()
+
+
+def escape_surrogates(text: str) -> str:
+    """`text` with the escape of each half of a surrogate pair, so that it can be encoded."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def tail(path: Path, num_lines: int = 15) -> list[str]:

@@ -54,6 +54,16 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 or seconds <= 0.0 else f"{1000.0 * seconds:.3g} ms"
 
 
+def count(number: int, noun: str) -> str:
+    """1, "group" -> "1 group"; 3000, "group" -> "3,000 groups"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def first_line(text: str) -> str:
+    """The first that is not blank; "" where all are."""
+    return text.strip().partition("\n")[0].rstrip()
+
+
 def shortlist(texts: Collection[str], separator: str = "; ", *, limit: int = 8) -> str:
     """The first of them, and how many more there are: a, b, c with `limit` 2 -> "a; b and 1 more"."""
     more = f" and {len(texts) - limit} more" if len(texts) > limit else ""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from grpo_async.records import GroupStatus, Origin, RolloutStatus, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.utils.safe_text import visible_line
-from grpo_async.utils.text import duration, percent
+from grpo_async.utils.text import count, duration, percent
 
 STATUS_STYLES: dict[str, str] = {
     GroupStatus.TRAINED: "green",
@@ -41,11 +41,6 @@ def number(value: float | None, digits: int = 3) -> str:
 def signed(value: float | None, digits: int = 3) -> str:
     """0.25 -> '+0.250'; None -> '-'."""
     return or_dash(value, f"{{:+.{digits}f}}".format)
-
-
-def count(number_of: int, noun: str) -> str:
-    """1, 'group' -> '1 group'; 3000, 'group' -> '3,000 groups'."""
-    return f"{number_of:,} {noun}{'' if number_of == 1 else 's'}"
 
 
 def span(first: int | None, last: int | None) -> str:

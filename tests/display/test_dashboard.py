@@ -45,7 +45,7 @@ def _progress(num_servers: int = 2) -> Progress:
     text = "trainer idle 41%, server KV 38%: raise rollout.max_in_flight 64 -> 96, or move one GPU to a server"
     rose = "Yes: the reward on held-out prompts rose from 0.3 to 0.456: +0.156 (95 %: +0.100 to +0.212; 100 prompts)."
     progress.verdict = Verdict(is_learning=True, key="learns", text=rose, numbers={"change": 0.156})
-    progress.advice = Finding(key="generation", severity=Severity.NOTE, what="", text=text)
+    progress.advice = Finding(key="generation", severity=Severity.NOTE, title="", text=text)
     progress.add_message("the inference server 1 was killed by SIGKILL; restart 1 of 3 in 1 s", is_warning=True)
     progress.add_message("node 1 is here")
     for message in list(progress.messages):
@@ -133,7 +133,7 @@ def test_hostile_text_stays_inside_the_frame(width: int, height: int) -> None:
     progress.add_message(bad, is_warning=True)
     progress.evaluations = {bad: {"reward": 1.0}}
     progress.example = Example.of({"step": 1, "prompt": bad, "completions": [{"reward": 0.5, "text": bad}]})
-    progress.advice = Finding(key="x", severity=Severity.NOTE, what="", text=bad)
+    progress.advice = Finding(key="x", severity=Severity.NOTE, title="", text=bad)
     text = _text(progress, width, height)
     assert max(len(line) for line in text.splitlines()) <= width
     assert not set("\x1b\r\x07\u202e") & set(text)

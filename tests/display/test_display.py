@@ -109,7 +109,7 @@ def test_the_dashboard_leaves_what_was_said_when_it_goes() -> None:
         display.step(1, 2, METRICS)
         display.evaluation("before", {"reward": 0.5})
         display.preflight([Check("memory", "warn", "little\x1b[2J")])
-        display.advice(1, Finding(key="generation", severity=Severity.NOTE, what="", text="more servers"))
+        display.advice(1, Finding(key="generation", severity=Severity.NOTE, title="", text="more servers"))
     after = plain(_text(console).rpartition("\x1b[?1049l")[2]).splitlines()  # the alternate screen is left
     assert [line for line in after if line.strip()] == [
         "held-out before training: reward 0.500",

@@ -87,7 +87,7 @@ def _fill(status: Display) -> None:
     status.example(EXAMPLE)
     status.servers([SERVER])
     advice = Finding(
-        key="generation", severity=Severity.NOTE, what="", text="more servers", setting="a.b", current=1, suggested=2
+        key="generation", severity=Severity.NOTE, title="", text="more servers", setting="a.b", current=1, suggested=2
     )
     status.advice(3, advice)
     status.warning("the server was killed")

@@ -140,7 +140,7 @@ def test_what_is_found_and_how_bad_it_is(case: Case) -> None:
     assert (finding and finding.severity) == case.severity
     if finding is not None:
         for text in case.what:
-            assert text in f"{finding.what} {finding.text} {finding.do}"
+            assert text in f"{finding.title} {finding.text} {finding.fix}"
         assert case.query is None or finding.query == case.query
 
 

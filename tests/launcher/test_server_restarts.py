@@ -113,7 +113,7 @@ def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tm
         assert launcher.left() == {}
         error = launcher.output[launcher.output.index("error: ") :]
         assert (
-            "the inference server was given up after 2 restarts in a row (inference.max_restarts): "
+            "the inference server was given up after 2 consecutive restarts (inference.max_restarts): "
             "it ended with exit code 3\n" in error
         )
         assert "  KV cache does not fit\n  giving up\n" in error
@@ -137,8 +137,8 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
         assert launcher.end() == 1
         assert launcher.left() == {}
         error = launcher.output[launcher.output.index("error: ") :]
-        assert "inference server 1 was given up after 0 restarts" in error
-        assert "inference server 0 was given up after 0 restarts" in error
+        assert "inference server 1 was given up after 0 consecutive restarts" in error
+        assert "inference server 0 was given up after 0 consecutive restarts" in error
         assert "was killed by SIGKILL" in error
         assert "server_0.log" in error
     names = {"config.yaml", "server_0.log", "server_1.log", "trainer.log"}
@@ -343,6 +343,6 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
 
     failure = asyncio.run(main())
     assert failure is not None
-    assert "given up after 2 restarts" in failure
+    assert "given up after 2 consecutive restarts" in failure
     assert "could not be started: cannot start the inference server" in failure
     assert [event for event, _, _ in news.events] == ["exited", "exited", "exited", "given_up"]

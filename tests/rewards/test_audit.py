@@ -51,7 +51,7 @@ def _report(
 
 
 def _findings(function: str, **more: Any) -> list[tuple[str, str]]:
-    return [(finding.severity.value, finding.what) for finding in _report(function, **more).findings]
+    return [(finding.severity.value, finding.title) for finding in _report(function, **more).findings]
 
 
 def test_an_honest_function_passes_and_its_numbers_are_told() -> None:
@@ -107,9 +107,9 @@ def test_a_function_that_ends_or_holds_its_process_is_told_with_the_input_and_do
     monkeypatch.setattr(audit, "_MAX_LOST_IN_ALL", 2)
     report = _report(function, in_worker=True, timeout_s=0.5)
     lost, stopped = (finding for finding in report.findings if finding.key == "fails")
-    assert (lost.what, report.num_failed, report.place) == (what, 2, "thread")
-    assert "Set `run_in: process`" in lost.do
-    assert stopped.what == "It took longer than its timeout_s, or died, 2 times."
+    assert (lost.title, report.num_failed, report.place) == (what, 2, "thread")
+    assert "Set `run_in: process`" in lost.fix
+    assert stopped.title == "It took longer than its timeout_s, or died, 2 times."
     if function == "dies":
         assert lost.inputs[0] == "gold, boxed"
 
@@ -117,7 +117,7 @@ def test_a_function_that_ends_or_holds_its_process_is_told_with_the_input_and_do
 def test_time_outs_are_observations_and_an_input_that_hangs_is_tried_twice_only() -> None:
     report = _report("hangs_on_boxes", timeout_s=0.4, run_in="process")
     assert report.findings[0].severity == "error"
-    assert report.findings[0].what.startswith("It took longer than 0.4 s")
+    assert report.findings[0].title.startswith("It took longer than 0.4 s")
     # open braces, nested fractions and 200k braces hang, on 2 of the 3 rows each; 123 - 3 were tried
     assert (report.num_failed, report.num_inputs) == (6, 120)
     assert report.gold is not None

@@ -199,7 +199,7 @@ def test_a_failed_write_is_a_clear_error_of_the_next_call_and_nothing_else_is_lo
     store.close()
     assert _seqs(tmp_path) == [(0, 0), (2, 2)]
     assert len(find_blocks(tmp_path)) == (1 if truncates else 2)
-    assert read_metadata(tmp_path).notes() == ["one group could not be written (see the log)"]
+    assert read_metadata(tmp_path).notes() == ["1 group could not be written (see the log)"]
 
 
 def test_the_error_comes_with_the_next_append_which_is_written_all_the_same(

@@ -120,7 +120,7 @@ def test_a_failing_tracker_warns_once_and_the_others_go_on(caplog: pytest.LogCap
     trackers.close()
     assert good.steps == [1, 2]
     assert [record.message for record in caplog.records] == [
-        "tracker broken failed (further failures of it are not shown): no network"
+        "tracker broken failed (further failures of it are not shown): OSError: no network"
     ]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from grpo_async.chat.turn import ReadCall, UnreadableError
+from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.text import json_kind
 
 MAX_DEPTH = 64
@@ -103,7 +104,7 @@ def _name_of(item: Any) -> str:
     """What a call that is refused names, as far as it can be read."""
     for holder in (item.get("function"), item) if isinstance(item, Mapping) else ():
         name = holder.get("name") if isinstance(holder, Mapping) else None
-        if isinstance(name, str) and not _has_half_surrogate(name):
+        if isinstance(name, str) and not SURROGATE.search(name):
             return name.strip()
     return ""
 
@@ -145,11 +146,7 @@ def _check(value: Any) -> None:
             if not math.isfinite(item):
                 raise UnreadableError("it holds a number that is too large")
         elif isinstance(item, str):
-            if _has_half_surrogate(item):
+            if SURROGATE.search(item):
                 raise UnreadableError("it holds half of a surrogate pair (\\ud800 to \\udfff)")
         elif item is not None and not isinstance(item, int):
             raise UnreadableError(f"it holds a {type(item).__name__}, which JSON does not have")
-
-
-def _has_half_surrogate(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.findings.statistics import mean_over_time
+from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, UNFINISHED
 from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
 
 _STATUS = {
-    "finished": ("good", "finished"),
-    "stopped": ("warning", "stopped"),
-    "failed": ("bad", "failed"),
-    "running": ("info", "running"),
-    "killed": ("bad", "killed"),
-    "silent": ("warning", "silent"),
-    "unfinished": ("warning", "not finished"),
+    FINISHED: ("good", "finished"),
+    STOPPED: ("warning", "stopped"),
+    FAILED: ("bad", "failed"),
+    RUNNING: ("info", "running"),
+    KILLED: ("bad", "killed"),
+    SILENT: ("warning", "silent"),
+    UNFINISHED: ("warning", "not finished"),
 }
 Number = tuple[str, str]
 """A value, and a note about it."""
@@ -35,7 +36,7 @@ class Headline:
 
 def headline(run: RunData) -> Headline:
     # one that failed or goes on leaves the summary of the attempt before
-    summary = run.summary if run.status in ("finished", "stopped") else {}
+    summary = run.summary if run.status in (FINISHED, STOPPED) else {}
     wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
     numbers = {
         "held-out reward": _held_out(run),
@@ -58,13 +59,13 @@ def _outcome(run: RunData, wall_s: float) -> str:
     planned = f" of {run.max_steps}" if run.max_steps else ""
     steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
     how = {
-        "finished": f"The run finished after {steps}.",
-        "stopped": f"The run was stopped after {steps}; it can go on with --resume.",
-        "failed": f"The run failed after {steps}.",
-        "running": f"The run goes on: {steps} so far.",
-        "killed": f"The run was killed after {steps}, without a word; it can go on with --resume.",
-        "silent": f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
-        "unfinished": f"The run has {steps}. It still goes on, or it was killed.",
+        FINISHED: f"The run finished after {steps}.",
+        STOPPED: f"The run was stopped after {steps}; it can go on with --resume.",
+        FAILED: f"The run failed after {steps}.",
+        RUNNING: f"The run goes on: {steps} so far.",
+        KILLED: f"The run was killed after {steps}, without a word; it can go on with --resume.",
+        SILENT: f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
+        UNFINISHED: f"The run has {steps}. It still goes on, or it was killed.",
     }
     return how.get(run.status, f"{run.status}: {steps}.")
 

@@ -21,12 +21,11 @@ from grpo_async.config.diff import flat
 from grpo_async.findings.finding import sentence
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import visible
-from grpo_async.utils.text import format_number
+from grpo_async.utils.text import both_ends, format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS
 from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
-from grpo_async.viewer.report.rollouts import shortened
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
@@ -113,7 +112,6 @@ def _environment() -> Environment:
         histogram_id=_histogram_id,
         inspect_command=sections.inspect_command,
         levels=sections.LEVELS,
-        words=sections.WORDS,
         sentence=sentence,
         tools=sections.tools,
     )
@@ -130,7 +128,7 @@ def _finalize(value: Any) -> Any:
 def _shortened(value: Any) -> str:
     """A column of the data, as JSON where it is no text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return shortened(text, _COLUMN_WIDTH)
+    return both_ends(text, _COLUMN_WIDTH)
 
 
 def _histogram_id(kind: str, run: RunData) -> str:

@@ -15,6 +15,7 @@ from grpo_async.store.query import EVERYTHING, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.summaries import GroupSummary, Histogram, PromptChange
 from grpo_async.store.table import RolloutTable
+from grpo_async.utils.text import both_ends
 from grpo_async.viewer.format import conversation, prompt_of
 
 _NUM_EXTREMES = 4
@@ -36,11 +37,11 @@ class Example:
 
     @property
     def prompt(self) -> str:
-        return shortened(conversation(prompt_of(self.group, self.rollout)), _MAX_TEXT)
+        return both_ends(conversation(prompt_of(self.group, self.rollout)), _MAX_TEXT)
 
     @property
     def completion(self) -> str:
-        return shortened(conversation(self.rollout.messages), _MAX_TEXT)
+        return both_ends(conversation(self.rollout.messages), _MAX_TEXT)
 
     @property
     def num_tool_calls(self) -> int:
@@ -189,7 +190,7 @@ def _read(table: RolloutTable) -> RolloutOverview:
 def _errors(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     counts: dict[str, int] = {}
     for message, count in found:  # two long messages may begin and end alike
-        short = shortened(" ".join(message.split()), _MAX_ERROR)
+        short = both_ends(" ".join(message.split()), _MAX_ERROR)
         counts[short] = counts.get(short, 0) + count
     return sorted(counts.items(), key=lambda item: -item[1])
 
@@ -212,11 +213,3 @@ def _typical(group: GroupRow, mean: float) -> Example:
         return float("inf") if rollout.reward is None else abs(rollout.reward - mean)
 
     return Example(group, min(group.rollouts, key=distance))
-
-
-def shortened(text: str, limit: int) -> str:
-    """At most about `limit` characters: the beginning and the end of a longer text, which says how much is missing."""
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"

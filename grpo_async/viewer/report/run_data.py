@@ -17,7 +17,7 @@ from grpo_async.findings.evidence import read_config, read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
 from grpo_async.utils.json_files import read_object, read_objects
-from grpo_async.utils.run_state import state_of
+from grpo_async.utils.run_state import UNFINISHED, state_of
 from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
@@ -99,10 +99,10 @@ def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
 
 def _status(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """A word of run_state.STATES from status.json; where there is none (an old run), that of summary.json, which is written when a
-    run comes to its end. "unfinished": the run goes on, or was killed."""
+    run comes to its end."""
     if status:
         return state_of(status).state
-    return str(summary.get("status", "?")) if summary else "unfinished"
+    return str(summary.get("status", "?")) if summary else UNFINISHED
 
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:

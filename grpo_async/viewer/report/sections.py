@@ -17,7 +17,6 @@ from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.timeline import drawing, load_events, usage
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
-WORDS = {Severity.ERROR: "problem", Severity.WARNING: "look at it", Severity.GOOD: "good", Severity.NOTE: "note"}
 _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _ADVICE_STEPS = 50  # of the end of the run

@@ -21,7 +21,7 @@ from grpo_async.store.query import Query, QueryError, both, parse_query
 from grpo_async.store.summaries import GroupSummary, RolloutSummary, StepSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import visible_line
-from grpo_async.viewer.format import count
+from grpo_async.utils.text import count
 from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.terminal.base import InspectorScreen, Session, key
 from grpo_async.viewer.terminal.group import GroupScreen

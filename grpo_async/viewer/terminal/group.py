@@ -17,7 +17,8 @@ from textual.widgets import Footer, Static
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.utils.safe_text import visible, visible_line
-from grpo_async.viewer.format import STATUS_STYLES, call_text, count, number, or_dash, prompt_of, signed, span, versions
+from grpo_async.utils.text import count
+from grpo_async.viewer.format import STATUS_STYLES, call_text, number, or_dash, prompt_of, signed, span, versions
 from grpo_async.viewer.terminal.base import Pager, RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.rollout import RolloutScreen
 from grpo_async.viewer.text_diff import differences

@@ -20,12 +20,11 @@ from textual.widgets import Footer, Static
 from grpo_async.records import Origin, root_id
 from grpo_async.store import GroupRow, RolloutRow, TurnRow
 from grpo_async.utils.safe_text import quoted, visible_line
-from grpo_async.utils.text import duration
+from grpo_async.utils.text import count, duration
 from grpo_async.viewer.format import (
     STATUS_STYLES,
     call_text,
     call_tree,
-    count,
     number,
     or_dash,
     prompt_of,

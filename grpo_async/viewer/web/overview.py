@@ -22,7 +22,7 @@ from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
 from grpo_async.viewer.report.plots import Drawing, curve, draw, held_out_plots
 from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
 from grpo_async.viewer.report.run_data import RunData, changed_settings
-from grpo_async.viewer.report.sections import LEVELS, WORDS, Learning, advice, learning
+from grpo_async.viewer.report.sections import LEVELS, Learning, advice, learning
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
@@ -75,9 +75,7 @@ def page(source: Source) -> dict[str, Any]:
     counted = {name: known[name] for name in ("num_sampled", "num_unscored", "errors")}
     run = replace(run, rollouts=RolloutOverview(**known), **counted)
     learns, speed = learning(run), advice(run)
-    findings = [
-        {**asdict(each), "level": LEVELS[each.severity], "word": WORDS[each.severity]} for each in learns.findings
-    ]
+    findings = [{**asdict(each), "level": LEVELS[each.severity]} for each in learns.findings]
     return {
         **_card(source.run, run, learns),
         "statistics": headline(run).statistics,

@@ -11,9 +11,9 @@ import pytest
 
 from grpo_async.config.diff import flat
 from grpo_async.run_directory import RunDir
+from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
-from grpo_async.viewer.report.rollouts import shortened
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
@@ -123,9 +123,9 @@ def test_only_settings_that_differ_are_listed_with_their_paths() -> None:
     assert changed_settings([first, first]) == []
 
 
-def test_a_long_text_keeps_both_ends_and_says_what_is_missing() -> None:
-    assert shortened("abc", 3) == "abc"
-    assert shortened("a" * 50 + "b" * 50, 20) == "a" * 10 + " [... 80 characters left out ...] " + "b" * 10
+def test_a_long_text_keeps_both_ends() -> None:
+    assert both_ends("abc", 3) == "abc"
+    assert both_ends("a" * 50 + "b" * 50, 21) == "a" * 10 + "…" + "b" * 10
 
 
 def test_runs_of_the_same_name_are_told_apart() -> None:

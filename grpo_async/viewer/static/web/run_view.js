@@ -71,7 +71,7 @@ function finding(each, run) {
   return h(
     "li",
     { class: `lined panel ${each.level}` },
-    h("p", {}, h("span", { class: "badge" }, each.word), " ", h("strong", {}, each.what)),
-    h("p", { class: "said" }, `${each.text} ${each.do} `, rollouts),
+    h("p", {}, h("span", { class: "badge" }, each.severity), " ", h("strong", {}, each.title)),
+    h("p", { class: "said" }, `${each.text} ${each.fix} `, rollouts),
   );
 }
