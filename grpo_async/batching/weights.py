@@ -34,7 +34,7 @@ def token_weights(
     empty one is there because ranks run in lockstep, not because of the data.
 
     Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20]; bnpo with
-    each in a micro-batch of its own [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, sample: grpo [1/3, 1/9].
+    each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, sample: grpo [1/3, 1/9].
 
     Args:
         plan: of these samples; only bnpo depends on it.

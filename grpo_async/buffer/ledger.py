@@ -27,7 +27,7 @@ class Ledger:
     """Counts groups and tokens by status."""
 
     def __init__(self, totals: Mapping[str, Mapping[str, int]] | None = None) -> None:
-        """`totals` are those of a snapshot to go on from; what was open then must be empty."""
+        """`totals` are those of a snapshot to resume from; what was open then must be empty."""
         self._lock = threading.Lock()
         self._open: dict[int, _OpenGroup] = {}
         totals = totals or {"groups": {}, "tokens": {}}

@@ -1,10 +1,10 @@
-"""What the rollout side puts into a checkpoint and goes on from: a snapshot, and its JSON lines.
+"""What the rollout side puts into a checkpoint and resumes from: a snapshot, and its JSON lines.
 
     prompts to issue again | groups that are finished and not trained | rollouts in progress
 
 Worked example: step 3 was trained; group 8 is scored and queued, group 9 has one rollout that is over and one that made its
 first turn and 5 tokens of the second, group 10 waits for its first token. `queued` = [8], `in_progress` = [9], `outstanding` =
-[8, 9, 10]. A resume puts 8 back into the queue, goes on with 9 and begins 10 anew, all under the ids and seeds that they had.
+[8, 9, 10]. A resume puts 8 back into the queue, continues 9 and restarts 10, all under the ids and seeds that they had.
 
 Prompts are not written: the stream gives them again, and has checked that the data is the same.
 """

@@ -39,7 +39,7 @@ class Watch:
         progress: a counter that grows while generation is alive (generated tokens).
         heartbeat: called about every `heartbeat_s` seconds of waiting.
         on_change: called after `wake`, in the waiting thread.
-        describe: what is going on, for the error.
+        describe: the current state, for the error.
     """
 
     timeout_s: float

@@ -26,7 +26,7 @@ _ALWAYS = frozenset({"environment"})  # chooses the environment: another one is 
 
 
 def task_columns(source: Source) -> set[str]:
-    """Columns of the source that belong to a row's task, beside the prompt."""
+    """Columns of the source that belong to a row's task, apart from the prompt."""
     own = {"seed"} if isinstance(source, EnvironmentSource) else set()
     return {*source.task_columns, *own, *_ALWAYS}
 
@@ -71,7 +71,7 @@ def split_held_out(rows: Rows, held_out: float, *, seed: int, columns: Collectio
     the first of them are a fair sample; the others keep their order.
 
     A fraction: a row is held out if its hash, as a number in [0, 1), is below it: 1000 rows and 0.05 give about 50. A number: the
-    rows with the smallest hashes, at least so many (rows with one key are not torn apart). Either way rows that are added later
+    rows with the smallest hashes, at least that many (rows with one key are not torn apart). Either way rows that are added later
     can push a held-out row back into training, but no row out of it.
 
     Raises:

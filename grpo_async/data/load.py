@@ -84,6 +84,6 @@ def _check_leaks(
     if evaluation.leak_check == "error":
         raise ConfigError(
             f"{message}. Remove them from one side, use another `seed` or `first_seed` where the rows are made, or name the "
-            "columns that tell such rows apart in `task_columns`; `evaluation.leak_check: warn` goes on nevertheless"
+            "columns that tell such rows apart in `task_columns`; `evaluation.leak_check: warn` continues nevertheless"
         )
     return [message]

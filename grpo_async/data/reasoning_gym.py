@@ -1,4 +1,4 @@
-"""Rows from reasoning-gym, made in a process of their own (`reasoning_gym_child`).
+"""Rows from reasoning-gym, made in a separate process (`reasoning_gym_child`).
 
 Some tasks go through sets of text, so that their rows depend on Python's hash seed, which differs from process to process: a run
 could not be continued from a checkpoint. The child has a fixed one. It also keeps a library that takes seconds to import, prints,

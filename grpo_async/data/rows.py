@@ -38,7 +38,7 @@ class Rows(list[Row]):
 
 
 def check_values(row: Row, place: str) -> None:
-    """Raise a ConfigError for the first value that is no plain data, with its column."""
+    """Raise a ConfigError for the first value that is not plain data, with its column."""
     for name, value in row.items():
         if not isinstance(name, str):
             raise ConfigError(f"{place}: the name of a column must be text, got {json_kind(name)}")
@@ -52,7 +52,7 @@ def check_values(row: Row, place: str) -> None:
 
 
 def _unsupported(value: Any) -> Any | None:
-    """What in `value` is no plain data, or None. Subclasses of plain types (numpy's text, enums) are unsupported, too."""
+    """What in `value` is not plain data, or None. Subclasses of plain types (numpy's text, enums) are unsupported, too."""
     if type(value) in _SCALARS or isinstance(value, _TIMES):
         return None
     if type(value) in (list, tuple):

@@ -45,7 +45,7 @@ class PromptStream:
         seed: together with the epoch, decides the order.
         shuffle: False: every epoch goes through the rows in their order.
         system_prompt: put before every prompt as a system message.
-        state: what `state()` returned; the stream goes on from there.
+        state: what `state()` returned; the stream continues there.
 
     Raises:
         ConfigError: there are no rows, or the rows, seed or shuffling are not those of `state`.
@@ -153,6 +153,6 @@ def _fingerprint(rows: Sequence[Mapping[str, Any]], system_prompt: str | None) -
     """16 hex digits over the content of all rows, in order, and the system prompt."""
     digest = hashlib.sha256(json.dumps(system_prompt).encode())
     for row in rows:
-        # default=repr: dates, decimals and bytes, the values beside JSON's that `rows.check_values` lets through
+        # default=repr: dates, decimals and bytes, the values other than JSON's that `rows.check_values` lets through
         digest.update(json.dumps(row, sort_keys=True, default=repr).encode() + b"\n")
     return digest.hexdigest()[:16]

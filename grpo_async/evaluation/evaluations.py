@@ -1,15 +1,15 @@
-"""The evaluations of a run: before the first step, beside training every N steps, and after the last.
+"""The evaluations of a run: before the first step, during training every N steps, and after the last.
 
     before_training   waits for it: nothing is generated yet
     after_step        never waits: collects one that has ended, starts the one that is due
     after_training    waits for the one that runs, then for the last, on the final policy
 
-They run on the rollout thread and the servers of training, with a bound of their own (`evaluation.max_in_flight`): the servers'
+They run on the rollout thread and the servers of training, with a separate bound (`evaluation.max_in_flight`): the servers'
 slots are shared out by the order in which requests arrive. One runs at a time: what is due meanwhile is left out, and said.
-Results are told at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
+Results are shown at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
 `eval/step` being the step at whose end the evaluation began. Rollouts stand in evaluations/step_N/.
 
-An evaluation that runs when the process ends is no result: a resumed run makes it again, on the policy that it begins with.
+An evaluation that runs when the process ends has no result: a resumed run repeats it, on the policy that it begins with.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 logger = logging.getLogger(__name__)
 
 _SEAL_TIMEOUT_S = 10.0
-"""What is not sealed by then stays JSON lines, which is no loss."""
+"""What is not sealed by then stays JSON lines; nothing is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ class RunEvaluations:
         evaluator = self._evaluator
         assert evaluator is not None
         folder = self._run_dir.evaluation(step)
-        self._seal(wait_s=_SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is written anew
+        self._seal(wait_s=_SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is rewritten
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
         # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
@@ -258,13 +258,13 @@ class RunEvaluations:
         except GrpoAsyncError as error:
             if running.future.done():
                 self._fail(running, error)
-            else:  # it is no fault of the evaluation: a push failed, say
+            else:  # the evaluation is not to blame: a push failed, for example
                 self.close()
             raise
         self._end(running, result)
 
     def _collect(self, running: _Running) -> None:
-        """Of one that has ended beside training, which goes on whatever became of it."""
+        """Of one that has ended during training, which continues whatever its outcome."""
         try:
             self._end(running, running.future.result(timeout=0.0))
         except CancelledError:
@@ -322,7 +322,7 @@ class RunEvaluations:
             self._await()
         except GrpoAsyncError:
             if running is None or not self._log.has_failed(running.step):
-                raise  # it is no failure of the evaluation; those are recorded and told
+                raise  # not a failure of the evaluation; those are recorded and shown
         if self._unreported:
             self._listeners.track(step, self._unreported)
             self._unreported = {}

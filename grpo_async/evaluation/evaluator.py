@@ -41,12 +41,12 @@ _NOTED_FRACTION, _MAX_FAILED_FRACTION = 0.05, 0.5
 _NUM_SHOWN, _MAX_TEXT = 16, 8000
 """Prompts in the table of completions, always the same ones, and characters of a text there."""
 _MAX_GROUPS = 64
-"""Values of `evaluation.group_by`: each has a dozen metrics of its own."""
+"""Values of `evaluation.group_by`: each has a dozen metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTask:
-    """One evaluation. `step` names it; `served_version` tells the policy version that the servers serve at the moment of the call;
+    """One evaluation. `step` names it; `served_version` returns the policy version that the servers serve at that moment;
     `max_in_flight` bounds its rollouts in progress (never fewer than those of one prompt); `store` takes its rows."""
 
     step: int
@@ -60,12 +60,12 @@ class Evaluator:
 
     Args:
         pass_threshold: a completion passes when its reward is at least this.
-        group_by: column whose values get results of their own.
+        group_by: column whose values get separate results.
         errors: counts failures; that of an evaluation, not of training.
         majority_baseline: fraction of the most frequent held-out answer; None without `evaluation.baseline_column`.
 
     Raises:
-        ConfigError: `group_by` is no column of the prompts, or has too many values.
+        ConfigError: `group_by` is not a column of the prompts, or has too many values.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Evaluator:
         """Sampled so far, over all evaluations. Grows while one runs."""
 
     async def run(self, task: EvaluationTask) -> EvaluationResult:
-        """Evaluate once. Runs to its end beside whatever else the loop does; cancel it to break it off.
+        """Evaluate once. Runs to its end alongside whatever else the loop does; cancel it to break it off.
 
         Raises:
             RunError: more than half of the rollouts failed (a reward that fails counts too). From 5% on it warns: the numbers are

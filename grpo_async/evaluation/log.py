@@ -25,7 +25,7 @@ class EvaluationLog:
         self._write()
 
     def end_with(self, step: int) -> EvaluationRecord | None:
-        """The result of `step`, with which the run turned out to end, as that of the end; None when the last record is no such
+        """The result of `step`, with which the run turned out to end, as that of the end; None when the last record has no such
         result."""
         last = self.records[-1] if self.records else None
         if last is None or last.step != step or last.when != "step" or not last.metrics:
@@ -47,7 +47,7 @@ class EvaluationLog:
         return last is not None and last.error is not None
 
     def pending(self, start: int, *, at_start: bool, every_steps: int | None) -> int | None:
-        """The step for which a run that goes on from step `start` still owes an evaluation; None: it owes none.
+        """The step for which a run that resumes at step `start` still owes an evaluation; None: it owes none.
 
         That is the last one that was due and is not in the log: the process ended while it ran. Every 4 steps and a resume from
         step 9: 8 is in the log -> None; it is not -> 8; it was left out because that of 4 still ran, and 4 is not in -> 4.

@@ -32,7 +32,7 @@ def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path
             end, else its newest checkpoint.
 
     Raises:
-        ConfigError: there is no such thing, or running servers are named beside it.
+        ConfigError: there is no such thing, or running servers are named as well.
     """
     if checkpoint is None and run is None:
         if config.inference.urls:
@@ -41,7 +41,7 @@ def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path
     if config.inference.urls:
         raise ConfigError(
             "inference.urls names servers that run already and serve what they serve; leave out --checkpoint and --run, or start "
-            "servers of its own with --set inference.urls=[]"
+            "its own servers with --set inference.urls=[]"
         )
     run_dir = RunDir(config.run_path if run is None else run)
     if run is not None and not run.is_dir():

@@ -4,5 +4,5 @@
                                    '-> function_producer -> function_output      the user's: with a `function_trainer`
 
 `worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
-what was generated, `error_log` counts what failed, `utils.seeds.seed_of` gives every request a seed of its own.
+what was generated, `error_log` counts what failed, `utils.seeds.seed_of` gives every request its own seed.
 """

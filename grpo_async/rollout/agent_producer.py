@@ -4,8 +4,8 @@
 
 Invariant: however a run of the agent ends, its session is closed then, so its key is refused and its requests are cancelled; and
 the rollout is a completion, FAILED with the reason where there is one. A rollout whose budget of tokens was used up counts as
-truncated, whatever the agent made of that. A resume goes on with the rollouts of a group that were over, and begins the others
-anew: an agent's own state cannot be restored.
+truncated, whatever the agent made of that. A resume keeps the finished rollouts of a group and restarts the
+others: an agent's state cannot be restored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from grpo_async.utils.network import server_certificates
 from grpo_async.utils.seeds import seed_of
 
 _OWN_LIMIT_FIRST_S = 5.0
-"""After `timeout_s`: an agent that has a limit of its own says more about what it was doing."""
+"""After `timeout_s`: an agent with its own limit says more about what it was doing."""
 
 
 class AgentHost:
@@ -108,7 +108,7 @@ class AgentProducer:
         client: generates.
         renderer: of the run.
         settings: sampling and limits in tokens.
-        needs_reward: there are no reward functions, so a run without a reward of its own has failed.
+        needs_reward: there are no reward functions, so a run that returns no reward has failed.
         errors: counts failures.
         tracks: of the timeline; each rollout in progress has one.
     """

@@ -1,4 +1,4 @@
-"""What rollouts are made with beside the policy: tools, environments, or a rollout function or an agent in place of all of them."""
+"""What rollouts are made with, apart from the policy: tools, environments, or in their place a rollout function or an agent."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class Conversation:
         A prompt that leaves no room for a token gives a truncated completion without turns.
 
         Args:
-            rollout: changes as the conversation goes on.
+            rollout: changes during the conversation.
             on_tokens: called as tokens arrive.
 
         Raises:

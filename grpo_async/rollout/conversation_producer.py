@@ -186,7 +186,7 @@ async def _reset(environment: Environment, prompt: Prompt, track: Track) -> Sequ
 
 
 def with_environment_text(messages: Sequence[TaggedMessage], text: str) -> list[TaggedMessage]:
-    """Append an environment's text to the last user message; without one it becomes a user message of its own.
+    """Append an environment's text to the last user message; without one it becomes a new user message.
 
     [system "Play.", user "Begin: "] and "guess 1 to 7" -> [system "Play.", user "Begin: guess 1 to 7"]
     """

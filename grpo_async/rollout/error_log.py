@@ -27,7 +27,7 @@ class ErrorLog:
             logger.warning("%s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
 
     def count(self, kind: str) -> None:
-        """Count something that is no error but is to be seen ("prompt too long")."""
+        """Count something that is not an error but should be seen ("prompt too long")."""
         self._counts[kind] += 1
 
     @property

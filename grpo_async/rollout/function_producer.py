@@ -3,7 +3,7 @@
     rollout_func(prompts, trainer) -> {"prompt_ids": ..., "completion_ids": ..., "logprobs": ..., **extra}
 
 Each value is a list with one entry per rollout. Extra keys reach the reward functions as columns; `env_mask` (1 = sampled by the
-policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async one on a loop of its own, which it may
+policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread (an async one on a separate loop, which it may
 block without holding the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
 version that was served when the call began, the oldest it can be.
 

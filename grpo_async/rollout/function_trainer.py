@@ -65,7 +65,7 @@ class FunctionTrainer:
         arguments: `args`.
         max_steps: optimizer steps of the run.
         served_version: the policy version that the server serves now.
-        seed: of this call; every request has one of its own.
+        seed: of this call; each request has a different one.
         timeout_s: deadline of one `generate` call.
     """
 

@@ -93,7 +93,10 @@ def _tool_metrics(completions: Sequence[RolloutCompletion]) -> dict[str, float]:
         metrics["tools/duration_s/mean"] = fmean(call.duration_s for call in calls)
         metrics["tools/duration_s/per_rollout"] = sum(call.duration_s for call in calls) / len(completions)
     offered = {name for completion in completions for name in completion.tool_names}
-    for name in [*sorted(offered), "unknown"]:  # what a policy makes up has no metric of its own: there is no end to it
+    for name in [
+        *sorted(offered),
+        "unknown",
+    ]:  # names that a policy makes up share one metric: there is no limit to them
         mine = [call for call in calls if (call.name if call.name in offered else "unknown") == name]
         if mine:
             metrics[f"tools/{name}/call_frequency"] = len(mine) / len(completions)

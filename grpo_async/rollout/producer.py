@@ -24,10 +24,10 @@ class GroupRequest:
     """A group to make: `size` rollouts of one prompt.
 
     `name` begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...). `seed` is that of the group, from which rollouts
-    and turns have theirs (`utils.seeds.seed_of`). `served_version` tells the policy version that the server serves at the
+    and turns have theirs (`utils.seeds.seed_of`). `served_version` returns the policy version that the server serves at the
     moment of the call. `progress` shows what there is of each rollout, and holds what a checkpoint had of it; None where nobody
-    asks. A producer that cannot go on in the middle (environments, agents, the user's own function) leaves it alone, and a resume
-    begins its groups anew.
+    asks. A producer that cannot continue in the middle (environments, agents, the user's function) leaves it alone, and a resume
+    restarts its groups.
     """
 
     name: str

@@ -57,7 +57,7 @@ class AsyncRolloutSource:
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """`server_events` grows while servers come and go: a wait for samples is no stall then. `closing` are called at the end
+        """`server_events` grows while servers come and go: a wait for samples is not a stall then. `closing` are called at the end
         (worker pools of the reward functions), `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
         self._thread = thread
@@ -80,7 +80,7 @@ class AsyncRolloutSource:
         self._failure: BaseException | None = None
         self._evaluation: Future[Any] | None = None
         self._evaluated_tokens: Callable[[], int] = lambda: 0
-        """Grows while an evaluation runs: one that holds the next push back is no stall."""
+        """Grows while an evaluation runs: one that holds back the next push is not a stall."""
 
     def start(self) -> None:
         """Begin to generate. Call after the first weight push, so that no token is sampled from unknown weights.
@@ -175,8 +175,8 @@ class AsyncRolloutSource:
         self._admission.advance(version)
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant; generation goes on. Call it between two steps, when what was taken is closed. When the
-        run is to end, half of the time that it has for that is waited for."""
+        """The rollout side at this instant; generation continues. Call it between two steps, when what was taken is closed. When
+        the run is to end, half of the time that it has for that is waited for."""
         timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
         stop_s = self._config.launch.stop_timeout_s / 2
         if (self._stopping or self._failure is not None) and stop_s < timeout_s:
@@ -205,11 +205,11 @@ class AsyncRolloutSource:
     def begin_evaluation(
         self, run: Callable[[Callable[[], int]], Coroutine[Any, Any, Result]], *, num_tokens: Callable[[], int]
     ) -> Future[Result]:
-        """Start an evaluation of what is served now, beside generation, on the same thread and servers. Who waits in `take` or
+        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Who waits in `take` or
         `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time.
 
         Args:
-            run: makes it, given what tells the policy version that the servers serve at the moment of the call.
+            run: makes it, given a function that returns the policy version that the servers serve at the moment of the call.
             num_tokens: sampled so far for evaluations.
         """
         self._evaluated_tokens = num_tokens

@@ -9,7 +9,7 @@ Whichever way a group ends, `close_group` ends it: the ledger closes it, the sto
     never scored                         _drop_unscored -> close_group, its place is given back
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
-A failing rollout is that rollout's: its group goes on with at least two survivors. A failing group is that group's. Only when
+A failing rollout is that rollout's: its group continues with at least two survivors. A failing group is that group's. Only when
 every group fails for a while does the run stop, with the cause.
 """
 
@@ -53,8 +53,9 @@ class RolloutWorker:
         seed: of the run.
         resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
         version: policy version at the start.
-        keeps_open_turns: a resume goes on in the middle of a turn. Without, a turn that was being generated is generated again from
-            its seed, which gives the same tokens and logprobs to the last bit where the engine's do not depend on how they are cut.
+        keeps_open_turns: a resume continues in the middle of a turn. Without, a turn that was being generated is generated again
+            from its seed, which gives the same tokens and logprobs to the last bit where the engine's do not depend on how they are
+            cut.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class RolloutWorker:
             self._last_failure = error
             if self._failures_in_a_row >= self._max_failures:
                 raise RunError(
-                    f"{self._failures_in_a_row} failures in a row and no group succeeded; the last one: {error}"
+                    f"{self._failures_in_a_row} consecutive failures and no group succeeded; the last one: {error}"
                 ) from error
         finally:
             self._in_flight.pop(group_id, None)
@@ -234,7 +235,7 @@ class RolloutWorker:
     async def _make(self, group_id: int, entry: OpenGroup) -> ScoredGroup | None:
         """Generate and score; None when there is nothing to score because no token was sampled.
 
-        That is no failure: the prompt is too long, or its environment was done at once.
+        This is not a failure: the prompt is too long, or its environment was done at once.
         """
 
         def on_tokens(index: int, num_tokens: int, version: int) -> None:
@@ -271,7 +272,7 @@ class RolloutWorker:
         raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
 
     def _check_signal(self, scored: ScoredGroup | None) -> None:
-        """Raise NothingToLearnError when too many groups in a row could teach nothing. None: nothing was sampled."""
+        """Raise NothingToLearnError when too many consecutive groups had no signal. None: nothing was sampled."""
         if scored is not None and scored.samples:
             self._without_signal_in_a_row = 0
             return
@@ -279,7 +280,7 @@ class RolloutWorker:
         if self._without_signal_in_a_row < self._max_without_signal:
             return
         raise NothingToLearnError(
-            f"{self._without_signal_in_a_row} groups in a row had nothing to learn from; the last one: {why_no_signal(scored)}. "
+            f"{self._without_signal_in_a_row} consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. "
             "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
         )
 

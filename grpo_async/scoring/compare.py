@@ -1,6 +1,6 @@
-"""How the rewards of a run are compared: the advantages of a group as far as it tells them, then those of a step.
+"""How the rewards of a run are compared: the advantages of a group as far as they follow from it alone, then those of a step.
 
-    of_group      when a group is scored: final for group, none, rloo and custom; tells for all whether there is a signal
+    of_group      when a group is scored: final for group, none, rloo and custom; decides for all whether there is a signal
     over_step     when the groups of a step are taken: what needs them all (batch, normalize_each)
 
 `over_step` goes by the rewards alone, never by the advantages that stand in the samples: it may be called again.
@@ -71,7 +71,7 @@ class Advantages:
         rewards: Rewards,
         parts: Sequence[Mapping[str, float | None]],
     ) -> float:
-        """Of a branch with a reward of its own: what the completion at `place` of its group would have with it."""
+        """Of a branch with its own reward: what the completion at `place` of its group would have with it."""
         return self.of_group(_with(rewards, place, sample.reward), _with(parts, place, sample.rewards))[place]
 
     def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
@@ -87,7 +87,7 @@ class Advantages:
             for sample in group.samples:
                 place = places[sample.root_id]
                 advantage = advantages[number][place]
-                if sample.rewards != parts[number][place]:  # a branch with a reward of its own
+                if sample.rewards != parts[number][place]:  # a branch with its own reward
                     own_rewards = _with(rewards, number, _with(rewards[number], place, sample.reward))
                     own_parts = _with(parts, number, _with(parts[number], place, sample.rewards))
                     advantage = self._of_step(own_rewards, own_parts)[number][place]

@@ -124,7 +124,7 @@ class Scorer:
         rewards: Sequence[float | None],
         parts: Sequence[Mapping[str, float | None]],
     ) -> list[RolloutSample]:
-        """Branches that the agent gave a reward of their own have it in place of AGENT_REWARD, and the advantage that their rollout
+        """Branches that the agent gave their own reward have it in place of AGENT_REWARD, and the advantage that their rollout
         would have with it; the others keep that of their rollout."""
         own = {
             completion.sample_id(branch): (place, branch.reward)

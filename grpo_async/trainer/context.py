@@ -144,7 +144,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a model of its own: in the compute dtype, for gathered weights are in no other; one that
+    """The policy without its adapters, or a separate model: in the compute dtype, for gathered weights are in no other; one that
     is moved in that of the policy, which small moves need."""
     if is_policy_without_adapters(config):
         return Reference(policy, without_adapters=True)

@@ -19,7 +19,7 @@ from grpo_async.user_code.threads import call_when_set
 
 
 def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
-    """The whole life of this process."""
+    """Run this process from start to end."""
     from grpo_async.store.rollout_store import RolloutStore, all_groups
     from grpo_async.trainer.connections import open_fleet
 

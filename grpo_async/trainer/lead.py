@@ -61,7 +61,7 @@ _NUM_PROBES = 4
 _PREFLIGHTS = 3
 """A server that dies while it is checked is checked again when it is back, this many times in all."""
 _EXAMPLE_STEPS = 5
-"""Every so many steps, and after the first, people are shown what the policy writes."""
+"""Number of steps between examples of what the policy writes; there is one after the first step, too."""
 _LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
 _FAR_MORE = 1.5  # than an estimate that is good to about a third
 
@@ -94,7 +94,7 @@ class _Phases:
         self._control.send("phase", name=name)
 
     def end(self) -> None:
-        """No phase goes on. Safe to call twice."""
+        """End the current phase. Safe to call twice."""
         if self._now is not None:
             name, began = self._now
             self._timeline.add(name, "run", began, time.time())
@@ -392,7 +392,7 @@ class _Leader:
         self._phases.begin("saving")
         loop.activity.begin("ending the run")
         if not loop.is_complete:
-            loop.save(finished, wait=True)  # before generation is stopped: a resume goes on with what is in flight
+            loop.save(finished, wait=True)  # before generation is stopped: a resume continues what is in flight
             source.stop_generating()
         else:
             self._evaluations.end_running(finished)
@@ -442,7 +442,7 @@ class _Leader:
         return {"peaks": list(context.peaks or ()), "estimated": estimated, "on_gpu": context.device.type == "cuda"}
 
     def _tell_memory(self, step: int) -> None:
-        """What the first step took beside what the plan said; with a warning where it was far more, or where little is left."""
+        """Memory of the first step, compared with the plan; with a warning where it was far more, or where little is left."""
         memory = self._memory()
         text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
         logger.info(text)

@@ -62,10 +62,10 @@ class LeaderLoop:
         on_step: gets (step, metrics, the groups that it took) after each step.
         meter: metrics of the pipeline.
         progress: further state to keep in checkpoints.
-        counters: of the checkpoint that this run goes on from.
+        counters: of the checkpoint that this run resumes from.
         on_saved: called by the writing thread when a checkpoint stands; removes old ones.
-        evaluations: beside training; None: none.
-        saved_step: the checkpoint that this run goes on from.
+        evaluations: during training; None: none.
+        saved_step: the checkpoint that this run resumes from.
         timeline: takes what this thread does.
     """
 
@@ -127,7 +127,7 @@ class LeaderLoop:
         return self._context.checkpoints.longest_s
 
     def push(self, version: int) -> dict[str, float]:
-        """Push the current weights as `version`, on all ranks. With no server up, training goes on with what is queued: the
+        """Push the current weights as `version`, on all ranks. With no server up, training continues with what is queued: the
         weights follow as soon as one is (`push_if_needed`)."""
 
         def gather(bucket_bytes: int) -> None:
@@ -148,7 +148,7 @@ class LeaderLoop:
         return metrics
 
     def _push_or_save(self, step: int) -> dict[str, float]:
-        """Push; when that fails for good, the steps so far are saved before the error goes on."""
+        """Push; when that fails for good, the steps so far are saved before the error propagates."""
         try:
             return self.push(step)
         except RunError:
@@ -177,7 +177,7 @@ class LeaderLoop:
         """Train to the last step, the end of the data, or until the source says stop; returns the number of finished steps.
 
         Raises:
-            RunError: too many steps in a row were not finite, generation died, a deadline passed.
+            RunError: too many consecutive steps were not finite, generation died, a deadline passed.
         """
         config = self._config
         self.activity.take_seconds()  # what was before is in no step
@@ -233,7 +233,7 @@ class LeaderLoop:
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
         """The groups of a step; see AsyncRolloutSource.take. When generation has failed for good, the steps so far are saved before
-        its error goes on."""
+        its error propagates."""
         waiting = f"waiting for the samples of step {step}"
         try:
             with self.activity.during(waiting, "wait for samples", "waiting", step=step):
@@ -251,7 +251,7 @@ class LeaderLoop:
         try:
             self.save(step, wait=True)
         except RunError:
-            logger.exception("the steps since the last checkpoint could not be saved")  # the cause goes on
+            logger.exception("the steps since the last checkpoint could not be saved")  # the cause propagates
 
     def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
         """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
@@ -325,7 +325,7 @@ class LeaderLoop:
             return
         self._bad_steps += 1
         logger.warning(
-            "step %d was skipped: loss %s, gradient norm %s (%d in a row)",
+            "step %d was skipped: loss %s, gradient norm %s (%d consecutive)",
             step,
             result.loss,
             result.grad_norm,
@@ -334,7 +334,7 @@ class LeaderLoop:
         if self._bad_steps >= self._config.training.max_nonfinite_steps:
             self._save_before_error(step)  # the weights are those of the last finite step
             raise RunError(
-                f"{self._bad_steps} steps in a row were not finite; step {step} had loss {result.loss} and gradient norm "
+                f"{self._bad_steps} consecutive steps were not finite; step {step} had loss {result.loss} and gradient norm "
                 f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl; "
                 "where model.compute_dtype is float16 its range may be too small for this model: set bfloat16"
             )

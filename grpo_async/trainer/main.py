@@ -18,7 +18,7 @@ from grpo_async.tracking.timeline_file import ATTEMPT
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
-    """The whole life of this rank."""
+    """Run this rank from start to end."""
     timeline = open_timeline(assignment.run_dir.events, config.record.timeline) if assignment.rank == 0 else NO_TIMELINE
     number = attempt_number(assignment.attempt_dir)
     details = {"attempt": number, "process": os.getpid()}

@@ -1,4 +1,4 @@
-"""Builds the rollout side of rank 0: data -> worker -> buffer on a thread of its own, and the evaluator beside it."""
+"""Builds the rollout side of rank 0: data -> worker -> buffer on a separate thread, and the evaluator."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def build_rollout_side(
     state: CheckpointState | None,
     timeline: Timeline = NO_TIMELINE,
 ) -> RolloutSide:
-    """Connect everything between the data and the trainer; `state` is that of the checkpoint to go on from.
+    """Connect everything between the data and the trainer; `state` is that of the checkpoint to resume from.
 
     Raises:
         ConfigError: data or reward functions cannot be used.

@@ -41,7 +41,7 @@ _REPORT_S = 10.0
 
 
 class StallGuard:
-    """Watches a run from rank 0, from `start` to `stop`. Its thread goes on when the main thread hangs in a collective or the
+    """Watches a run from rank 0, from `start` to `stop`. Its thread continues when the main thread hangs in a collective or the
     rollout thread in a user's function.
 
     Args:
@@ -85,7 +85,7 @@ class StallGuard:
         seen: object = None
         changed_at = slept_at = time.monotonic()
         while not self._ended.wait(timeout=interval_s):  # until `stop`; a daemon thread
-            was_frozen = time.monotonic() - slept_at > interval_s + timeout_s / 2  # SIGSTOP: it is no stall
+            was_frozen = time.monotonic() - slept_at > interval_s + timeout_s / 2  # SIGSTOP: not a stall
             progress = self._progress()
             now = slept_at = time.monotonic()
             if progress != seen or was_frozen or self._is_excused():
@@ -104,13 +104,13 @@ class StallGuard:
             raise self._error
 
     def _progress(self) -> object:
-        """Changes while the run goes on."""
+        """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
         return self._loop.version, tokens, self._fleet.read().generated_tokens, self._loop.activity.num_begun
 
     def _is_excused(self) -> bool:
-        """A server loads or is restarted: nobody else may be able to go on meanwhile. The fleet has limits for that."""
+        """A server loads or is restarted: nothing else may be able to continue meanwhile. The fleet has limits for that."""
         longest_s = self._config.inference.longest_startup_s + MAX_RESTART_DELAY_S
         now = time.monotonic()
         return any(
@@ -131,7 +131,7 @@ class StallGuard:
 
     def _end(self, error: RunError) -> None:
         """The main thread ends the process by itself when it can. It has the grace time for each thing that it begins; writing a
-        checkpoint has a limit of its own."""
+        checkpoint has its own limit."""
         grace_s = self._config.launch.stop_timeout_s
         main = threading.main_thread()
         saved_by = time.monotonic() + self._loop.longest_save_s
@@ -181,7 +181,7 @@ def _servers(servers: Sequence[Server], now: float) -> str:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do `work` in a thread, and go on without it when it takes longer or fails."""
+    """Do `work` in a thread, and continue without it when it takes longer or fails."""
     for done in wait([in_thread(work, name="stall-report")], timeout=seconds).done:
         if (error := done.exception()) is not None:
             logger.error("%s", error, exc_info=error)

@@ -8,7 +8,7 @@ To follow a push: FleetSync.push here, weights.push.push_weights, weights.transp
             '------- fence the servers that failed <--------'
 
 A server that fails is fenced, and the push is made again with the others; those that had loaded a part of it stand still until
-then. With no server left the push is skipped: training goes on with what is queued, and the weights follow when a server is back
+then. With no server left the push is skipped: training continues with what is queued, and the weights follow when a server is back
 (LeaderLoop.push_if_needed).
 """
 
@@ -34,7 +34,7 @@ from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest
 logger = logging.getLogger(__name__)
 
 _MAX_UNEXPLAINED = 3
-"""Pushes that fail in a row although no server failed: then the fault is not with the servers."""
+"""Consecutive pushes that fail although no server failed: then the fault is not with the servers."""
 
 Score = Callable[[Sequence[Sequence[int]], str], TrainerScores]
 
@@ -186,8 +186,8 @@ class FleetSync:
         return bool(error.failures)
 
     def _was_restarted(self, server: Server) -> bool:
-        """Whether the server was restarted since it was found; the fleet is told. What answers now knows nothing of the push, and
-        serves the weights that it was started with."""
+        """Whether the server was restarted since it was found; the fleet is notified. What answers now knows nothing of the push,
+        and serves the weights that it was started with."""
         try:
             info = server.control.info()
         except GrpoAsyncError:

@@ -34,7 +34,7 @@ _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "alibi", "head_mask", "layer_
 
 
 class CausalMask:
-    """Stands for the mask that transformers would make for a layer: causal, in a window of so many tokens (None = all)."""
+    """Stands for the mask that transformers would make for a layer: causal, in a window of this many tokens (None = all)."""
 
     def __init__(self, window: int | None) -> None:
         self.window = window
@@ -64,7 +64,7 @@ class SampleLayout:
         self._cumulative_lengths = torch.cat([starts, stops[-1:]]).to(torch.int32)
         self.no_padding = torch.ones(rows.shape, dtype=torch.bool, device=self._device)
         """What the model is given as its mask, (R, T). Given none, transformers looks in every forward for packed samples in the
-        position ids, and the host waits for the device to tell."""
+        position ids, and the host waits for the device."""
         _LAYOUTS.add(self)
         self.num_uses = 0
 
@@ -137,19 +137,19 @@ def use_attention(model: Any, name: AttentionName) -> None:
     model.set_attn_implementation(full_name)
     if model.config.get_text_config()._attn_implementation != full_name:
         raise ConfigError(
-            f"model.path: the attention of {type(model).__name__} cannot be told where packed samples lie; "
+            f"model.path: the attention of {type(model).__name__} cannot be given the boundaries of packed samples; "
             "this family cannot be trained"
         )
 
 
 def _make_mask(**arguments: Any) -> CausalMask:
     """What transformers calls once for each kind of layer."""
-    # vmap: the model changes the mask by a function of its own; bidirectional: attention to later tokens
+    # vmap: the model changes the mask by its own function; bidirectional: attention to later tokens
     if arguments.get("use_vmap") or "allow_is_bidirectional_skip" in arguments:
         raise ConfigError("model.path: the model's attention is not causal everywhere; this family cannot be trained")
     mask = arguments.get("attention_mask")
     if mask is not None and not _is_of_a_layout(mask):
-        raise ValueError("a padded batch is told by sample_layout, not by attention_mask")
+        raise ValueError("a padded batch is described by sample_layout, not by attention_mask")
     return CausalMask(arguments.get("local_size"))
 
 
@@ -214,7 +214,7 @@ def _varlen_attention(
         layout.max_length,
         layout.max_length,
         scale=scale,
-        # keys before and after the query that it sees, beside its own; -1 = all
+        # keys before and after the query that it sees, apart from its own; -1 = all
         window_size=(-1 if window is None else window - 1, 0),
         **options,
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, writing them while training and generation go on, loading them, and which ones stay.
+"""Checkpoints: what they hold, writing them during training and generation, loading them, and which ones stay.
 
     checkpoints/step_N/
     |- *.distcp, .metadata   model, optimizer, a reference that moves, and every rank's random number generators, by torch's
@@ -8,7 +8,7 @@
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
 
     training thread   begin = wait for the last one -> copy this rank's tensors to the CPU -> dcp.async_save, go on
-    DCP's thread      the files of all ranks, each with its checksum, in a gloo group of its own
+    DCP's thread      the files of all ranks, each with its checksum, in a separate gloo group
                       rank 0 then: state -> manifest -> rename to step_N -> remove old ones
 
 Frozen parameters (the base of adapters) are not in it: they are read from `model.path`.
@@ -82,7 +82,7 @@ _MARGIN_S = 30.0
 logger = logging.getLogger(__name__)
 
 ROLLOUTS = "rollouts.jsonl"
-# DCP wraps what went wrong on a rank, a full disk too, into an exception that is no Exception
+# DCP wraps what went wrong on a rank, a full disk too, into an exception that does not derive from Exception
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """For `model_state` and what it loads into. (Not strict: DCP itself misses what a checkpoint lacks.)"""
@@ -92,13 +92,13 @@ _WHOLE = StateDictOptions(strict=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointState:
-    """What a resume needs beside tensors. `step` = finished training steps = policy version.
+    """What a resume needs, apart from tensors. `step` = finished training steps = policy version.
 
     Attributes:
         rollouts: ResumeState.small() of the rollout side.
         lines: its groups; made one by one while they are written.
         progress: of the run as a whole: totals of the meter.
-        counters: of the main loop, such as steps in a row that were not finite.
+        counters: of the main loop, such as consecutive steps that were not finite.
     """
 
     step: int
@@ -146,7 +146,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def load_state(run_dir: RunDir, step: int) -> CheckpointState:
-    """The part of a checkpoint that is no tensor.
+    """The part of a checkpoint that is not tensors.
 
     Raises:
         CheckpointError: missing, broken or of another format.
@@ -164,8 +164,8 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
 
 
 def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list[str]]:
-    """The step to go on from, `step` or the newest before it whose files of tensors have their checksums, and a sentence about each
-    one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
+    """The step to resume from, `step` or the newest before it whose files of tensors have their checksums, and a sentence about
+    each one that was damaged and set aside. A collective: each rank reads its part of the files (`holds_tensors`).
 
     Args:
         is_named: the user has named `step`: no other one will do.
@@ -190,9 +190,9 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         dist.broadcast_object_list(earlier, src=0)  # one answer, whatever a rank's machine sees of a shared disk
         damaged = f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
         if earlier[0] is None:
-            raise CheckpointError(f"{damaged}; there is none before it: begin the run anew with --clean")
+            raise CheckpointError(f"{damaged}; there is none before it: start over with --clean")
         step = earlier[0]
-        notes.append(f"{damaged}; going on from step {step}")
+        notes.append(f"{damaged}; resuming from step {step}")
 
 
 def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str, Any]:
@@ -241,12 +241,12 @@ def load_tensors(
     if is_known:
         restore_rng(state["rng"][f"rank_{rank}"])
         return
-    logger.info("%s knows no rank %d: its random number generators begin anew, from run.seed", folder, rank)
+    logger.info("%s does not contain rank %d: its random number generators are seeded from run.seed", folder, rank)
     seed_rng(seed_of(seed, step, rank))
 
 
 def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
-    """A run that goes on from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
+    """A run that resumes from `step` writes its own later steps: what stands there is renamed to replaced_step_N, so that
     neither `--resume` nor pruning takes it for a part of this run. Newest first: whenever this ends, `--resume latest` goes on from
     `step` or a step that nothing has gone on behind."""
     for later in reversed(run_dir.checkpoint_steps()):
@@ -349,7 +349,7 @@ class CheckpointWriter:
         self._timeline = timeline
         self._run_dir = run_dir
         self._timeout_s = timeout_s
-        # of its own: the writer's collectives must not mix with those of the training thread
+        # separate: the writer's collectives must not mix with those of the training thread
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._storage = _Storage(run_dir.checkpoints)
         self._writing: Future[None] | None = None
@@ -368,7 +368,7 @@ class CheckpointWriter:
         return 2 * self._timeout_s + _MARGIN_S
 
     def prepare(self, heartbeat: Callable[[], None] = lambda: None) -> None:
-        """Rank 0, before it tells the others to begin: wait for the last one and remove what a crash left half-written.
+        """Rank 0, before the others begin: wait for the last one and remove what a crash left half-written.
 
         Raises:
             CheckpointError: the last one could not be written.
@@ -422,7 +422,7 @@ class CheckpointWriter:
                 if state is not None:
                     self._complete(step, state, began, on_written)
                 written.set_result(None)
-            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's is no Exception
+            except BaseException as error:  # noqa: BLE001 - handed to the training thread; DCP's does not derive from Exception
                 written.set_exception(error)
 
         self._step, self._writing = step, written
@@ -512,7 +512,7 @@ def prune(
     run_dir: RunDir, section: CheckpointSection, *, scores: Mapping[int, float], evaluated_now: int | None = None
 ) -> None:
     """Remove what need not stay (`steps_to_keep`); call it after a checkpoint has been written. The newest always stays, so the one
-    that the run goes on from does until there is a newer one; what is being written has no such name yet.
+    that the run resumed from does until there is a newer one; what is being written has no such name yet.
 
     Args:
         evaluated_now: the step whose policy is being evaluated: with `keep_best` its checkpoint stays until the result is known.

@@ -78,7 +78,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint that another version of this package wrote: whole, but nothing to go on from."""
+    """A checkpoint that another version of this package wrote: whole, but it cannot be resumed from."""
 
     def __init__(self, folder: Path, found: object) -> None:
         super().__init__(

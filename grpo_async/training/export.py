@@ -3,7 +3,7 @@
     model/     merged weights, generation config, tokenizer with chat template, README.md (the model card)
     adapter/   with LoRA: the adapter alone, as peft loads it
 
-Invariant: a folder that exists is whole; it is written beside and renamed.
+Invariant: a folder that exists is whole; it is written under another name and renamed.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _write(
 
 @contextmanager
 def _replacing(folder: Path, what: str) -> Iterator[Path]:
-    """A folder beside `folder` that takes its place when it is whole."""
+    """A folder next to `folder` that replaces it when it is whole."""
     partial = partial_of(folder)
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -162,7 +162,10 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
     merged = []
     if config.model.lora is not None:
         rank = config.model.lora.rank
-        merged = ["", f"LoRA of rank {rank}, merged into these weights; the adapter alone stands beside this folder."]
+        merged = [
+            "",
+            f"LoRA of rank {rank}, merged into these weights; the adapter alone is in the folder next to this one.",
+        ]
     train = config.data.train
     lines = [
         "---",

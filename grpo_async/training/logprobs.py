@@ -60,7 +60,7 @@ class TokenLogprobs(NamedTuple):
     logprobs: torch.Tensor  # (N,); without gradient where `objective` has it
     entropy: torch.Tensor  # (N,), nats; likewise
     objective: torch.Tensor | None = None
-    """() float32, with gradient. None where none was given, or the head is no plain one."""
+    """() float32, with gradient. None where none was given, or the head is not a plain one."""
 
 
 def chunked_logprobs(
@@ -264,7 +264,7 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature, transform, chunk_tokens, with_entropy, in_float32 = ctx.settings
         gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
-            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass computes it anew
+            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass recomputes it
             if x is None:
                 x = _to_scaled_logits(_linear(hidden[rows], weight, bias, in_float32), temperature, transform)
             of_entropy = upstream[1][rows] if with_entropy else None

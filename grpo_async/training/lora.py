@@ -1,7 +1,7 @@
 """LoRA through peft: adapters inside the Hugging Face model, their first values, and the folder that peft loads.
 
 The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-and the modules of `modules_to_save`, which are trained where they are, are float32 beside a base of any dtype; only they get
+and the modules of `modules_to_save`, which are trained where they are, are float32 on a base of any dtype; only they get
 gradients.
 """
 
@@ -122,7 +122,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 def initialise_adapters(model: Any, *, seed: int) -> None:
     """peft's first values: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero; of an embedding A zero and B normal. Each
-    tensor has a generator of its own, so they are the same on any number of ranks."""
+    tensor has its own generator, so they are the same on any number of ranks."""
     for name, layer in _adapter_layers(model).items():
         if ADAPTER in layer.lora_A:
             drawn, zero = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight

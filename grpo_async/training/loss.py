@@ -1,7 +1,7 @@
 """The loss: what a training step minimises. See `Objective` for the whole, the functions above it for its terms.
 
     policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
-        + beta x KL                                             weighed by the reduction (batching.weights), summed
+        + beta x KL                                             weighted by the reduction (batching.weights), summed
         - entropy_bonus x mean entropy of the kept tokens       over the minibatch
         + router_aux_loss x load balancing                      by the micro-batch's fraction of the minibatch's tokens
 
@@ -214,7 +214,7 @@ class UserLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Its loss of each token. What it raises goes on as it is: the traceback shows the user's own line.
+        """Its loss of each token. What it raises propagates unchanged: the traceback shows the user's own line.
 
         Raises:
             RunError: it returned something else than a (N,) tensor of floating point numbers with a gradient.
@@ -320,7 +320,7 @@ def entropy_threshold(entropy: torch.Tensor, *, fraction: float) -> torch.Tensor
 def sorted_entropies(entropy: torch.Tensor, *, num_tokens: int, most_rank_tokens: int) -> torch.Tensor:
     """The entropies of a minibatch on all ranks, the same on each of them, ascending. (num_tokens,) float64
 
-    A collective where there are several ranks. How many each has need not be told to the host: they are filled up to the same
+    A collective where there are several ranks. The host need not know how many each has: they are padded up to the same
     number with infinity, which sorting puts last.
 
     Args:
@@ -449,7 +449,7 @@ class Objective:
         ref_logprobs: torch.Tensor | None = None,
         old: OldPolicy | None = None,
     ) -> TokenObjective | None:
-        """For `Policy.forward`: what some of the trained tokens add, with its gradients; None where it is no sum over tokens.
+        """For `Policy.forward`: what some of the trained tokens add, with its gradients; None where it is not a sum over tokens.
 
         Args:
             ref_logprobs, old: as those of the call.

@@ -13,7 +13,7 @@ class LossScale:
     row without; a power of two, at least 1.
 
     It is a number of the host, kept by rank 0, which knows the norm of the gradients anyway: a GradScaler goes over all gradients
-    once more, and lets the ranks tell each other whether theirs are finite.
+    once more, and lets the ranks agree whether all are finite.
 
     Worked example: 65536, a step that overflowed -> 32768, 2000 that did not -> 65536.
 
@@ -23,7 +23,7 @@ class LossScale:
 
     def __init__(self, counters: Mapping[str, int]) -> None:
         self.value = counters.get("loss_scale", _START)
-        self._num_finite = counters.get("loss_scale_steps", 0)  # in a row
+        self._num_finite = counters.get("loss_scale_steps", 0)  # consecutive
 
     def update(self, updates: Sequence[bool]) -> None:
         """A step is over. `updates`: for each, whether it was finite."""

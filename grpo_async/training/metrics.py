@@ -62,7 +62,7 @@ class UpdateSums:
         per_weight = of_sample if self._objective.has_sequence_weights else ones
         per_clip = of_sample if token_loss.is_per_sequence else ones
         difference = (logprobs - inputs.sampler_logprobs).double().abs()
-        # log10, so that a bin is as wide beside its content everywhere; histc leaves out what is outside, and NaN
+        # log10, so that every bin has the same relative width; histc leaves out what is outside, and NaN
         places = torch.log10(difference.clamp(_BINS_FROM, _BINS_TO))
         self._differences += torch.histc(places, _NUM_BINS, math.log10(_BINS_FROM), math.log10(_BINS_TO))
         weights = output.importance_weights.double()
@@ -199,7 +199,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
 
 
 def _quantile(counts: Sequence[float], wanted: float) -> float:
-    """The end of the bin in which so many tokens are reached: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is
+    """The end of the bin in which that many tokens are reached: at most 16% too large. Bins are 16 to a decade, from 1e-6 (what is
     less is in the first) to 100 nats (what is more is in the last); what is not a number is in none.
 
     Worked example: 99 tokens in the bin from 1e-2 on and one in that from 1 on, 99 wanted -> 1e-2 x 10^(1/16) = 0.0115.

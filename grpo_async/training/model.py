@@ -206,7 +206,7 @@ def experts_per_token(model: Any) -> int:
     """How many experts one token goes to.
 
     Raises:
-        ConfigError: the model is no mixture of experts, or one that does not say what its router computed.
+        ConfigError: the model is not a mixture of experts, or one that does not say what its router computed.
     """
     config = model.config.get_text_config()
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}

@@ -1,8 +1,8 @@
 """The optimizer of a policy: AdamW, AdamW with moments of 8 bits, or Muon. It moves what requires a gradient.
 
 Matrices are decayed, biases and norms are not. Each kind works on the shards of FSDP and gives on any number of ranks
-what one rank would give; its state is made of tensors that torch's distributed checkpoint can divide anew. (torch.optim.Muon takes
-no stacks of matrices, such as fused experts, and the states of bitsandbytes' and torchao's optimizers are not divided anew by rows:
+what one rank would give; its state is made of tensors that torch's distributed checkpoint can reshard. (torch.optim.Muon takes
+no stacks of matrices, such as fused experts, and the states of bitsandbytes' and torchao's optimizers are not resharded by rows:
 so both are here.)
 """
 
@@ -34,7 +34,7 @@ _MIN_QUANTIZED = 4096
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.type` names, with the state of every parameter: so the first step takes the memory that all
-    take, and checkpoints have the state of parameters that never get a gradient. Every group's `lr` is set anew before each step.
+    take, and checkpoints have the state of parameters that never get a gradient. Every group's `lr` is set before each step.
     A collective (Muon's update is one).
 
     Raises:

@@ -3,7 +3,7 @@
     rank 0     LeaderLoop (trainer.loop) sends a command and does its own part of it
     others     follow: receive a command -> do the same, until StopCommand
 
-A command travels on a gloo group of its own, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
+A command travels on a separate gloo group, whose deadline is long: the other ranks wait there while rank 0 waits for samples.
 """
 
 from __future__ import annotations

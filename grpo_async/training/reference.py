@@ -25,7 +25,7 @@ class Reference:
     """What the loss may not drift away from.
 
     Args:
-        policy: sharded and loaded. A model of its own, which is frozen here; or, `without_adapters`, the trained one.
+        policy: sharded and loaded. A separate model, which is frozen here; or, `without_adapters`, the trained one.
     """
 
     def __init__(self, policy: Policy, *, without_adapters: bool = False) -> None:
@@ -94,7 +94,7 @@ def score_twice(
     compute: torch.dtype,
     rounding: torch.dtype,
 ) -> TrainerScores:
-    """`score_sequences`, and once more with every rounding made anew: what `weights.verify` judges a server by.
+    """`score_sequences`, and once more with different rounding: what `weights.verify` judges a server by.
 
     Args:
         compute: dtype of the forward pass.

@@ -26,7 +26,7 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
 
 
 def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
-    """The factor so many steps after the warm-up."""
+    """The factor by the number of steps after the warm-up."""
     optimizer, name = config.optimizer, config.optimizer.schedule
     if name == "constant" or (name == "linear" and optimizer.min_lr_ratio == 1.0):
         return lambda step: 1.0

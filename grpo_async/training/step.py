@@ -215,8 +215,8 @@ def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float
 def square_norm(parameters: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """This rank's part of the squared norm of all gradients: the sum over ranks is the whole. () float64 on `device`
 
-    (torch's clip_grad_norm_ reduces the norm in a collective of its own and multiplies every gradient, clipped or not. Here a
-    rank's part travels with the metrics of the update, and the host, which is told the norm anyway, decides.)
+    (torch's clip_grad_norm_ reduces the norm in a separate collective and multiplies every gradient, clipped or not. Here a
+    rank's part travels with the metrics of the update, and the host, which needs the norm anyway, decides.)
     Worked example, gradient [3, 4] sharded over two ranks: 9 and 16; held whole by both: 12.5 and 12.5.
     """
     alike: dict[tuple[int, torch.device, torch.dtype], list[torch.Tensor]] = {}  # by ranks that hold the same

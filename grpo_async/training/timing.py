@@ -79,7 +79,7 @@ NO_CLOCK = StepClock(NO_TIMELINE, torch.device("cpu"))
 
 
 class Activity:
-    """What a thread does: told to whoever asks (`str`), recorded in the timeline, and its seconds added up by kind. Written by that
+    """What a thread does: shown by `str`, recorded in the timeline, and its seconds added up by kind. Written by that
     thread, read by any.
 
     Worked example: 5 s of the kind "waiting", in the middle of which 2 s are "pushing" -> {"waiting": 3.0, "pushing": 2.0}.
@@ -92,7 +92,7 @@ class Activity:
         self._timeline = timeline
         self._clock = clock
         self._now = "starting", clock()
-        self._kinds: list[str] = []  # of what is going on, the innermost last
+        self._kinds: list[str] = []  # of the current blocks, the innermost last
         self._spent: dict[str, float] = {}
         self._counted_until = clock()
         self.num_begun = 0

@@ -65,7 +65,7 @@ class BaseWeights:
         for name in by_name:
             weight, _, side = name.rpartition(".")
             if f".{side}" not in (LEFT, RIGHT) or weight not in self.files.specs:
-                problems.append(f"{name} is no factor of a weight of {self._path}")
+                problems.append(f"{name} is not a factor of a weight of {self._path}")
                 continue
             left, right = by_name.get(weight + LEFT), by_name.get(weight + RIGHT)
             if left is None or right is None:
@@ -118,9 +118,7 @@ class BaseWeights:
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:
     """Why a server cannot take adapters of the base at `path`; [] when it can."""
     if served_digest is None:
-        return [
-            f"it has no safetensors files of its own to add adapters to; set model.lora.push: merged (model.path: {path})"
-        ]
+        return [f"it has no safetensors files to add adapters to; set model.lora.push: merged (model.path: {path})"]
     if served_digest != own_digest:
         return [
             f"its weights before any push are not those of model.path: {path}, so adapters cannot be added to them; start it with "

@@ -46,7 +46,7 @@ class Backend(Protocol):
         or this end was closed (GroupClosedError)."""
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
-        """Other ranks: begin to receive one packed bucket into memory of its own. What this returns waits for it, `timeout_s` at
+        """Other ranks: begin to receive one packed bucket into separate memory. What this returns waits for it, `timeout_s` at
         most: [num_bytes] uint8. Both raise RuntimeError as `send`."""
 
     def close(self) -> None:

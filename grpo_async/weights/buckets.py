@@ -2,7 +2,7 @@
 update fits what a server serves.
 
 Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 120 and 300 bytes with bucket_bytes
-320 -> [[100, 120], [300]]. A parameter of half a bucket or more is a bucket of its own.
+320 -> [[100, 120], [300]]. A parameter of half a bucket or more is a separate bucket.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def choose_bucket_bytes(settings: WeightsSection, num_bytes: int, *, device: tor
 
 def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Iterator[Sequence[ParameterSpec]]:
     """Yield consecutive runs of `specs` of at most `bucket_bytes` bytes each, never splitting a parameter. One of half a bucket or
-    more is a bucket of its own, which needs no packing."""
+    more is a separate bucket, which needs no packing."""
     bucket: list[ParameterSpec] = []
     size = 0
     for spec in specs:

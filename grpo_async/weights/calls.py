@@ -3,7 +3,7 @@
 Calls run in daemon threads, each with a deadline; one that outlives it is left behind.
 
 In one group a server that dies takes the broadcast from all of them. Those that live say so in an HTTP answer: they are
-affected. The one that failed broke its connection, did not answer, refused, or failed for a reason of its own.
+affected. The one that failed broke its connection, did not answer, refused, or failed for another reason.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKi
         trainer: "cpu", or what names its GPU on all processes.
         workers: likewise, at least one.
 
-    Worked example: "GPU-1" and ["GPU-2"] -> ("nccl", "trainer and servers have GPUs of their own").
+    Worked example: "GPU-1" and ["GPU-2"] -> ("nccl", "trainer and servers have separate GPUs").
     """
     if "cpu" in (trainer, *workers):
         if trainer != "cpu":
@@ -27,7 +27,7 @@ def fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKi
     if len(distinct) == 1:
         return "ipc", "trainer and server share a GPU"
     if len(distinct) == 1 + len(workers):
-        return "nccl", "trainer and servers have GPUs of their own"
+        return "nccl", "trainer and servers have separate GPUs"
     return (
         "gloo",
         "some share a GPU and others do not, which neither nccl (one process per GPU) nor ipc (one GPU) can do",

@@ -42,7 +42,7 @@ class GlooBackend:
         )
         self.rank = rank
         self.world_size = world_size
-        self._store: dist.Store | None = store  # the group keeps no reference of its own
+        self._store: dist.Store | None = store  # the group keeps no reference
         prefixed = dist.PrefixStore("gloo", store)
         self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
         self._buffers = TurnBuffers(allocate_on_host)

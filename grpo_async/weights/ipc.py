@@ -116,7 +116,7 @@ class IpcBackend:
             handles = [self._memory.share(whole) for _ in range(1, group.world_size)]  # one for each worker
             self._known[number] = whole
         signal = Signal(buffer=number, num_bytes=bucket.numel(), handles=handles)
-        self._finish_copies()  # the bucket is packed before anybody is told of it
+        self._finish_copies()  # the bucket is packed before it is announced
         group.broadcast_bytes(signal.model_dump_json().encode(), timeout_s=timeout_s)
         return lambda: group.confirm(timeout_s=timeout_s)  # all have copied it out
 

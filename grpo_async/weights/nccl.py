@@ -4,7 +4,7 @@ torch's ProcessGroupNCCL over the store of the rendezvous; it takes NCCL's id fr
 it finds in its store). Broadcasts run on NCCL's own stream.
 
 Deadlines: `wait` with a time limit holds this thread until the broadcast has ended, and aborts the communicator when the limit has
-passed or NCCL tells of an error. To form the communicator has no such limit, so that is done in a thread.
+passed or NCCL reports an error. To form the communicator has no such limit, so that is done in a thread.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class NcclBackend:
 
 
 def make_nccl_group(store: dist.Store, *, rank: int, world_size: int, timeout_s: float, device: torch.device) -> Any:
-    """A NCCL process group of its own. Its communicator forms with the first broadcast."""
+    """A separate NCCL process group. Its communicator forms with the first broadcast."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=2 * timeout_s)  # of torch's watchdog; ours comes first
     prefixed = dist.PrefixStore("nccl", store)

@@ -2,7 +2,7 @@
 
     pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
-In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each as it arrives, in place: beside its
+In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each as it arrives, in place: next to its
 weights it holds two buckets, and what a layer waits for.
 
 Where the bytes go, file by file:
@@ -53,7 +53,7 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "drain": ("drain", False),
     "abort": ("abort", False),
 }
-"""What the servers are told by weights.mode: pause mode, and whether caches are kept."""
+"""What the servers do, by weights.mode: pause mode, and whether caches are kept."""
 
 TRACK = "weights"
 """Of the timeline."""
@@ -89,13 +89,13 @@ def push_weights(
         before_gather: called with the size of the buckets when the servers are ready to receive; brings the other ranks into the
             gather.
         loading: a context for the phases in which engines are busy with the update and answer to nothing else.
-        timeline: takes the phases; within "transfer" what gathering and, on a track of its own, sending each bucket took.
+        timeline: takes the phases; within "transfer" what gathering and, on a separate track, sending each bucket took.
 
     Returns:
         The metrics sync/* of this push (tracking.catalog has what each is).
 
     Raises:
-        PushFailedError: servers failed, or the broadcast to them did. Those that still answer go on with their weights, if they
+        PushFailedError: servers failed, or the broadcast to them did. Those that still answer continue with their weights, if they
             have whole ones; the others wait for the next push. After a failed transfer the transport is closed.
         WeightPushError: the trainer itself failed.
     """
@@ -200,7 +200,7 @@ def _transfer(
     timeline: Timeline,
 ) -> tuple[float, float]:
     """Gather every bucket and send each while the next is gathered; (seconds gathering and packing, seconds waiting for a bucket to
-    be sent, beside gathering).
+    be sent, overlapping gathering).
 
         gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
 
@@ -208,7 +208,7 @@ def _transfer(
         PushFailedError: phase "transfer".
     """
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
-    # every bucket has a deadline of its own; this one only ends the wait for a server that has stopped answering
+    # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
     answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
     answers = start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
     end_group = transport.closer()  # of this group, however late an answer comes

@@ -108,7 +108,7 @@ class Rendezvous:
         return [own_device, *(self.store.get(worker).decode() for worker in workers)]
 
     def begin(self) -> None:
-        """Let the workers go on."""
+        """Let the workers continue."""
         self.store.set(_BEGIN, "")
 
     def abort(self, reason: str) -> None:
@@ -161,7 +161,7 @@ def problem_with_store(info: WeightInitInfo) -> str | None:
     """Why this process does not open the file that it is to meet the trainer in, or None.
 
     Opening creates and writes it, so only what a trainer of the same user has made is opened: ".../grpo-async-weights-*/store".
-    And FileStore's constructor takes no time limit: it waits for a folder that is missing, or for the rest of what is no store,
+    And FileStore's constructor takes no time limit: it waits for a folder that is missing, or for the rest of what is not a store,
     for minutes and with the interpreter held.
     """
     if not info.store_file:

@@ -143,7 +143,7 @@ class WeightTransport:
         return build_backend(info, rendezvous.store, rank=0, address=self._host, device=self._own_device)
 
     def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
-        """What servers are told before an update of these."""
+        """What servers receive before an update of these."""
         return WeightUpdateInfo(
             names=[spec.name for spec in specs],
             dtype_names=[spec.dtype_name for spec in specs],

@@ -6,7 +6,7 @@
     same = difference.mean <= verify_limit(config, trainer)
 
 With the same weights both differ by their rounding alone, and how much that is depends on depth, width, dtype and tokens, so it is
-measured: the trainer computes the same tokens twice, t and t', where every rounding of t' falls out anew (training.reference). With
+measured: the trainer computes the same tokens twice, t and t', where t' is rounded differently (training.reference). With
 e for the rounding errors of each, of size E|e| ~ r for the trainer's and k r for the server's, independent of each other,
 
     E|t - t'| ~ sqrt(2) r        E|t - s| ~ sqrt(1 + k^2) r        ratio = sqrt((1 + k^2) / 2)
@@ -51,7 +51,7 @@ class LogprobDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerScores:
-    """The trainer's log-probabilities of the probes, one list per sequence; and once more, with every rounding made anew."""
+    """The trainer's log-probabilities of the probes, one list per sequence; and once more, rounded differently."""
 
     logprobs: list[list[float]]
     rounded_anew: list[list[float]]
@@ -111,7 +111,7 @@ def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:
     """The dtype whose rounding decides how far trainer and servers may be apart.
 
     Args:
-        served: what servers say they serve, beside `inference.dtype`.
+        served: what servers say they serve, in addition to `inference.dtype`.
     """
     return max((config.model.compute_dtype_in_use, config.inference.dtype_in_use, *served), key=_DTYPES.index)
 

@@ -267,7 +267,7 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
     assert "node 1     trainer ranks 8-15 on GPU 0-7" in text
     assert "node 2     servers 0 on GPU 0, 1 on GPU 1, 2 on GPU 2, 3 on GPU 3" in text
     assert "node 3     servers 8 on GPU 0, 9 on GPU 1" in text
-    assert "weights    nccl: trainer and servers have GPUs of their own" in text
+    assert "weights    nccl: trainer and servers have separate GPUs" in text
     assert "trainer: 8 processes, 1 CPU thread each, GPU 0,1,2,3,4,5,6,7" in text
     assert plan.servers == ()
     other = plan_dry(config, Rendezvous(rank=3), machine=Machine(num_cpus=2, gpus=tuple("01234567")))

@@ -301,7 +301,7 @@ def test_a_reward_that_raises_fails_its_group_only_and_is_logged_once_with_its_t
 def test_the_run_stops_with_the_cause_when_everything_fails(tmp_path: Path) -> None:
     """R6.6: only when everything fails does the run end."""
     setup = _Setup(tmp_path, lambda name: RequestRejectedError(400, "no such model"))
-    setup.fails(RunError, r"8 failures in a row and no group succeeded.*no such model")
+    setup.fails(RunError, r"8 consecutive failures and no group succeeded.*no such model")
 
 
 def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance=mode)
 
     _stops_with_nothing_to_learn(
-        setup, r"12 groups in a row had nothing to learn from; the last one: all rewards are 0"
+        setup, r"12 consecutive groups had nothing to learn from; the last one: all rewards are 0"
     )
     counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12

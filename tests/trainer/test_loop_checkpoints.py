@@ -109,7 +109,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
 
     stub = Broken(steps=9, every=20)
     stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
-    with pytest.raises(RunError, match="3 steps in a row were not finite; step 4"):
+    with pytest.raises(RunError, match="3 consecutive steps were not finite; step 4"):
         stub.loop(counters={"loss_scale": 2}).run(first_step=1)
 
 

@@ -86,7 +86,7 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
     )
     with local_server(_silent) as server, open_side(request, server) as side:
         side.source.start()
-        with pytest.raises(RunError, match=r"8 failures in a row.*was silent for 0\.3 s"):
+        with pytest.raises(RunError, match=r"8 consecutive failures.*was silent for 0\.3 s"):
             take(side, 2)
     queue = side_config(
         tmp_path, tiny_model, inference={"request_timeout_s": LONG_S}, training={"queue_timeout_s": 0.3}

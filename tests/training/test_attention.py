@@ -258,5 +258,5 @@ def test_the_choice_its_reason_and_the_refusal_of_varlen_where_it_cannot_run(
 def test_a_model_whose_attention_cannot_be_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_family("llama")
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be told where packed samples lie"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be given the boundaries of packed samples"):
         attention.use_attention(model, "mask")

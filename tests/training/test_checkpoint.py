@@ -94,7 +94,7 @@ def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_m
     assert [note.split(" is damaged")[0] for note in found["notes"]] == [
         "the checkpoint of step 3", "the checkpoint of step 2",
     ]  # fmt: skip
-    assert found["notes"][-1].endswith("going on from step 1")
+    assert found["notes"][-1].endswith("resuming from step 1")
     assert found["left"] == ["broken_step_2", "broken_step_3", "step_1"]
     assert "__0_0.distcp is missing; there is none before it" in found["none"]
 

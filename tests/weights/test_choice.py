@@ -20,7 +20,7 @@ from grpo_async.weights.rendezvous import device_identity
         ("GPU-1", ["GPU-2", "cpu"], "gloo", "the server is on the CPU"),
         ("cpu", ["GPU-1"], "gloo", "the trainer is on the CPU"),
         ("GPU-1", ["GPU-1", "GPU-1"], "ipc", "trainer and server share a GPU"),
-        ("GPU-1", ["GPU-2", "GPU-3"], "nccl", "trainer and servers have GPUs of their own"),
+        ("GPU-1", ["GPU-2", "GPU-3"], "nccl", "trainer and servers have separate GPUs"),
         ("GPU-1", ["GPU-2", "GPU-1"], "gloo", "some share a GPU and others do not"),
         ("GPU-1", ["GPU-2", "GPU-2"], "gloo", "some share a GPU and others do not"),
     ],
