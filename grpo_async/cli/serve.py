@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -13,6 +13,7 @@ from grpo_async.cli.options import ConfigArgument, PortOption, SetOption
 from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:
+    from grpo_async.config.base import EngineName
     from grpo_async.config.experiment import ExperimentConfig
 
 
@@ -62,7 +63,7 @@ def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: S
     main.serve_embedded(experiment, port)
 
 
-def _serve_replicas(config: ExperimentConfig, engine: Literal["vllm", "embedded"], port: int) -> NoReturn:
+def _serve_replicas(config: ExperimentConfig, engine: EngineName, port: int) -> NoReturn:
     from grpo_async.launcher.serve import serve_replicas
     from grpo_async.servers.engine_choice import choose_engine
 

@@ -19,6 +19,7 @@ from grpo_async import __version__
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.cluster.nodes import Rendezvous, cannot_listen
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
 from grpo_async.config.yaml_document import Problems
@@ -39,7 +40,7 @@ class NodeInfo(BaseModel):
     rank: int
     host: str
     urls: tuple[str, ...] = ()
-    engine: Literal["vllm", "embedded", "external"] = "external"
+    engine: Literal[EngineName, "external"] = "external"
     on_gpu: bool = False
     """Whether its servers work on GPUs."""
 

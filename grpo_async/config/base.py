@@ -151,6 +151,10 @@ def _check_host(host: str) -> str:
 
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
+EngineName = Literal["vllm", "embedded"]
+AttentionName = Literal["mask", "varlen"]
+TransportKind = Literal["gloo", "nccl", "ipc"]
+PushMode = Literal["recompute", "keep_kv", "drain", "abort"]
 Reference = Annotated[
     str, AfterValidator(_check_reference), WithJsonSchema({"type": "string", "pattern": f"^{_REFERENCE.pattern}$"})
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from grpo_async.config.base import ComputeDtype, Dtype, FilePath, ModelName, StrictModel
+from grpo_async.config.base import AttentionName, ComputeDtype, Dtype, FilePath, ModelName, StrictModel
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -47,7 +47,7 @@ class ModelSection(StrictModel):
     head_dtype: Literal["float32"] | None = None
     """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
     log-probabilities closer (arXiv 2506.13585); vLLM can from 0.26 on. null: in the dtype of everything else."""
-    attention: Literal["auto", "mask", "varlen"] = "auto"
+    attention: Literal["auto", AttentionName] = "auto"
     """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
     time, on any device. auto: varlen where it can run."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -7,7 +7,19 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_async.config.base import ComputeDtype, Count, FilePath, Host, Processes, Seconds, ServerUrl, StrictModel
+from grpo_async.config.base import (
+    ComputeDtype,
+    Count,
+    EngineName,
+    FilePath,
+    Host,
+    Processes,
+    PushMode,
+    Seconds,
+    ServerUrl,
+    StrictModel,
+    TransportKind,
+)
 
 MAX_RESTART_DELAY_S = 60.0
 """The longest between the end of a server and its next start."""
@@ -70,7 +82,7 @@ class TlsOptions(StrictModel):
 
 
 class InferenceSection(StrictModel):
-    engine: Literal["auto", "vllm", "embedded"] = "auto"
+    engine: Literal["auto", EngineName] = "auto"
     """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
     auto: vllm where it is installed and its platform is usable, else embedded; the plan says which and why."""
     urls: list[ServerUrl] = Field(default_factory=list)
@@ -141,10 +153,10 @@ class InferenceSection(StrictModel):
 
 
 class WeightsSection(StrictModel):
-    transport: Literal["auto", "gloo", "nccl", "ipc"] = "auto"
+    transport: Literal["auto", TransportKind] = "auto"
     """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
     auto: what fits the machine; the plan says which and why."""
-    mode: Literal["recompute", "keep_kv", "drain", "abort"] = "recompute"
+    mode: PushMode = "recompute"
     """What becomes of requests in flight. recompute: they freeze and go on with the new weights over a context recomputed with
     them. keep_kv: they go on over the key/value cache of the old weights (no recomputation; in-flight updates, PipelineRL).
     drain: the push waits until all have finished. abort: they are ended and sent again with what they had."""

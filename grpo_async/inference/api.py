@@ -46,6 +46,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopK, TopP, TransportKind
+from grpo_async.records import FinishReason
+
 TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 GENERATE_PATH = "/rollout/generate"
 INFO_PATH = "/rollout/info"
@@ -53,8 +56,6 @@ PARAMETERS_PATH = "/rollout/parameters"
 SCORE_PATH = "/rollout/score"
 
 PauseMode = Literal["keep", "drain", "abort"]
-TransportKind = Literal["gloo", "nccl", "ipc"]
-Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 
 def token_from_environment() -> str | None:
@@ -76,13 +77,13 @@ class GenerateRequest(ApiModel):
     max_tokens: int = Field(ge=1)
     temperature: float = Field(ge=0.0)
     """0 is greedy; logprobs are then of the unscaled distribution."""
-    top_p: float = Field(default=1.0, ge=0.01, le=1.0)
+    top_p: TopP = 1.0
     """The fewest most likely tokens whose probabilities add up to it; 1 = all."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: TopK = 0
     """The so many most likely tokens; 0 = all."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_p: MinP = 0.0
     """Tokens at least this times as likely as the most likely one; 0 = all."""
-    repetition_penalty: float = Field(default=1.0, ge=0.1, le=10.0)
+    repetition_penalty: RepetitionPenalty = 1.0
     """Of every token that `token_ids` or the output has, a logit above 0 is divided by it, another multiplied with it
     (arXiv 1909.05858), before the temperature."""
     structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = Field(
@@ -121,7 +122,7 @@ class GenerateChunk(ApiModel):
     token_ids: list[int] = Field(default_factory=list)
     logprobs: list[float] = Field(default_factory=list)
     policy_version: int = 0
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: str | None = None
     """The one of `stop` that ended it."""
     error: str | None = None
@@ -132,14 +133,14 @@ class GenerateChunk(ApiModel):
 class ServerInfo(ApiModel):
     """What a server says of itself."""
 
-    engine: Literal["vllm", "embedded"]
+    engine: EngineName
     engine_version: str
     instance_id: str = ""
     """Random, new for every start of a server."""
     model: str
-    dtype: Literal["float32", "bfloat16", "float16"]
+    dtype: ComputeDtype
     """dtype of the weights as served."""
-    head_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    head_dtype: ComputeDtype | None = None
     """dtype in which it computes logits; null: that of the weights."""
     max_model_len: int
     vocab_size: int = 0

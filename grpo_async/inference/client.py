@@ -93,7 +93,7 @@ class Generation:
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
         if chunk.finish_reason is not None:
-            self.finish_reason, self.stop_reason = FinishReason(chunk.finish_reason), chunk.stop_reason
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
 
     def clear(self) -> None:
         """Drop all tokens."""
@@ -261,7 +261,7 @@ class InferenceClient:
                 generation.add(chunk)
                 if on_tokens is not None and chunk.token_ids:
                     on_tokens(len(chunk.token_ids), chunk.policy_version)
-                if chunk.finish_reason == "abort":
+                if chunk.finish_reason is FinishReason.ABORT:
                     generation.finish_reason = None
                     raise _AbortedError("the inference server aborted the request")
                 if chunk.error is not None:

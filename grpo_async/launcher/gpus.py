@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TransportKind
 from grpo_async.processes.assignment import Node
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.text import count

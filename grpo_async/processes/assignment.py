@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TransportKind
 from grpo_async.run_directory import RunDir
 
 ASSIGNMENT_VARIABLE = "GRPO_ASYNC_ASSIGNMENT"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from grpo_async.config.base import read_arguments
+from grpo_async.config.base import ComputeDtype, read_arguments
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.rewards.call import checked_by, loaded_first
 
@@ -41,7 +41,7 @@ class RewardModelSettings(BaseModel):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda:\d+)$")
     """auto: the first GPU that the trainer sees, which it shares with rank 0, or the CPU where there is none. cuda:N: GPU N of the
     machine, as CUDA_VISIBLE_DEVICES counts them, also one that the run itself does not use."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", ComputeDtype] = "auto"
     """auto: as the files have it."""
     batch_size: int = Field(default=8, ge=1)
     """Completions in one forward pass."""

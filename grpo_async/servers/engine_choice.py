@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.base import EngineName
 from grpo_async.errors import ConfigError
 
 
@@ -13,7 +14,7 @@ from grpo_async.errors import ConfigError
 class EngineChoice:
     """`engine` is external where this machine starts no servers. `reason` completes "because ..."."""
 
-    engine: Literal["vllm", "embedded", "external"]
+    engine: Literal[EngineName, "external"]
     reason: str
     on_gpu: bool = False
     """Whether spawned servers work on GPUs."""

@@ -21,11 +21,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
 
 _QUERY_BLOCK = 256  # queries that attend at a time in a window, or soft-capped
-
-AttentionName = Literal["mask", "varlen"]
 
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 _VARLEN_MAX_HEAD_DIM = 256
@@ -86,7 +85,7 @@ def _is_of_a_layout(mask: torch.Tensor) -> bool:
 
 
 def choose_attention(
-    wanted: Literal["auto", "mask", "varlen"], *, device: torch.device, dtype: torch.dtype, config: Any = None
+    wanted: Literal["auto", AttentionName], *, device: torch.device, dtype: torch.dtype, config: Any = None
 ) -> tuple[AttentionName, str]:
     """What `model.attention` comes to on this device, and why: a clause for a message or the log.
 

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from grpo_async.batching.pack import MicroBatch
+from grpo_async.config.base import AttentionName
 from grpo_async.errors import ConfigError
-from grpo_async.training.attention import AttentionName, SampleLayout, use_attention
+from grpo_async.training.attention import SampleLayout, use_attention
 from grpo_async.training.logprobs import (
     LogitTransform,
     TokenObjective,

@@ -18,7 +18,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_async.inference.api import TransportKind, WeightInitInfo
+from grpo_async.config.base import TransportKind
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.utils.network import own_address_towards
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets, unpack
 from grpo_async.weights.calls import NOT_ARRIVED, NOT_FORMED

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TransportKind
 
 
 def fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKind, str]:
@@ -35,7 +35,7 @@ def fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKi
 
 
 def choose_transport(
-    wanted: TransportKind | Literal["auto"], trainer: str, workers: Sequence[str]
+    wanted: Literal["auto", TransportKind], trainer: str, workers: Sequence[str]
 ) -> tuple[TransportKind, str]:
     """The transport, and the reason for it, for the plan.
 

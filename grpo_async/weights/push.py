@@ -24,10 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
+from grpo_async.config.base import PushMode
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.errors import RequestRejectedError, WeightPushError
 from grpo_async.inference.api import PauseMode
@@ -44,8 +45,6 @@ from grpo_async.weights.calls import (
     start_calls,
 )
 from grpo_async.weights.transport import WeightTransport
-
-PushMode = Literal["recompute", "keep_kv", "drain", "abort"]
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "recompute": ("keep", False),

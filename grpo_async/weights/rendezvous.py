@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from grpo_async.inference.api import TransportKind, WeightInitInfo
+from grpo_async.config.base import TransportKind
+from grpo_async.inference.api import WeightInitInfo
 from grpo_async.utils.network import is_loopback, listening_store
 from grpo_async.weights.calls import NOT_FORMED
 

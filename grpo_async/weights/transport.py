@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError, WeightPushError
-from grpo_async.inference.api import AdapterBase, TransportKind, WeightUpdateInfo
+from grpo_async.inference.api import AdapterBase, WeightUpdateInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.backend import Backend, build_backend, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack

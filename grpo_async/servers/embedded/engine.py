@@ -17,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicCache
 from grpo_async.chat.renderer import eos_ids
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateChunk, GenerateRequest
+from grpo_async.records import FinishReason
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.stop_strings import StopWatcher
@@ -67,7 +68,7 @@ class RunningSequence:
         self.first_token_s: float | None = None
         self.pending_ids: list[int] = []
         self.pending_logprobs: list[float] = []
-        self.finish_reason: Literal["stop", "length", "abort"] | None = None
+        self.finish_reason: FinishReason | None = None
         self.stop_reason: str | None = None
 
     @property
@@ -83,11 +84,11 @@ class RunningSequence:
         self.pending_ids.append(token)
         self.pending_logprobs.append(logprob)
         if token in self.stop_ids:
-            self.finish_reason = "stop"
+            self.finish_reason = FinishReason.STOP
         elif len(self.tokens) == self.limit:
-            self.finish_reason = "length"
+            self.finish_reason = FinishReason.LENGTH
         if self.watcher is not None and (found := self.watcher.first([token])) is not None:
-            self.finish_reason, self.stop_reason = "stop", found[1]
+            self.finish_reason, self.stop_reason = FinishReason.STOP, found[1]
         return self.finish_reason is not None
 
     def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
@@ -175,7 +176,7 @@ class SlotEngine:
         """End a sequence with reason "abort" and free its slot. Does nothing when it is over already."""
         if sequence.slot < 0 and sequence not in self._waiting:
             return
-        sequence.finish_reason = "abort"
+        sequence.finish_reason = FinishReason.ABORT
         self._emit(sequence)
         if sequence.slot >= 0:
             self._retire([sequence.slot])

@@ -14,16 +14,15 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from grpo_async.inference.api import GenerateChunk
+from grpo_async.records import FinishReason
 
 if TYPE_CHECKING:
     from grpo_async.servers.vllm.compat import Abort, EngineOutput
 
 _ENTRY_TIMEOUT_S = 30.0  # an entry only sends to the engine core
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineRequest:
@@ -136,8 +135,9 @@ class TokenStream:
             self._runs[-1].token_ids.extend(token_ids)
             self._runs[-1].logprobs.extend(logprobs)
             self._any.set()
-        if finish in get_args(FinishReason):
-            self._close(GenerateChunk(policy_version=version, finish_reason=finish, stop_reason=stop_reason))
+        if finish in set(FinishReason):
+            reason = FinishReason(finish)
+            self._close(GenerateChunk(policy_version=version, finish_reason=reason, stop_reason=stop_reason))
         elif finish is not None:
             self.fail(f"the engine ended the request with {finish!r}", version=version)
 
