@@ -23,6 +23,7 @@ from grpo_async.findings.verdict import Verdict, judge
 from grpo_async.run_directory import RunDir
 from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
+from grpo_async.utils.extras import needs
 from grpo_async.utils.json_files import read_objects
 from grpo_async.viewer.runs import find_evaluation, find_run
 
@@ -115,5 +116,5 @@ def _pandas() -> Any:
     try:
         import pandas
     except ModuleNotFoundError as error:
-        raise ConfigError("data frames need pandas: pip install 'grpo-async[pandas]'") from error
+        raise ConfigError(f"a data frame {needs('pandas')}") from error
     return pandas

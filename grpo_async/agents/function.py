@@ -25,6 +25,7 @@ from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
+from grpo_async.utils.extras import needs
 
 SETTING = "rollout.agent.function"
 
@@ -137,8 +138,7 @@ class OpenAiClients:
             import openai  # here: it takes a second, and only functions that ask for it need it
         except ModuleNotFoundError as error:
             raise ConfigError(
-                "`client.openai` needs the package openai, which is not installed: pip install 'grpo-async[agents]'; or use "
-                "client.base_url and client.api_key with a client of your own"
+                f"`client.openai` {needs('openai')}; or use client.base_url and client.api_key with a client of your own"
             ) from error
         for name in ("httpx", "httpx2"):  # they log a line for each call of each agent
             logging.getLogger(name).setLevel(logging.WARNING)

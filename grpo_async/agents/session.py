@@ -50,6 +50,7 @@ from grpo_async.records import (
 )
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.utils.seeds import seed_of
+from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +187,7 @@ class AgentSession:
         try:
             asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)
         except ValidationError as error:
-            problem = error.errors()[0]
-            name = str(problem["loc"][0])
-            raise refuse(f"{name} is {problem['input']!r}: {problem['msg']}", param=name) from error
+            raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
         generation = await self._generate(asked, number, reader)
         self._num_sampled += len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH

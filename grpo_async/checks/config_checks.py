@@ -45,6 +45,7 @@ from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.extras import needs
 from grpo_async.utils.network import binding_error
 
 if TYPE_CHECKING:
@@ -55,14 +56,8 @@ _NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
 _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
-_TRACKERS = {
-    "tensorboard": ("tensorboardX", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "trackio": ("trackio", "trackio"),
-    "mlflow": ("mlflow", "mlflow"),
-    "prometheus": ("prometheus_client", "prometheus"),
-}
-"""Type -> module, extra."""
+_TRACKERS = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client"}
+"""Type -> module, where they differ."""
 
 
 def check_inputs(
@@ -185,20 +180,18 @@ class _Findings:
     def check_packages(self) -> None:
         """Optional packages that the configuration needs and that are not installed."""
         config, lora = self.config, self.config.model.lora
-        needed = [
-            (f"{key}.type: hub", "datasets", "hub") for key, source in self.sources.items() if source.type == "hub"
-        ]
+        needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
         if self.trains:
-            needed += [(f"tracking.{i}.type: {t.type}", *_TRACKERS[t.type]) for i, t in enumerate(config.tracking)]
-            needed += [("model.lora", "peft", "lora")] if lora is not None else []
+            needed += [
+                (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
+            ]
+            needed += [("model.lora", "peft")] if lora is not None else []
             if lora is not None and lora.quantization is not None:
-                needed.append((f"model.lora.quantization: {lora.quantization}", "bitsandbytes", "quantization"))
+                needed.append((f"model.lora.quantization: {lora.quantization}", "bitsandbytes"))
             if config.optimizer.type == "adamw_8bit":
-                needed.append(("optimizer.type: adamw_8bit", "bitsandbytes", "quantization"))
+                needed.append(("optimizer.type: adamw_8bit", "bitsandbytes"))
         self.problems.extend(
-            f"{key}: needs the package {module}, which is not installed; pip install 'grpo-async[{extra}]'"
-            for key, module, extra in needed
-            if importlib.util.find_spec(module) is None
+            f"{key}: {needs(module)}" for key, module in needed if importlib.util.find_spec(module) is None
         )
 
     def check_devices(self) -> None:

@@ -25,6 +25,7 @@ from grpo_async.config.data_sections import (
 from grpo_async.data.rows import PlacedRows, Row, check_values
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.references import resolve
+from grpo_async.utils.extras import needs
 from grpo_async.utils.text import backticked, json_kind
 
 _BATCH_ROWS = 1024  # rows of a Parquet file that are in memory as columns at once
@@ -90,9 +91,7 @@ def read_parquet(source: ParquetSource) -> PlacedRows:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            f"{source.path}: reading Parquet needs the package `pyarrow`: pip install 'grpo-async[parquet]'"
-        ) from error
+        raise ConfigError(f"{source.path}: reading Parquet {needs('pyarrow')}") from error
     for path in _parquet_files(source.path):
         number = 0
         try:
@@ -148,8 +147,7 @@ def read_hub(source: HubSource) -> PlacedRows:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"{source.name}: reading a dataset (type: hub) needs the package `datasets`: pip install 'grpo-async[hub]'; "
-            "or use a file (type: jsonl, csv or parquet)"
+            f"{source.name}: reading a dataset (type: hub) {needs('datasets')}; or use a file (type: jsonl, csv or parquet)"
         ) from error
     try:
         dataset = _load(datasets, source)

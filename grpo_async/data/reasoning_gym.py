@@ -22,15 +22,14 @@ from typing import Any
 from grpo_async.config.data_sections import ReasoningGymSource
 from grpo_async.data.rows import PlacedRows
 from grpo_async.errors import ConfigError
+from grpo_async.utils.extras import needs
 
 _OWN_SETTINGS = ("seed", "size")
 
 
 def read_reasoning_gym(source: ReasoningGymSource) -> PlacedRows:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(
-            "reasoning_gym: making its rows needs the package `reasoning-gym`: pip install 'grpo-async[reasoning-gym]'"
-        )
+        raise ConfigError(f"reasoning_gym: making its rows {needs('reasoning_gym')}")
     for number, task in enumerate(source.tasks):
         for setting in _OWN_SETTINGS:
             if setting in task.config:

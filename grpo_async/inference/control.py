@@ -28,6 +28,7 @@ from grpo_async.inference.api import (
 )
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.utils.retry import RetryPolicy
+from grpo_async.utils.validation import problems_of
 
 _DRAIN_MARGIN_S = 10.0
 """A server that drains has this long to say that it could not."""
@@ -221,4 +222,4 @@ def _read(kind: type[Answer], body: bytes) -> Answer:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadResponseError(f"the server sent something that is no {kind.__name__}: {error}") from error
+        raise BadResponseError(f"the server sent something that is no {kind.__name__}: {problems_of(error)}") from error

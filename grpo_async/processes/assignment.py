@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from grpo_async.config.base import TransportKind
 from grpo_async.errors import ConfigError
@@ -112,6 +112,6 @@ class Assignment(_Record):
             }
         except KeyError as error:
             raise ConfigError(f"${ASSIGNMENT_VARIABLE} is not set; start with `grpo-async train CONFIG`") from error
-        except (ValidationError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(f"${ASSIGNMENT_VARIABLE} is broken ({error}); start with `grpo-async train`") from error
         return given.model_copy(update=ranks)

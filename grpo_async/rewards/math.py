@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
+from grpo_async.utils.extras import needs
 
 if importlib.util.find_spec("math_verify") is None:
     raise ModuleNotFoundError(
-        "math_answer needs math-verify: pip install 'grpo-async[math]'", name="math_verify"
+        f"math_answer {needs('math_verify')}", name="math_verify"
     )  # at import, so that it is a config error and not the failure of every group
 
 _EXPRESSION_TIMEOUT_S = 5

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from grpo_async.rewards.text import after_thinking, final_text, last_boxed
+from grpo_async.utils.extras import needs
 
 if importlib.util.find_spec("reasoning_gym") is None:
     raise ModuleNotFoundError(
-        "task_score needs reasoning-gym: pip install 'grpo-async[reasoning-gym]'", name="reasoning_gym"
+        f"task_score {needs('reasoning_gym')}", name="reasoning_gym"
     )  # at import, so that it is a config error and not the failure of every group
 
 logger = logging.getLogger(__name__)

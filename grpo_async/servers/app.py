@@ -47,6 +47,7 @@ from grpo_async.inference.api import (
 )
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.stop_strings import StopStrings
+from grpo_async.utils.validation import problems_of
 from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError
 
 logger = logging.getLogger(__name__)
@@ -455,8 +456,7 @@ def _status_and_message(error: Exception) -> tuple[int | None, str]:
         case HTTPException():
             return error.status_code, error.detail
         case ValidationError():
-            problems = (f"{'.'.join(map(str, item['loc'])) or 'body'}: {item['msg']}" for item in error.errors())
-            return 400, "; ".join(problems)
+            return 400, problems_of(error)
         case UpdateRefusedError():
             return 400, str(error)
         case EngineDeadError() | DeadlineError():

@@ -32,6 +32,7 @@ from grpo_async.config.record_sections import (
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
+from grpo_async.utils.extras import needs
 from grpo_async.utils.network import host_in_url, is_loopback
 from grpo_async.utils.safe_text import visible_line
 
@@ -69,7 +70,7 @@ class Tensorboard:
 
     def __init__(self, run_dir: RunDir) -> None:
         folder = str(run_dir.trackers / "tensorboard")
-        self._writer = _library("tensorboardX", "tensorboard").SummaryWriter(logdir=folder)
+        self._writer = _library("tensorboardX").SummaryWriter(logdir=folder)
         self.shown_by = f"tensorboard --logdir {shlex.quote(folder)}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -100,7 +101,7 @@ class Wandb:
     """Weights & Biases."""
 
     def __init__(self, section: WandbTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
-        wandb = _library("wandb", "wandb")
+        wandb = _library("wandb")
         self._table = wandb.Table
         run_dir.trackers.mkdir(exist_ok=True)
         self._run = wandb.init(
@@ -140,7 +141,7 @@ class Trackio:
     def __init__(self, section: TrackioTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
         # read when the library is imported
         folder = os.environ.setdefault("TRACKIO_DIR", str((run_dir.trackers / "trackio").resolve()))
-        trackio = _library("trackio", "trackio")
+        trackio = _library("trackio")
         self._table = trackio.Table
         self._run = trackio.init(
             project=section.project,
@@ -178,9 +179,9 @@ class Mlflow:
         if uri.startswith("file:") or "://" not in uri:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x asks for this before it writes files
         self.shown_by = uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
-        entities = _library("mlflow.entities", "mlflow")
+        entities = _library("mlflow.entities")
         self._metric = entities.Metric
-        self._client = _library("mlflow", "mlflow").MlflowClient(tracking_uri=uri)
+        self._client = _library("mlflow").MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(section.experiment)
         experiment = known.experiment_id if known else self._client.create_experiment(section.experiment)
         self._run_id = _stored_id(
@@ -220,8 +221,8 @@ class Prometheus:
     texts nor tables."""
 
     def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
-        library = _library("prometheus_client", "prometheus")
-        core = _library("prometheus_client.core", "prometheus")
+        library = _library("prometheus_client")
+        core = _library("prometheus_client.core")
         self._family = core.GaugeMetricFamily
         self._run_name = config.run.name
         self._lock = threading.Lock()
@@ -284,10 +285,8 @@ def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _library(module: str, extra: str) -> Any:
+def _library(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"tracking needs {module}, which is not installed: pip install 'grpo-async[{extra}]'"
-        ) from error
+        raise ConfigError(f"tracking {needs(module.partition('.')[0])}") from error

@@ -20,6 +20,7 @@ from torch import nn
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import ADAPTER, list_sources, rows_of, whole_of
+from grpo_async.utils.extras import needs
 from grpo_async.utils.seeds import seed_of
 
 
@@ -33,7 +34,7 @@ def add_adapters(model: Any, section: LoraSection) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError(f"model.lora: needs peft: {error}; install grpo-async[lora]") from error
+        raise ConfigError(f"model.lora: {needs('peft')} ({error})") from error
     saved = saved_modules(model, section)
     targets = _target_names(model, section, saved)
     config = LoraConfig(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from grpo_async.errors import ConfigError
+from grpo_async.utils.extras import needs
 
 BLOCK = 64
 """Elements that share one magnitude."""
@@ -53,9 +54,7 @@ def quantize_layers(model: Any, *, keep: Collection[str] = ()) -> None:
         ConfigError: bitsandbytes is missing, or a layer's rows are no multiple of 64.
     """
     if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "model.lora.quantization: nf4 needs bitsandbytes, which is not installed; install grpo-async[quantization]"
-        )
+        raise ConfigError(f"model.lora.quantization: nf4 {needs('bitsandbytes')}")
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         is_kept = any(f"{name}.".startswith(f"{each}.") for each in keep)

@@ -24,6 +24,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.nf4 import bitsandbytes_functions
 from grpo_async.training.parameters import local_of, rows_of
+from grpo_async.utils.extras import needs
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
@@ -53,10 +54,7 @@ def _make(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
             return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
         case "adamw_8bit":
             if find_spec("bitsandbytes") is None:
-                raise ConfigError(
-                    "optimizer.type: adamw_8bit needs bitsandbytes, which is not installed; install grpo-async[quantization], or "
-                    "set adamw"
-                )
+                raise ConfigError(f"optimizer.type: adamw_8bit {needs('bitsandbytes')}; or set adamw")
             groups = _decay_groups(trained, section)
             return AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
         case "muon":

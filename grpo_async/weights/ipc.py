@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from grpo_async.utils.validation import problems_of
 from grpo_async.weights.buckets import TurnBuffers
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.rendezvous import device_identity
@@ -129,7 +130,7 @@ class IpcBackend:
         try:
             signal = Signal.model_validate_json(body)
         except ValidationError as error:
-            raise RuntimeError(f"not a signal of the trainer: {error}") from error
+            raise RuntimeError(f"not a signal of the trainer: {problems_of(error)}") from error
         if signal.num_bytes != num_bytes:
             raise RuntimeError(f"the trainer sends {signal.num_bytes} bytes, {num_bytes} are expected")
         if signal.handles is not None:

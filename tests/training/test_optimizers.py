@@ -47,7 +47,7 @@ def test_matrices_are_decayed_and_norms_are_not_and_muon_gets_those_of_the_layer
 def test_what_is_not_installed_is_named_with_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "find_spec", lambda _: None)
     with pytest.raises(
-        ConfigError, match=r"optimizer\.type: adamw_8bit needs bitsandbytes.*grpo-async\[quantization\]"
+        ConfigError, match=r"optimizer\.type: adamw_8bit needs the package bitsandbytes.*grpo-async\[quantization\]"
     ):
         make_optimizer(load_tiny(folder), OptimizerSection(type="adamw_8bit"))
 

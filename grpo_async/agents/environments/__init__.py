@@ -28,6 +28,7 @@ from grpo_async.agents.function import AgentClient, FunctionAgent
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.user_code.references import make_working_directory_importable
+from grpo_async.utils.extras import needs
 
 SETTING = "rollout.agent.environment"
 _PACKAGES = {"verifiers": "verifiers", "nemo_gym": "verifiers", "openenv": "openenv"}
@@ -107,9 +108,7 @@ def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
     library, _, name = reference.partition(":")
     package = _PACKAGES[library]
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"it needs the package {package}, which is not installed: pip install 'grpo-async[{package}]'"
-        )
+        raise ConfigError(f"it {needs(package)}")
     make_working_directory_importable()
     # here: the libraries take seconds to import
     if library == "openenv":

@@ -32,6 +32,7 @@ from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
+from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.format import call_tree, conversation
 from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
@@ -357,8 +358,7 @@ def error_answer(error: Exception) -> Json:
             where = {"position": error.position, "length": error.length, "suggestions": list(error.suggestions)}
             return Json({"error": error.problem, **where}, status_code=400)
         case ValidationError():
-            wrong = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
-            return Json({"error": wrong}, status_code=400)
+            return Json({"error": problems_of(error)}, status_code=400)
         case NotFoundError():
             return Json({"error": str(error)}, status_code=404)
         case ConfigError():

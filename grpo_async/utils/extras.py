@@ -1,0 +1,27 @@
+"""Which extra of this package brings an optional library, and what is said where it is missing."""
+
+from __future__ import annotations
+
+EXTRAS = {
+    "bitsandbytes": "quantization",
+    "datasets": "hub",
+    "math_verify": "math",
+    "mlflow": "mlflow",
+    "openai": "agents",
+    "openenv": "openenv",
+    "pandas": "pandas",
+    "peft": "lora",
+    "prometheus_client": "prometheus",
+    "pyarrow": "parquet",
+    "reasoning_gym": "reasoning-gym",
+    "tensorboardX": "tensorboard",
+    "trackio": "trackio",
+    "verifiers": "verifiers",
+    "wandb": "wandb",
+}
+"""Module -> extra."""
+
+
+def needs(module: str) -> str:
+    """For messages: "needs the package peft, which is not installed: pip install 'grpo-async[lora]'"."""
+    return f"needs the package {module}, which is not installed: pip install 'grpo-async[{EXTRAS[module]}]'"
