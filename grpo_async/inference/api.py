@@ -46,7 +46,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopK, TopP, TransportKind
+from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopP, TransportKind
 from grpo_async.records import FinishReason
 
 TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
@@ -79,7 +79,7 @@ class GenerateRequest(ApiModel):
     """0 is greedy; logprobs are then of the unscaled distribution."""
     top_p: TopP = 1.0
     """The fewest most likely tokens whose probabilities add up to it; 1 = all."""
-    top_k: TopK = 0
+    top_k: int = Field(default=0, ge=0)
     """The so many most likely tokens; 0 = all."""
     min_p: MinP = 0.0
     """Tokens at least this times as likely as the most likely one; 0 = all."""
