@@ -88,10 +88,10 @@ def dashboard(
             case "servers":
                 return _servers_title(progress), _servers(progress, num_rows)
             case "pipeline":
-                return Text("pipeline", style="bold"), _labelled(pipeline, wraps=())
+                return Text("pipeline", style="bold"), _labeled(pipeline, wraps=())
             case "run":
                 shown, wraps = _that_fit(run, num_rows, width)
-                return Text("run", style="bold"), _labelled(shown, wraps=wraps)
+                return Text("run", style="bold"), _labeled(shown, wraps=wraps)
         newest = list(progress.messages)[-num_rows:]
         lines = (_line(f"{ago(each.at, now):>12}  {each.text}", "yellow" if each.is_warning else "") for each in newest)
         return Text("messages", style="bold"), Group(*lines)
@@ -209,7 +209,7 @@ def columns(points: Sequence[float], num: int) -> list[float]:
 
 
 def _cells(values: Sequence[float], low: float, high: float, height: int) -> list[list[int]]:
-    """Braille bits [height][len(values) / 2]; neighbouring dots are joined."""
+    """Braille bits [height][len(values) / 2]; neighboring dots are joined."""
     cells = [[0] * (len(values) // 2) for _ in range(height)]
     before: int | None = None
     for x, value in enumerate(values):
@@ -286,7 +286,7 @@ def _pipeline(progress: Progress) -> Iterator[Row]:
 
 
 def _warm(idle: float) -> str:
-    """Coloured where much is idle."""
+    """Colored where much is idle."""
     return "" if idle < 0.3 else "yellow" if idle < 0.6 else "red"
 
 
@@ -411,7 +411,7 @@ def _that_fit(rows: Sequence[Row], num_lines: int, width: int) -> tuple[Sequence
     return rows, wraps
 
 
-def _labelled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:
+def _labeled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:
     """Names on the left, texts on the right: those of `wraps` on as many lines as they need, the others cut to one."""
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)

@@ -1,4 +1,4 @@
-"""What the user is told of a run while it goes on.
+"""What the user sees of a run while it is running.
 
     supervisor -> Display (keeps Progress) -> views: LineView | QuietView | LiveView | JsonView, StatusFile, the launcher's Advisor
 
@@ -40,7 +40,7 @@ EVENTS = (
 
 
 class View(AbstractContextManager[Any]):
-    """Shows or keeps events. Open while the run goes on."""
+    """Shows or keeps events. Open while the run is running."""
 
     def __exit__(self, *error: Any) -> None:
         pass
@@ -118,7 +118,7 @@ class Display:
         self._show("learning", **verdict.as_dict())
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own."""
+        """Something worth its own line."""
         with self.progress.lock:
             self.progress.add_message(text)
         self._show("note", text=text)
@@ -218,9 +218,9 @@ class JsonView(View):
 
 
 class LiveView(View):
-    """The dashboard on a terminal: the whole screen while the run goes on, and its messages below each other afterwards.
+    """The dashboard on a terminal: the whole screen during the run, and its messages below each other afterwards.
 
-    Drawn by a thread of its own, on every event (at most four times a second) and every second; nothing of the run waits for a slow
+    Drawn by its own thread, on every event (at most four times a second) and every second; nothing of the run waits for a slow
     terminal. The size is asked for each picture, so a resized window is right again within a second.
 
     Args:

@@ -44,8 +44,8 @@ CURVES: Mapping[str, str] = {
 
 
 class Curve:
-    """A series of any length in bounded memory: each of its points is the mean of so many values in a row, and twice as many when
-    there would be too many points."""
+    """A series of any length in bounded memory: a point is the mean of some consecutive values, of twice as many each time
+    that there would be too many points."""
 
     def __init__(self) -> None:
         self._means: list[float] = []

@@ -1,4 +1,4 @@
-"""`grpo-async status`: what a run said last in status.json, whether its launcher still lives to say more; and watching it."""
+"""`grpo-async status`: what a run said last in status.json, whether its launcher is still alive; and watching it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
     content = read_object(run_dir.status, problems)
     if content.get("version") != VERSION or content.get("state") not in EXIT_CODES:
         why = f": {problems[0]}" if problems else ""
-        raise RunError(f"{run_dir.status} is no status of this version (layout {VERSION}){why}")
+        raise RunError(f"{run_dir.status} is not a status of this version (layout {VERSION}){why}")
     found = state_of(content, now=now)
     # after a failure it is of an earlier attempt
     means = read_object(run_dir.summary, []) if found.state in (FINISHED, STOPPED) else {}
@@ -121,9 +121,9 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
 
 def print_status(console: Console, status: RunStatus) -> None:
     """For people; everything in it is text that no terminal obeys."""
-    colour = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
+    color = {RUNNING: "green", FINISHED: "green", STOPPED: "yellow"}.get(status.state, "bold red")
     rows = _rows(status, time.time())
-    print_rows(console, ((name, Text(one_line(text), style=colour if name == "state" else "")) for name, text in rows))
+    print_rows(console, ((name, Text(one_line(text), style=color if name == "state" else "")) for name, text in rows))
 
 
 def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
@@ -190,7 +190,7 @@ def progress_of(content: Mapping[str, Any], *, now: float | None = None) -> Prog
 
 
 def _means(status: RunStatus, progress: Progress, metrics: Mapping[str, str]) -> str:
-    """Of the newest step while the run goes on; after it the means of the whole run, or else those of the last step, named so."""
+    """Of the newest step during the run; after it the means of the whole run, or else those of the last step, named so."""
     newest = join(progress.text(metric, form) for metric, form in metrics.items())
     if status.state == RUNNING:
         return newest
@@ -210,7 +210,7 @@ def _launcher(status: RunStatus) -> str:
 
 
 class MetricsTail:
-    """What metrics.jsonl says, as curves and last rewards; begins anew when a resume has cut the file."""
+    """What metrics.jsonl says, as curves and last rewards; starts over when a resume has truncated the file."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, self._forget)
@@ -256,7 +256,7 @@ def _picture(status: RunStatus, tail: MetricsTail, console: Console) -> Renderab
     progress = progress_of(status.content)
     progress.curves, progress.rewards = tail.progress.curves, tail.progress.rewards
     width, height = console.size
-    footer = f"{_launcher(status)} · Ctrl-C leaves, the run goes on"
+    footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
     return dashboard(progress, run_name=str(status.content.get("run", "")), footer=footer, width=width, height=height)
 
 

@@ -31,7 +31,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class StatusFile(View):
-    """See the module. Open while the run goes on; `end` says how it went, else leaving it by an exception says it."""
+    """See the module. Open during the run; `end` says how it went, else leaving it by an exception says it."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class StatusFile(View):
                 "run": self._run_name,
                 "directory": str(self._run_dir.root),
                 "state": state,  # running, finished, stopped (by a signal, after a checkpoint) or failed
-                "phase": progress.phase,  # what goes on, in words
+                "phase": progress.phase,  # what it is doing, in words
                 "step": progress.step,  # finished optimizer steps
                 "max_steps": progress.max_steps,
                 "started_at": self._started_at,  # of this attempt

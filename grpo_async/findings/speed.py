@@ -134,7 +134,7 @@ class PipelineSetup:
 
 
 def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMetrics:
-    """The metrics of some steps in a row, oldest first, as they stand in metrics.jsonl.
+    """The metrics of some consecutive steps, oldest first, as they stand in metrics.jsonl.
 
     Two steps of 8 and 12 s, pushes of 1 s in each -> step_s = 10, push_fraction = (1 + 1) / (8 + 12) = 0.1. The ledger's totals are
     compared between the first and the last step: 90 -> 98 trained, 10 -> 12 stale: stale_fraction = 2 / (8 + 2) = 0.2.
@@ -184,7 +184,7 @@ def full_cache(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
     suggested = _whole_groups(running, setup)
     if suggested >= setup.rollout.max_in_flight:
         return None
-    why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room beside {running:.0f} that run"
+    why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room while {running:.0f} run"
     return _change("the KV cache", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
 
 
@@ -361,7 +361,7 @@ def training(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     why = f"servers idle {generator:.0%}: training takes {train_s} of a step of {step_s}"
     ranks, servers = setup.config.launch.num_trainer_ranks, setup.servers
     if not setup.has_gpus:
-        return _bound("training", f"{why}; a faster trainer would help, generation is no limit")
+        return _bound("training", f"{why}; a faster trainer would help, generation is not the limit")
     free = math.inf if setup.num_gpus is None else setup.num_gpus - ranks - setup.gpus_of_servers
     is_alone = setup.is_alone and setup.spawns_servers and setup.gpus_per_server == 1
     if is_alone and servers > 1 and free >= 0:
@@ -437,7 +437,7 @@ def _change(
 
 
 def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: PipelineMetrics) -> float | None:
-    """Of the wall time, what takes so many seconds every so many steps: 60 s every 50 steps of 10 s -> 0.12."""
+    """Of the wall time, what takes `seconds` every `every_steps` steps: 60 s every 50 steps of 10 s -> 0.12."""
     return None if seconds is None or not metrics.step_s else seconds / (every_steps * metrics.step_s)
 
 

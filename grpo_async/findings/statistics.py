@@ -75,7 +75,7 @@ def trend(values: Sequence[float]) -> Change | None:
     """How a series moved: the least-squares line over the steps, or over their logarithm where that fits better (most of what is
     learned is learned early). None with fewer than 6 values.
 
-    Neighbouring steps are alike, so they count for less: with the lag-1 correlation r of the residuals, the standard error is that
+    Neighboring steps are alike, so they count for less: with the lag-1 correlation r of the residuals, the standard error is that
     of independent ones x sqrt((1 + r) / (1 - r)), and n steps are worth n x (1 - r) / (1 + r).
     """
     count = len(values)
@@ -91,17 +91,17 @@ def trend(values: Sequence[float]) -> Change | None:
 
 def _fit(places: Sequence[float], values: Sequence[float]) -> tuple[float, float, float, float, float]:
     """(fitted first, fitted last, standard error of last - first, degrees of freedom, sum of squared residuals)."""
-    count, centre, mean = len(values), fmean(places), fmean(values)
-    variance = sum((place - centre) ** 2 for place in places)
-    slope = sum((place - centre) * (value - mean) for place, value in zip(places, values, strict=True)) / variance
-    residuals = [value - mean - slope * (place - centre) for place, value in zip(places, values, strict=True)]
+    count, center, mean = len(values), fmean(places), fmean(values)
+    variance = sum((place - center) ** 2 for place in places)
+    slope = sum((place - center) * (value - mean) for place, value in zip(places, values, strict=True)) / variance
+    residuals = [value - mean - slope * (place - center) for place, value in zip(places, values, strict=True)]
     squares = sum(each**2 for each in residuals)
     lagged = sum(one * other for one, other in pairwise(residuals))
     correlation = min(max(lagged / squares, 0.0), _MAX_CORRELATED) if squares > 0.0 else 0.0
     inflation = (1.0 + correlation) / (1.0 - correlation)
     reach = places[-1] - places[0]
     stderr = reach * math.sqrt(squares / (count - 2) / variance * inflation)
-    first = mean + slope * (places[0] - centre)
+    first = mean + slope * (places[0] - center)
     return first, first + slope * reach, stderr, max((count - 2) / inflation, _MIN_FREEDOM), squares
 
 
@@ -117,7 +117,7 @@ def held_out_change(
     rewards of the prompts are not known. `scale`: the range of rewards.
 
     Rewards 0 0 1 0 and 1 0 1 1: differences 1 0 0 1, mean 0.5, standard error 0.577 / sqrt(4) = 0.29. It is taken as at least half
-    a prompt's worth, scale / (2 n): that all of a few prompts agree is no certainty.
+    a prompt's worth, scale / (2 n): agreement of a few prompts is not certainty.
     """
     if len(first_rewards) == len(last_rewards):
         pairs = [(a, b) for a, b in zip(first_rewards, last_rewards, strict=True) if a is not None and b is not None]

@@ -1,4 +1,4 @@
-"""What was generated, on disk: one row per rollout, written while the run goes on and readable at any moment."""
+"""What was generated, on disk: one row per rollout, written during the run and readable at any moment."""
 
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.rows import GroupRow, RolloutRow, TurnRow

@@ -204,5 +204,5 @@ class LineFile:
         """Close the file; one without a line is removed. Allowed more than once."""
         self._file.close()
         if self.num_bytes == 0:
-            with contextlib.suppress(OSError):  # an empty block is no harm: the next writer removes it
+            with contextlib.suppress(OSError):  # an empty block does no harm: the next writer removes it
                 self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Writes the rollouts that a query holds for to a file of their own: JSON lines or Parquet, one row per rollout.
+"""Writes the rollouts that a query holds for to a separate file: JSON lines or Parquet, one row per rollout.
 
 The columns are those of the store (`schema`) and `superseded`. The file appears under its name when it is whole."""
 

@@ -53,7 +53,7 @@ class VersionError(RunError):
 
 
 class _DamagedLinesError(RunError):
-    """At least one of some lines is no group."""
+    """At least one of some lines is not a group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,8 +491,8 @@ def reading(folder: Path, others: tuple[type[Exception], ...] = ()) -> Iterator[
 
 @contextlib.contextmanager
 def of_query(query: Query) -> Iterator[None]:
-    """What a value of the store makes of a query that is right in itself (a text that is no number) is an error of the query; what
-    is wrong with a file is not."""
+    """What a value of the store makes of a query that is right in itself (a text that is not a number) is an error of the query;
+    what is wrong with a file is not."""
     import duckdb
 
     try:

@@ -25,7 +25,7 @@ _MAX_CHECKPOINTS = 100
 
 @dataclass(slots=True, kw_only=True)
 class StoreMetadata:
-    """What a reader has to know beside the rows.
+    """What a reader has to know besides the rows.
 
     Attributes:
         sample_rate: `record.rollouts.sample_rate` of the last writer.
@@ -57,7 +57,7 @@ class StoreMetadata:
         self.sampled_out_by_seq = dict(list(noted.items())[-_MAX_CHECKPOINTS:])
 
     def go_back(self, seq: int) -> None:
-        """A resume goes on from the checkpoint that was taken before the group `seq`. One that is not noted was taken before
+        """A resume continues from the checkpoint that was taken before the group `seq`. One that is not noted was taken before
         anything was sampled out."""
         self.sampled_out = dict(self.sampled_out_by_seq.get(str(seq), {}))
 
@@ -77,7 +77,7 @@ class StoreMetadata:
             )
         if self.torn:
             lines = "the last line was torn in" if len(self.torn) == 1 else "the last lines were torn in"
-            found.append(f"a kill while writing: {lines} {', '.join(self.torn)}; so many groups are missing")
+            found.append(f"a kill while writing: {lines} {', '.join(self.torn)}; one group is missing for each")
         if self.lost:
             found.append(f"{count(self.lost, 'group')} could not be written (see the log)")
         if self.was_killed:
@@ -114,7 +114,7 @@ class MetadataFile:
         self._saved = _text(self._now)
 
     def load(self, sample_rate: float) -> None:
-        """Go on from what an earlier writer noted. Raises as `read_metadata`."""
+        """Continue from what an earlier writer noted. Raises as `read_metadata`."""
         with self._lock:
             self._now = read_metadata(self._folder)
             self._saved = _text(self._now)

@@ -208,7 +208,7 @@ def _parse(cursor: DuckDBPyConnection, text: str) -> dict[str, Any]:
     shape = [_without_condition(each["node"]) for each in whole["statements"]]
     empty = _tree(cursor, f"{_SELECT}TRUE\n)")["statements"]
     if shape != [_without_condition(each["node"]) for each in empty]:
-        raise QueryError(text, 0, len(text), "a query is one condition; it cannot hold a statement of its own")
+        raise QueryError(text, 0, len(text), "a query is one condition; it cannot hold another statement")
     found: dict[str, Any] = whole["statements"][0]["node"]["where_clause"]
     return found
 
@@ -341,7 +341,7 @@ def _message_of(error: BaseException) -> tuple[str, dict[str, Any]]:
 
 
 def _location(details: dict[str, Any]) -> tuple[int, int]:
-    """First byte and number of bytes in the statement; those of the whole query where DuckDB told none."""
+    """First byte and number of bytes in the statement; those of the whole query where DuckDB gives none."""
     first, length = json.loads(details.get("location") or f"[{len(_SELECT)}, {MAX_CHARACTERS * 4}]")
     return first, length
 
@@ -356,7 +356,7 @@ def _error_at(text: str, problem: str, first: int, length: int, suggestions: Seq
 
 
 def _error_of(node: dict[str, Any], text: str, problem: str, suggestions: Sequence[str] = ()) -> QueryError:
-    """As `_error_at`, at a node of the tree; DuckDB 1 tells no length, and 2^64 - 1 is no place."""
+    """As `_error_at`, at a node of the tree; DuckDB 1 gives no length, and 2^64 - 1 is not a place."""
     first, length = node.get("query_location", 1 << 63), node.get("query_location_length", 1)
     if first >= 1 << 63:
         first, length = _location({})

@@ -3,7 +3,7 @@
     rows     one row per rollout: the small columns, and `superseded`
     groups   one row per group: its rollouts taken together (summaries.GroupSummary)
     unsealed all columns of the groups that are still JSON lines
-    rollouts the view of queries, rows JOIN groups: the small columns of the store, and SHORT names and group_* beside them;
+    rollouts the view of queries, rows JOIN groups: the small columns of the store, and also SHORT names and group_*;
              JOIN the blocks' columns for the BLOCK names: texts and maps, which are read from the files when a query names them
 
 A query is an SQL condition over these names (`query`). Those of the store's own columns (schema.COLUMNS) work too.
@@ -212,7 +212,7 @@ _EXAMPLES = (
     ("reward < 0.2 and truncated", "low rewards that a limit ended"),
     ("'python' in tools and failed", "python was called, and a call or the rollout failed"),
     ("step between 10 and 20 and group_std = 0", "groups without anything to learn from"),
-    ("not finished or rewards['format'] < 1", "no answer of its own, or in the wrong form"),
+    ("not finished or rewards['format'] < 1", "did not end by itself, or in the wrong form"),
     ("text ilike '%i cannot%' and advantage > 0", "refusals that were rewarded, in any case of letters"),
     ("columns['answer'] = '9' and group_reward < 0.8", "one answer of the data set"),
     ("staleness >= 2 or clipped_fraction > 0.1", "far off policy"),

@@ -1,4 +1,4 @@
-"""Writes groups to the rollout store while the run goes on.
+"""Writes groups to the rollout store during the run.
 
     append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> child process -> block-N-M.parquet
 
@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 _MAX_QUEUED = 64
 """Groups; they are in memory anyway shortly before, and it takes milliseconds to write one."""
 _WRITE_TIMEOUT_S = 60.0
-"""A disk that takes nothing for so long hangs."""
+"""A disk that takes nothing for this long hangs."""
 _FLUSH_TIMEOUT_S = 15.0
 """The same for `flush`, `position` (on the event loop) and `close`, which has to fit into launch.stop_timeout_s."""
 _ROOM_TIMEOUT_S = 10.0
-"""So long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
+"""How long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
 _ROOM_RETRY_S = 0.5
 _SEAL_TIMEOUT_S = 10.0
-"""What is not sealed by then stays JSON lines, which is no loss; the next writer seals it."""
+"""What is not sealed by then stays JSON lines, which loses nothing; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
 _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
 
@@ -168,8 +168,8 @@ class RolloutStore(Writer):
         return seq
 
     def supersede_from(self, seq: int, *, step: int) -> None:
-        """A run goes on from a checkpoint of `step`: what was written from the position on that it had then is no part of the run
-        any more. Nothing is removed: a line in branches.jsonl says so, which readers take into account. Call it before the first
+        """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run any
+        more. Nothing is removed: a line in branches.jsonl says so, which readers take into account. Call it before the first
         `append`.
 
         Raises:
@@ -208,8 +208,8 @@ class RolloutStore(Writer):
             self._raise_error()
 
     def seal_rest(self, *, wait_s: float) -> None:
-        """After `close`: rewrite the last block as Parquet now, where that was left out then. Waits so many seconds for it at most;
-        it goes on behind the caller where that is 0."""
+        """After `close`: rewrite the last block as Parquet now, where that was left out then. Waits `wait_s` seconds at most;
+        0: it continues in the background."""
         path, self._rest = self._rest, None
         if path is not None:
             self._sealer = Sealer(

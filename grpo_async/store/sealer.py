@@ -1,4 +1,4 @@
-"""Seals full blocks while the run goes on, and keeps the store to its size. One thread, which waits for a child process.
+"""Seals full blocks during the run, and keeps the store to its size. One thread, which waits for a child process.
 
 What it cannot seal stays as it is, and can be read as well; a warning says so. The block that is written is never touched.
 """
@@ -55,7 +55,7 @@ class Sealer:
         self._blocks.put(None)
 
     def close(self, wait_s: float) -> None:
-        """Wait until everything is sealed, for so many seconds at most; then end the child. What is not sealed stays JSON lines."""
+        """Wait until everything is sealed, `wait_s` seconds at most; then end the child. What is not sealed stays JSON lines."""
         if self._thread is None:
             return
         self._blocks.put(None)
@@ -96,7 +96,7 @@ class Sealer:
         command += [str(self._settings.compression_level), str(self._folder.absolute())]
         names = [path.name for path in blocks]
         started = time.monotonic()
-        # a group of its own: Ctrl-C in the terminal is for the run, which ends its child itself
+        # its own process group: Ctrl-C in the terminal is for the run, which ends its child itself
         child = subprocess.Popen(
             command + names,
             stdin=subprocess.DEVNULL,
@@ -116,7 +116,7 @@ class Sealer:
             self._child = None
         if child.returncode != 0 and not self._stopped.is_set():
             message = message.strip() or f"exit status {child.returncode}"
-            logger.warning("rollouts in %s stay as JSON lines, which is no loss: %s", self._folder, message)
+            logger.warning("rollouts in %s stay as JSON lines, which loses nothing: %s", self._folder, message)
         else:
             logger.debug("%s sealed in %.2f s", ", ".join(names), time.monotonic() - started)
 

@@ -10,7 +10,7 @@
 
 Filters, sorts and counts run in memory (`index`); texts and tokens are read from the blocks for what is shown or searched. All
 methods may be called from several threads. `with_superseded`: also what a run wrote after the checkpoint that it later went on
-from; such groups were not trained in the run as it now is. Of a group or rollout that is stored twice (it was made anew after a
+from; such groups were not trained in the run as it now is. Of a group or rollout that is stored twice (generated again after a
 resume) the one that counts is given, and without one that counts the newest.
 """
 

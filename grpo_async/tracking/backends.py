@@ -1,7 +1,7 @@
-"""One class for each tracker's library. Each call may block and may raise: `trackers` calls them from a thread of their own.
+"""One class for each tracker's library. Each call may block and may raise: `trackers` calls them from their own threads.
 
-The libraries are optional extras and are imported when a tracker of theirs is configured. All of them are told how a metric is
-summarised (`catalog`), where they can take that.
+The libraries are optional extras and are imported when a tracker of theirs is configured. All of them get how a metric is
+summarized (`catalog`), where they can take that.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
 
 
 class Tracker(Protocol):
-    """One place that numbers go to. `shown_by`: how people look at it, a command or an address."""
+    """One place that numbers go to. `shown_by`: where people see it, a command or an address."""
 
     shown_by: str
 
@@ -278,7 +278,7 @@ def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: Run
 
 
 def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:
-    """The same for every attempt of a run, so that a resume goes on in the same curves."""
+    """The same for every attempt of a run, so that a resume continues the same curves."""
     path = run_dir.trackers / file
     if not path.exists():
         path.write_text(make(), encoding="utf-8")

@@ -1,7 +1,7 @@
 """What every metric is: its unit, how several values of it become one, which direction is better, and a sentence.
 
 The names are those of metrics.jsonl; `{...}` in a pattern stands for one or more parts of a name. The first pattern that fits
-holds. A metric that is no pattern's (a reward function's own `log_metric`) is a mean without a unit.
+holds. A metric that matches no pattern (a reward function's own `log_metric`) is a mean without a unit.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("tools/{name}/duration_s", "wall time of a call of `{name}`", "s"),
     _metric("failures/{kind}", "failures of the kind `{kind}` since the run began", reduction=_LAST, better=_LOWER),
     # the update
-    _metric("loss", "the objective that was minimised"),
+    _metric("loss", "the objective that was minimized"),
     _metric("policy_loss", "policy loss with the KL, without entropy bonus and router loss"),
     _metric("router_loss", "load balancing loss of a mixture of experts", better=_LOWER),
     _metric("kl", "KL divergence from the reference, k3 estimator; weighted by the ratio (loss.use_bias_correction_kl)", "nats"),
@@ -175,7 +175,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/verify_rounding", "the same mean of the trainer against itself, rounded differently", "nats"),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
-    _metric("sync/phase/send_s", "seconds of the push waiting for buckets to be sent, beside gathering", "s", better=_LOWER),
+    _metric("sync/phase/send_s", "seconds of the push waiting for buckets to be sent, apart from gathering", "s", better=_LOWER),
     _metric("sync/phase/pause_s", "seconds of the push until every server had paused", "s", better=_LOWER),
     _metric("sync/phase/{phase}_s", "seconds of the push: {phase}", "s", better=_LOWER),
     # servers
@@ -188,7 +188,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("servers/kv_usage", "fraction of the servers' key/value cache in use", "fraction"),
     # checkpoints
     _metric("checkpoint/staged_s", "seconds that training stood still for a checkpoint", "s", better=_LOWER),
-    _metric("checkpoint/written_s", "seconds until it was written, most of them beside training", "s", better=_LOWER),
+    _metric("checkpoint/written_s", "seconds until it was written, most of them in parallel with training", "s", better=_LOWER),
     _metric("checkpoint/bytes", "bytes of the checkpoint", "bytes", _LAST),
     # evaluation
     _metric("eval/step", "step at whose end the evaluation began", reduction=_LAST),

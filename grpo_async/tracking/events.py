@@ -65,9 +65,9 @@ EVENTS = (
     EventInfo("wait for the trainer", "rollout", "nothing new is started: it would become stale"),
     EventInfo("score", "scoring", "the rewards of one group; details have the seconds of each"),
     EventInfo("queued", "queue", "a scored group waits until a step takes it"),
-    EventInfo("write checkpoint", "checkpoint", "writing, beside training"),
-    EventInfo("remove old checkpoints", "checkpoint", "as `checkpoint.keep_last` and its neighbours say"),
-    EventInfo("evaluation", "evaluation", "one evaluation, beside training"),
+    EventInfo("write checkpoint", "checkpoint", "writing, in parallel with training"),
+    EventInfo("remove old checkpoints", "checkpoint", "as `checkpoint.keep_last` and its neighbors say"),
+    EventInfo("evaluation", "evaluation", "one evaluation, in parallel with training"),
     EventInfo("starting", "server", "a server loads its model; one track for each server"),
     EventInfo("ready", "server", "it answers, and waits for weights"),
     EventInfo("serving", "server", "it has the current weights and gets requests"),
@@ -76,6 +76,6 @@ EVENTS = (
     EventInfo(
         DROPPED, "run", "first line of a file whose older half was dropped for its room; details: `bytes`, `events`"
     ),
-    EventInfo(LOST, "run", "so many events could not be written, or came faster than they are written"),
+    EventInfo(LOST, "run", "events that could not be written, or came faster than they are written; detail: `events`"),
 )
 """In the order of a step."""

@@ -17,7 +17,7 @@ from grpo_async.utils.line_files import Outage, Writer, append_whole
 logger = logging.getLogger(__name__)
 
 _ROOM_TIMEOUT_S = 60.0
-"""A disk may be full for so long: lines wait, and training goes on."""
+"""How long a disk may be full: lines wait, and training continues."""
 
 
 class MetricsLog(Writer):
@@ -26,7 +26,7 @@ class MetricsLog(Writer):
     def __init__(self, path: Path, *, first_step: int = 1) -> None:
         self._path = path
         self._waiting = b""
-        self._outage = Outage(path, meanwhile="its lines wait, and training goes on")
+        self._outage = Outage(path, meanwhile="its lines wait, and training continues")
         keep_steps(path, first_step - 1)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
@@ -67,7 +67,7 @@ class MetricsLog(Writer):
 
 def keep_steps(path: Path, last_step: int) -> None:
     """Of a file with one JSON object a line, drop the lines of steps after `last_step`, which a resume repeats, and a torn last
-    line. Where other lines cannot be read they are left out, too, and the whole file is kept beside it. No file: nothing to do."""
+    line. Where other lines cannot be read they are left out, too, and the whole file is kept next to it. No file: nothing to do."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -83,6 +83,6 @@ def keep_steps(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None: it is no such line (a disk or an editor has damaged it)."""
+    """None: it is not such a line (a disk or an editor has damaged it)."""
     step = (parse_object(line) or {}).get("step")
     return step if isinstance(step, int) else None

@@ -3,7 +3,7 @@
     {"name": "forward", "track": "trainer", "start": 1700000000.25, "end": 1700000000.5, "details": {"rows": 4}}
 
 Invariants: a line that ends in a line feed is whole: a write that breaks off is taken back, and a line that a kill has torn is cut
-off by the next attempt, which goes on in the same file. Above its room the older half is dropped by one rename, and the new first
+off by the next attempt, which continues in the same file. Above its room the older half is dropped by one rename, and the new first
 line says how much was.
 """
 
@@ -53,7 +53,7 @@ class Event:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a file in the order in which they ended. A torn last line is left out, and so is a line that is no event.
+    """The events of a file in the order in which they ended. A torn last line is left out, and so is a line that is not an event.
 
     Raises:
         OSError: the file cannot be read.
@@ -66,7 +66,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def parse_event(line: bytes) -> Event | None:
-    """None for a torn line and for what is no event."""
+    """None for a torn line and for what is not an event."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -116,7 +116,7 @@ class EventWriter:
         self._descriptor: int | None = None
         self._size = 0
         self._outage = Outage(
-            path, meanwhile="the run goes on without it", afterwards="events that are lost are counted in it"
+            path, meanwhile="the run continues without it", afterwards="events that are lost are counted in it"
         )
         self._makes_room_at = 0.0  # not before; by time.monotonic()
 
@@ -151,7 +151,7 @@ class EventWriter:
         os.ftruncate(self._descriptor, self._size)  # a line that a kill has torn
 
     def _drop_older_half(self) -> None:
-        """Begin the file anew with its newer half."""
+        """Rewrite the file with its newer half."""
         try:
             with replacing(self.path) as temporary:
                 self._copy_newer_half(temporary)

@@ -1,5 +1,5 @@
 """Trackers help, never harm: one that cannot be set up stops the run before it begins; later a failed call only warns, and a slow
-one keeps nobody waiting, because each tracker is called from a thread of its own.
+one keeps nobody waiting, because each tracker is called from its own thread.
 """
 
 from __future__ import annotations

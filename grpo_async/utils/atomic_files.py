@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After an
+    """A name next to `path` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After an
     error nothing is left of it."""
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -41,7 +41,7 @@ def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
     this ends, the old one or the new one is whole.
 
     Args:
-        aside: beside `folder`; what an earlier call left there goes.
+        aside: next to `folder`; what an earlier call left there goes.
 
     Raises:
         OSError: one of them cannot be renamed.

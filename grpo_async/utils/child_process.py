@@ -1,6 +1,6 @@
 """A process that an event loop starts, feeds and reads, and ends together with what it started.
 
-In a session of its own: what is left of that when the process was killed, and so could end nothing itself, is killed too.
+In its own session: what is left of that when the process was killed, and so could end nothing itself, is killed too.
 """
 
 from __future__ import annotations

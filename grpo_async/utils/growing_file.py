@@ -27,13 +27,13 @@ class GrowingFile:
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
-            self._begin_anew(None)
+            self._start_over(None)
             return
         with file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self._read_until:
-                self._begin_anew(identity)
+                self._start_over(identity)
             file.seek(self._read_until)
             rest = b""
             while chunk := file.read(_CHUNK_BYTES):
@@ -43,7 +43,7 @@ class GrowingFile:
                     self._read_until += len(line) + 1
                     yield offset, line
 
-    def _begin_anew(self, identity: tuple[int, int] | None) -> None:
+    def _start_over(self, identity: tuple[int, int] | None) -> None:
         if self._identity is not None or self._read_until:
             self._forget()
         self._identity, self._read_until = identity, 0

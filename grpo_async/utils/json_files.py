@@ -26,7 +26,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON Lines file. A torn last line is left out; other lines that are no object are counted in `problems`."""
+    """The objects of a JSON Lines file. A torn last line is left out; other lines that are not one are counted in `problems`."""
     if not path.is_file():
         return
     num_bad = 0
@@ -44,7 +44,7 @@ def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None: it is none, or torn, or damaged."""
+    """The object of a line; None: it is not one, or torn, or damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Ties the life of a process to its parent's, so that no death in the tree leaves an orphan.
+"""Ties the lifetime of a process to its parent's, so that no death in the tree leaves an orphan.
 
 Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
 The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
@@ -30,8 +30,8 @@ def die_with_parent(parent: int | None = None) -> None:
     """End this process as soon as its parent ends. Call it first thing in a child's main function.
 
     Args:
-        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child was not
-            told, and notices an end from now on.
+        parent: its pid, by which one that ended while this interpreter was starting is noticed, too. None: the child does not
+            know, and notices an end from now on.
     """
     parent = os.getppid() if parent is None else parent
     if sys.platform == "linux":

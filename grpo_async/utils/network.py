@@ -60,7 +60,7 @@ def server_certificates(certificate: Path, key: Path) -> ssl.SSLContext:
 
     Raises:
         OSError: a file cannot be read.
-        ssl.SSLError: they are no certificate and key, do not fit, or the key has a password.
+        ssl.SSLError: they are not a certificate and its key, do not fit, or the key has a password.
         ValueError: the same.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""Where configs/ and docs/ are: a wheel has them inside the package, a checkout beside it."""
+"""Where configs/ and docs/ are: a wheel has them inside the package, a checkout next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a run lives: what its status.json says, held against the process that writes it. One set of words for all who show it.
+"""Whether a run is alive: what its status.json says, held against the process that writes it. One set of words for all who show it.
 
 A launcher that is killed leaves "running" behind; its process is looked for on this machine, and on another the age of the file
 decides.
@@ -30,7 +30,7 @@ UNFINISHED = "unfinished"
 STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT, UNFINISHED)
 
 SILENT_S = 60.0
-_CLOCK_S = 2.0  # the start of a process is told in ticks, and of a clock that may be set
+_CLOCK_S = 2.0  # the start of a process is measured in ticks, and of a clock that may be set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def state_of(status: Mapping[str, Any], *, now: float | None = None) -> RunState
 
 
 def _is_alive(pid: object, started_at: float | None) -> bool:
-    """Whether process `pid` of this machine lives, and is not a later one of the same number."""
+    """Whether process `pid` of this machine is alive, and is not a later one of the same number."""
     if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid < 2**31 or started_at is None:
         return False
     try:

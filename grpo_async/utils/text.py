@@ -71,12 +71,12 @@ def shortlist(texts: Collection[str], separator: str = "; ", *, limit: int = 8) 
 
 
 def clipped(text: str, limit: int = 60) -> str:
-    """At most so many characters, the last an ellipsis where some are left out."""
+    """At most `limit` characters, the last an ellipsis where some are left out."""
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def both_ends(text: str, limit: int) -> str:
-    """At most so many characters (3 at least), the middle left out: "abcdefghij", 7 -> "abc…hij"."""
+    """At most `limit` characters (3 at least), the middle left out: "abcdefghij", 7 -> "abc…hij"."""
     half = (limit - 1) // 2
     return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
 

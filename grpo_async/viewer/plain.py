@@ -1,6 +1,6 @@
-"""`inspect-rollouts` without a screen of its own: printed tables and pages, and JSON lines.
+"""`inspect-rollouts` without its own screen: printed tables and pages, and JSON lines.
 
-Tokens are coloured by their probability at the sampler: plain from 0.5 up, yellow from 0.1, red below; dim where the mask is 0
+Tokens are colored by their probability at the sampler: plain from 0.5 up, yellow from 0.1, red below; dim where the mask is 0
 (tool and environment tokens, not trained on)."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from grpo_async.viewer.format import (
     span,
     versions,
 )
-from grpo_async.viewer.token_colours import flag_names
+from grpo_async.viewer.token_colors import flag_names
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
 _PROMPT_WIDTH = 60

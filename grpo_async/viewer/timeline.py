@@ -173,7 +173,7 @@ def drawing(
 ) -> dict[str, Any] | None:
     """What static/timeline.js draws of a window, at the level of detail of a drawing that is `columns` wide; None without events.
 
-    In each row, neighbours that are narrower than a column and less than a column apart become one span, which has the name of the
+    In each row, neighbors that are narrower than a column and less than a column apart become one span, which has the name of the
     most of them, their number as `count`, and the time that they fill as `busy_s`. So a row has at most about two spans a column,
     however many there are: 100,000 spans in 200 rows at 1500 columns are drawn as those that can be told apart.
 
@@ -202,7 +202,7 @@ def drawing(
 
 
 def _blocks(events: Sequence[Event], width: float) -> list[list[Event]]:
-    """Neighbours to be drawn as one. Instants are never merged."""
+    """Neighbors to be drawn as one. Instants are never merged."""
 
     def is_short(event: Event) -> bool:
         return 0.0 < event.duration_s < width

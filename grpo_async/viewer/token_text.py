@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """id -> text. Bytes that are no whole character alone are shown as the vocabulary spells them."""
+    """id -> text. Bytes that are not a whole character alone are shown as the vocabulary spells them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -102,7 +102,7 @@ def test_a_torn_last_line_is_skipped_noted_and_cut_off_by_the_next_writer(
         "block-000000000002-000000000002.parquet",
     }
     assert read_metadata(tmp_path).notes() == [
-        f"a kill while writing: the last line was torn in {FIRST_BLOCK}; so many groups are missing"
+        f"a kill while writing: the last line was torn in {FIRST_BLOCK}; one group is missing for each"
     ]
 
 

@@ -37,7 +37,7 @@ _FIND = """name => {
   return null;
 }"""
 _NEXT_FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
-_COLOURS = """() => {
+_COLORS = """() => {
   const canvas = document.querySelector("canvas");
   const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer;
   return new Set(new Uint32Array(data)).size;
@@ -116,7 +116,7 @@ def _tip(page: Page, name: str) -> str:
 
 def test_it_draws_and_tells_what_is_under_the_pointer_as_text(draw: Callable[..., Page]) -> None:
     page = draw(_data(_event("<b>x</b>", "<script>alert(2)</script>", 0, 10)))
-    assert page.evaluate(_COLOURS) > 8
+    assert page.evaluate(_COLORS) > 8
     tip = _tip(page, "generate")
     for expected in ("generate · 4 s", "tokens: 17", "rollout/0 · at 0.000 s"):
         assert expected in tip

@@ -70,7 +70,7 @@ def test_spans_of_a_lane_nest_and_lanes_are_in_the_order_of_the_pipeline() -> No
     assert [[event.name for event, _ in row.spans] for row in rows] == [["a", "c"], ["b"]]
 
 
-def test_from_far_away_neighbours_are_drawn_as_one_and_near_ones_as_they_are() -> None:
+def test_from_far_away_neighbors_are_drawn_as_one_and_near_ones_as_they_are() -> None:
     events = [_span("generate" if n % 3 else "tools", "rollout/0", n, n + 0.5) for n in range(1000)]
     events.append(_span("rollout", "rollout/1", 0, 1000))
     far = drawing(events, columns=50)

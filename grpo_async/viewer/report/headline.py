@@ -26,7 +26,7 @@ Number = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """The top of the report for one run: its status (a level for the colour, and a word), one sentence, and its numbers."""
+    """The top of the report for one run: its status (a level for the color, and a word), one sentence, and its numbers."""
 
     level: str
     status: str

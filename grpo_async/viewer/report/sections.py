@@ -40,7 +40,7 @@ def inspect_command(run: RunData, query: str | None, sort: str | None = None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """Whether a run learns; the checks, what is bad first. `level`: of the answer's colour."""
+    """Whether a run learns; the checks, what is bad first. `level`: of the answer's color."""
 
     run: RunData
     verdict: Verdict

@@ -23,7 +23,7 @@ from grpo_async.store import GroupRow
 from grpo_async.store.query_names import HELP
 from grpo_async.store.table import RolloutTable
 from grpo_async.viewer.runs import EvaluationDir
-from grpo_async.viewer.token_colours import ColourMode
+from grpo_async.viewer.token_colors import ColorMode
 from grpo_async.viewer.token_text import TokenTexts
 
 Answer = TypeVar("Answer")
@@ -35,14 +35,14 @@ where the table ends."""
 @dataclass(slots=True, kw_only=True)
 class Session:
     """One run, opened. `name` is how the user called it; `texts` the token texts, or the sentence that says why there are none;
-    `colour_mode` is kept from rollout to rollout."""
+    `color_mode` is kept from rollout to rollout."""
 
     run: RunDir
     name: str
     table: RolloutTable
     texts: TokenTexts | str
     with_superseded: bool = False
-    colour_mode: ColourMode = ColourMode.LOG_RATIO
+    color_mode: ColorMode = ColorMode.LOG_RATIO
 
     async def ask(self, question: Callable[[RolloutTable], Answer]) -> Answer:
         """What the store answers; the question runs in a thread.
@@ -112,7 +112,7 @@ class InspectorScreen(Screen[None], inherit_bindings=False):
 
 
 class RowScreen(InspectorScreen):
-    """A screen about one row of a table, by the seq of its group, since ids may come twice. `walk` leads to its neighbours."""
+    """A screen about one row of a table, by the seq of its group, since ids may come twice. `walk` leads to its neighbors."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         key("n", "go(1)", "the next one of the table", "next"),

@@ -1,4 +1,4 @@
-"""One group on the screen: its rollouts beside each other, what they were rewarded for, and where their texts differ.
+"""One group on the screen: its rollouts side by side, what they were rewarded for, and where their texts differ.
 
 Differences: the words of a text that its reference (the best rollout, at first) does not have at that place are marked."""
 
@@ -212,7 +212,7 @@ def _head(group: GroupRow, shown: range, reference: int | None) -> Text:
 
 
 def _prompt(group: GroupRow) -> Text:
-    """The last message of the prompt, and what the data set has beside it."""
+    """The last message of the prompt, and what else the data set has."""
     text = Text()
     if said := prompt_of(group):
         text.append(f"{visible_line(said[-1].role, 20)}: ", style="bold cyan")

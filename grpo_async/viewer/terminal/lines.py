@@ -35,7 +35,7 @@ class Span:
     """Text of one style. `token` is the index of the completion token it shows, NO_TOKEN where it shows none."""
 
     text: str  # nothing that a terminal would obey, no line ends
-    style: str = ""  # as rich spells it; for tokens empty: their colour is looked up when they are drawn
+    style: str = ""  # as rich spells it; for tokens empty: their color is looked up when they are drawn
     token: int = NO_TOKEN
 
 
@@ -79,7 +79,7 @@ def flow_tokens(tokens: Iterable[tuple[int, str]], width: int, *, indent: int = 
 
 
 def flow_text(text: str, width: int, *, indent: int = 0, style: str = "", limit: int | None = None) -> list[Line]:
-    """Lines of text, broken at spaces where that is possible; with `limit`, at most so many and one that says how many more."""
+    """Lines of text, broken at spaces where that is possible; with `limit`, at most that many and one that says how many more."""
     wrapped = Text(visible(text)).wrap(_CONSOLE, max(1, width - indent), tab_size=4, overflow="fold")
     lines = [Line((Span(" " * indent + line.plain, style),)) for line in wrapped]
     if limit is not None and len(lines) > limit + 1:
@@ -114,7 +114,7 @@ class PageView(ScrollView, can_focus=True, inherit_bindings=False):
         self._line_of: dict[int, int] = {}  # token -> its first line
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Another page, or the same one laid out anew: the cursor stays on its token, or on the one before where that is gone."""
+        """Another page, or the same one laid out again: the cursor stays on its token, or on the one before where that is gone."""
         self._lines = lines
         self._line_of = {}
         for number, line in enumerate(lines):
@@ -127,7 +127,7 @@ class PageView(ScrollView, can_focus=True, inherit_bindings=False):
             self.cursor = max(before) if before else min(self._line_of, default=NO_TOKEN)
         self.refresh()
 
-    def colour(self, token_styles: Sequence[Style]) -> None:
+    def color(self, token_styles: Sequence[Style]) -> None:
         """The style of every token of the completion."""
         self.token_styles = token_styles
         self.refresh()

@@ -1,4 +1,4 @@
-"""One rollout on the screen: turn by turn, tokens coloured by one of their values, and all values of the token under the cursor.
+"""One rollout on the screen: turn by turn, tokens colored by one of their values, and all values of the token under the cursor.
 
 Folds: "prompt" (its first lines, or all of it), "tools-N" (the calls of turn N in a line each, or with arguments, results and the
 tokens of the answer). A folded token has no place on the page."""
@@ -33,11 +33,11 @@ from grpo_async.viewer.format import (
 )
 from grpo_async.viewer.terminal.base import RowScreen, Session, Walk, key
 from grpo_async.viewer.terminal.lines import Line, PageView, Span, flow_text, flow_tokens
-from grpo_async.viewer.token_colours import (
+from grpo_async.viewer.token_colors import (
     SWATCHES,
     UNKNOWN,
     UNTRAINED,
-    ColourMode,
+    ColorMode,
     at,
     flag_names,
     legend,
@@ -229,8 +229,8 @@ class RolloutScreen(RowScreen):
     RolloutScreen PageView { padding: 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        key("c", "colour(1)", "colours: " + ", ".join(mode.label for mode in ColourMode), "colours"),
-        key("C", "colour(-1)", "the colours before"),
+        key("c", "color(1)", "colors: " + ", ".join(mode.label for mode in ColorMode), "colors"),
+        key("C", "color(-1)", "the colors before"),
         key(
             "t,enter", "fold", "the tool calls of the turn under the cursor with arguments, result and tokens", "tools"
         ),
@@ -268,12 +268,12 @@ class RolloutScreen(RowScreen):
         self._lay_out()
         self.page.action_end(-1)
         self._show_details(self.page.cursor)  # of another rollout, perhaps at the same place
-        self._recolour()
+        self._recolor()
         self.query_one("#head", Static).update(_head(group, rollout))
 
     def on_resize(self) -> None:
         self._lay_out()
-        self._recolour()
+        self._recolor()
 
     def _lay_out(self) -> None:
         if self.group is not None and self._rollout is not None:
@@ -287,13 +287,13 @@ class RolloutScreen(RowScreen):
             )
             self.page.show(list(page.lines()))
 
-    # -- colours and the token under the cursor
+    # -- colors and the token under the cursor
 
-    def _recolour(self) -> None:
+    def _recolor(self) -> None:
         if self._rollout is None:
             return
-        mode, is_dark = self.session.colour_mode, self.app.current_theme.dark
-        self.page.colour([_style(name, is_dark) for name in token_classes(mode, self._rollout)])
+        mode, is_dark = self.session.color_mode, self.app.current_theme.dark
+        self.page.color([_style(name, is_dark) for name in token_classes(mode, self._rollout)])
         line = Text.assemble((mode.label, "bold"), " ", no_wrap=True)
         used = line.cell_len
         for entry in legend(mode, self._rollout):
@@ -304,10 +304,10 @@ class RolloutScreen(RowScreen):
             used += len(entry.text) + 3
         self.query_one("#legend", Static).update(line)
 
-    def action_colour(self, by: int) -> None:
-        modes = list(ColourMode)
-        self.session.colour_mode = modes[(modes.index(self.session.colour_mode) + by) % len(modes)]
-        self._recolour()
+    def action_color(self, by: int) -> None:
+        modes = list(ColorMode)
+        self.session.color_mode = modes[(modes.index(self.session.color_mode) + by) % len(modes)]
+        self._recolor()
 
     def _show_details(self, token: int) -> None:
         if self._rollout is None or not 0 <= token < len(self._rollout.completion_ids):
@@ -358,7 +358,7 @@ class RolloutScreen(RowScreen):
 
 
 def _style(name: str, is_dark: bool) -> Style:
-    """The style of a class of token_colours."""
+    """The style of a class of token_colors."""
     if name == UNTRAINED:
         return Style(dim=True)
     if name == UNKNOWN:

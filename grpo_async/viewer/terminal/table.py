@@ -86,7 +86,7 @@ class PagedTable(ScrollView, Generic[Row], can_focus=True, inherit_bindings=Fals
         self._load: Callable[[int, int], Awaitable[Sequence[Row]]] | None = None
         self._pages: dict[int, Sequence[Row]] = {}
         self._wanted: set[int] = set()
-        self._epoch = 0  # pages that were asked for a table that is no more are thrown away
+        self._epoch = 0  # pages that were asked for a table that is gone are thrown away
 
     def open(
         self,
@@ -262,7 +262,7 @@ def bar(value: float | None, low: float, high: float, width: int) -> str:
 
 
 def _status(row: GroupSummary | RolloutSummary) -> Text:
-    """A superseded row's status is struck out: it is no part of the run as it now is."""
+    """A superseded row's status is struck out: it is not part of the run as it now is."""
     style = STATUS_STYLES.get(row.status, "")
     return Text(row.status, style=f"{style} strike".strip() if row.superseded else style)
 

@@ -38,7 +38,7 @@ from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.text_diff import differences
-from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
+from grpo_async.viewer.token_colors import SWATCHES, ColorMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview
 from grpo_async.viewer.web.guard import REPORT_PATH, Guard
@@ -306,7 +306,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
     `classes[mode][i]` is a place in `palette`; `texts` is None where there is no tokenizer, and `texts_missing` says why.
     `flag_names` has the names of each value that occurs in `token_flags`.
     """
-    named = {mode: token_classes(mode, rollout) for mode in ColourMode}
+    named = {mode: token_classes(mode, rollout) for mode in ColorMode}
     palette = sorted(set().union(*named.values()))
     places = {name: place for place, name in enumerate(palette)}
 
@@ -321,7 +321,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
         "flag_names": {value: flag_names(value) for value in set(rollout.token_flags or ()) - {None}},
         "palette": palette,
         "classes": {mode: [places[name] for name in names] for mode, names in named.items()},
-        "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColourMode],
+        "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColorMode],
     }
 
 

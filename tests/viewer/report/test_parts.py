@@ -65,7 +65,7 @@ def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
     assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
 
 
-def test_several_runs_have_a_colour_each_and_only_the_main_lines() -> None:
+def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
     drawn = draw(_plot("reward"), [_run(steps(3), "a"), _run(steps(4), "b")])[0].data
     assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 WIDE, NARROW = (1280, 900), (420, 900)
 
-# fraction of the pixels of a canvas that are not transparent, and the most frequent colours
+# fraction of the pixels of a canvas that are not transparent, and the most frequent colors
 _INK = """canvas => {
     const {width, height} = canvas;
     const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
@@ -27,7 +27,7 @@ _INK = """canvas => {
     for (let i = 3; i < data.length; i += 4) drawn += data[i] > 0;
     return drawn;
 }"""
-_HAS_COLOUR = """(canvas, wanted) => {
+_HAS_COLOR = """(canvas, wanted) => {
     const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     for (let i = 0; i < data.length; i += 4)
         if (data[i + 3] > 250 && Math.hypot(...wanted.map((value, k) => value - data[i + k])) < 12) return true;
@@ -104,7 +104,7 @@ def test_every_plot_is_drawn_and_nothing_is_asked_for(wide: WatchedPage) -> None
     assert canvases.count() >= 20
     ink = [canvases.nth(number).evaluate(_INK) for number in range(canvases.count())]
     assert min(ink) > 300
-    assert wide.page.locator("#chart-reward .chart-plot canvas").evaluate(_HAS_COLOUR, LIGHT_BLUE)
+    assert wide.page.locator("#chart-reward .chart-plot canvas").evaluate(_HAS_COLOR, LIGHT_BLUE)
     assert wide.page.locator("#timeline-place canvas").first.evaluate(_INK) > 300
     wide.page.locator("#chart-reward .chart-plot").hover()
     assert requests == []
@@ -152,19 +152,17 @@ def _becomes_true(page: Page, condition: Callable[[], Any]) -> bool:
     return False
 
 
-def test_plots_have_the_colours_of_the_scheme_also_when_it_changes_and_for_paper(
-    browser: Browser, report: Path
-) -> None:
+def test_plots_have_the_colors_of_the_scheme_also_when_it_changes_and_for_paper(browser: Browser, report: Path) -> None:
     with watched_page(browser, size=NARROW, color_scheme="dark") as watched:
         page = _open(watched, report)
         canvas = page.locator("#chart-reward .chart-plot canvas")
-        assert canvas.evaluate(_HAS_COLOUR, DARK_BLUE)
+        assert canvas.evaluate(_HAS_COLOR, DARK_BLUE)
         page.emulate_media(color_scheme="light")
-        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOUR, LIGHT_BLUE))
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
         page.emulate_media(color_scheme="dark")
-        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOUR, DARK_BLUE))
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, DARK_BLUE))
         page.emulate_media(media="print")
-        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOUR, LIGHT_BLUE))
+        assert _becomes_true(page, lambda: canvas.evaluate(_HAS_COLOR, LIGHT_BLUE))
         assert not page.locator("nav").is_visible()
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         watched.assert_quiet()

@@ -1,4 +1,4 @@
-"""A rollout turn by turn: the token under the cursor, colours, folds."""
+"""A rollout turn by turn: the token under the cursor, colors, folds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_async.records import GroupStatus
 from grpo_async.viewer.terminal.app import Inspector
 from grpo_async.viewer.terminal.lines import PageView
 from grpo_async.viewer.terminal.rollout import RolloutPage, RolloutScreen, token_details, tokens_by_turn, turn_of
-from grpo_async.viewer.token_colours import SWATCHES, ColourMode
+from grpo_async.viewer.token_colors import SWATCHES, ColorMode
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
@@ -104,7 +104,7 @@ def test_folds_show_arguments_results_and_the_tools_tokens_by_keys_and_clicks(ru
     drive(run, scenario, size=(140, 45), text="'add' in tools")
 
 
-def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollout(run: Path) -> None:
+def test_c_cycles_the_colors_and_their_legend_and_keeps_them_for_the_next_rollout(run: Path) -> None:
     async def scenario(app: Inspector, pilot: Pilot[None]) -> None:
         screen = await _open(pilot, app)
         await press(pilot, "right", "right")  # away from the tokens that are looked at
@@ -115,7 +115,7 @@ def test_c_cycles_the_colours_and_their_legend_and_keeps_them_for_the_next_rollo
         def swatch(name: str) -> Color:
             return Color.parse(SWATCHES[name][0])
 
-        assert app.session.colour_mode is ColourMode.LOG_RATIO
+        assert app.session.color_mode is ColorMode.LOG_RATIO
         assert background(0) == swatch("down-2")  # trainer -1.0, sampler -0.5: -0.5
         assert background(2) is None
         seen = []

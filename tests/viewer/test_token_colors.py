@@ -1,4 +1,4 @@
-"""Which colour a token gets, what the legend says it means, and the texts of tokens."""
+"""Which color a token gets, what the legend says it means, and the texts of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_async.errors import RunError
 from grpo_async.records import RolloutStatus, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
-from grpo_async.viewer.token_colours import SWATCHES, ColourMode, flag_names, legend, token_classes
+from grpo_async.viewer.token_colors import SWATCHES, ColorMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.viewer.support import byte_tokenizer
 
@@ -30,7 +30,7 @@ def _rollout(mask: list[int], **values: Any) -> RolloutRow:
     return RolloutRow(**{**plain, "mask": mask, **values})
 
 
-def _entries(mode: ColourMode, rollout: RolloutRow) -> list[tuple[str, str]]:
+def _entries(mode: ColorMode, rollout: RolloutRow) -> list[tuple[str, str]]:
     return [(entry.name, entry.text) for entry in legend(mode, rollout)]
 
 
@@ -39,26 +39,26 @@ def test_advantages_by_their_size_and_sign_where_there_is_a_gradient() -> None:
         0.0: "even", 0.04: "even", 0.05: "up-1", -0.4: "down-1", 0.5: "up-2", -1.4: "down-2", 1.5: "up-3", -9.0: "down-3"
     }  # fmt: skip
     for advantage, name in expected.items():
-        assert token_classes(ColourMode.ADVANTAGE, _rollout([1], advantage=advantage)) == [name]
+        assert token_classes(ColorMode.ADVANTAGE, _rollout([1], advantage=advantage)) == [name]
     clipped = _rollout([1, 1, 0], advantage=2.0, token_flags=[0, TokenFlag.CLIPPED_HIGH, None])
-    assert token_classes(ColourMode.ADVANTAGE, clipped) == ["up-3", "no-gradient", "untrained"]
-    entries = _entries(ColourMode.ADVANTAGE, clipped)
+    assert token_classes(ColorMode.ADVANTAGE, clipped) == ["up-3", "no-gradient", "untrained"]
+    entries = _entries(ColorMode.ADVANTAGE, clipped)
     assert [text for _, text in entries] == [
         "≤-1.5", "≤-0.5", "≤-0.05", "about 0", "≥0.05", "≥0.5", "≥1.5", "no gradient", "not trained on",
     ]  # fmt: skip
 
 
-def test_the_strongest_flag_gives_the_colour_and_all_are_named() -> None:
+def test_the_strongest_flag_gives_the_color_and_all_are_named() -> None:
     flags = TokenFlag.CLIPPED_LOW | TokenFlag.IS_MASKED
     rollout = _rollout([1, 1], token_flags=[0, flags])
-    assert token_classes(ColourMode.FLAGS, rollout) == ["trained", "is-masked"]
+    assert token_classes(ColorMode.FLAGS, rollout) == ["trained", "is-masked"]
     assert flag_names(flags) == ["masked by correction", "clipped low"]
     assert flag_names(None) == flag_names(0) == []
-    assert [name for name, _ in _entries(ColourMode.FLAGS, rollout)] == ["trained", "is-masked"]
+    assert [name for name, _ in _entries(ColorMode.FLAGS, rollout)] == ["trained", "is-masked"]
 
 
-@pytest.mark.parametrize("mode", list(ColourMode))
-def test_every_class_has_its_colours_and_its_entry_in_the_legend(mode: ColourMode) -> None:
+@pytest.mark.parametrize("mode", list(ColorMode))
+def test_every_class_has_its_colors_and_its_entry_in_the_legend(mode: ColorMode) -> None:
     for flag in (0, *TokenFlag):
         rollout = _rollout([1], token_flags=[flag], entropies=[1.0], trainer_logprobs=[-1.3])
         named = dict(_entries(mode, rollout))

@@ -1,4 +1,4 @@
-"""How tokens are coloured: one value of each token -> a class, and a legend that says what the classes mean. Pure.
+"""How tokens are colored: one value of each token -> a class, and a legend that says what the classes mean. Pure.
 
 A class is a word (`up-2`, `level-3`, `version-1`, `clipped-high`); `SWATCHES` has its background for dark and light screens. The
 terminal makes styles of them, the web page CSS. Worked example, log ratio: trainer -1.0, sampler -1.3 -> 0.3 -> `up-2`, "≥0.2".
@@ -19,8 +19,8 @@ from grpo_async.store import RolloutRow
 T = TypeVar("T")
 
 
-class ColourMode(StrEnum):
-    """What the colours of the tokens stand for. The order is that of the key that cycles them."""
+class ColorMode(StrEnum):
+    """What the colors of the tokens stand for. The order is that of the key that cycles them."""
 
     LOG_RATIO = "log_ratio"  # trainer's logprob - sampler's logprob
     ENTROPY = "entropy"  # of the trainer's distribution at the token, nats
@@ -45,7 +45,7 @@ class LegendEntry:
 UNTRAINED = "untrained"  # mask 0: tokens of the prompt's template, tools, environments; shown dim
 UNKNOWN = "unknown"  # the value was not recorded
 NO_GRADIENT = "no-gradient"  # trained on, but clipped or left out
-NUM_VERSION_COLOURS = 6  # version-0 .. version-5, then from the start: neighbours always differ
+NUM_VERSION_COLORS = 6  # version-0 .. version-5, then from the start: neighbors always differ
 
 SWATCHES: dict[str, tuple[str, str]] = {
     NO_GRADIENT: ("#4a4a4a", "#d4d4d4"),
@@ -76,19 +76,19 @@ SWATCHES: dict[str, tuple[str, str]] = {
 """Background of a class as #rrggbb on a dark and on a light screen; classes that are not here have the screen's own."""
 
 _LABELS = {
-    ColourMode.ADVANTAGE: "advantage",
-    ColourMode.LOG_RATIO: "log ratio (trainer - sampler)",
-    ColourMode.PROBABILITY: "sampler's probability",
-    ColourMode.ENTROPY: "entropy",
-    ColourMode.VERSION: "policy version",
-    ColourMode.FLAGS: "mask and flags",
+    ColorMode.ADVANTAGE: "advantage",
+    ColorMode.LOG_RATIO: "log ratio (trainer - sampler)",
+    ColorMode.PROBABILITY: "sampler's probability",
+    ColorMode.ENTROPY: "entropy",
+    ColorMode.VERSION: "policy version",
+    ColorMode.FLAGS: "mask and flags",
 }
 ADVANTAGE_BOUNDS = (0.05, 0.5, 1.5)  # of the absolute value: even, 1, 2, 3
 LOG_RATIO_BOUNDS = (0.02, 0.2, 0.7)  # 0.18 is ln 1.2, the usual clip range; 0.7 is twice as likely
 PROBABILITY_BOUNDS = (0.9, 0.5, 0.1, 0.01)  # level 0 from 0.9 up
 ENTROPY_BOUNDS = (0.1, 0.5, 1.0, 2.0)  # nats; 0.69 is a fair choice between two tokens
 
-# The strongest first: a token has one colour, and its tooltip names all its flags.
+# The strongest first: a token has one color, and its tooltip names all its flags.
 _FLAGS: tuple[tuple[TokenFlag, str, str], ...] = (
     (TokenFlag.SKIPPED, "skipped", "update skipped"),
     (TokenFlag.OFF_POLICY, "off-policy", "off policy"),
@@ -99,17 +99,17 @@ _FLAGS: tuple[tuple[TokenFlag, str, str], ...] = (
 )
 
 
-def token_classes(mode: ColourMode, rollout: RolloutRow) -> list[str]:
+def token_classes(mode: ColorMode, rollout: RolloutRow) -> list[str]:
     """The class of every completion token. [num_tokens]"""
     class_of = _CLASS_OF[mode]
     return [class_of(rollout, index) if kept else UNTRAINED for index, kept in enumerate(rollout.mask)]
 
 
-def legend(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
+def legend(mode: ColorMode, rollout: RolloutRow) -> list[LegendEntry]:
     """What the classes of a mode mean, weakest to strongest; of the versions and flags only those that the rollout has."""
     present = set(token_classes(mode, rollout))
     entries = _all_entries(mode, rollout)
-    if mode is ColourMode.FLAGS:
+    if mode is ColorMode.FLAGS:
         entries = [entry for entry in entries if entry.name in present]
     for name, text in ((NO_GRADIENT, "no gradient"), (UNKNOWN, "not recorded"), (UNTRAINED, "not trained on")):
         if name in present:
@@ -157,7 +157,7 @@ def _entropy_class(rollout: RolloutRow, index: int) -> str:
 
 
 def _version_class(rollout: RolloutRow, index: int) -> str:
-    return f"version-{rollout.versions[index] % NUM_VERSION_COLOURS}"
+    return f"version-{rollout.versions[index] % NUM_VERSION_COLORS}"
 
 
 def _flag_class(rollout: RolloutRow, index: int) -> str:
@@ -168,12 +168,12 @@ def _flag_class(rollout: RolloutRow, index: int) -> str:
 
 
 _CLASS_OF = {
-    ColourMode.ADVANTAGE: _advantage_class,
-    ColourMode.LOG_RATIO: _log_ratio_class,
-    ColourMode.PROBABILITY: _probability_class,
-    ColourMode.ENTROPY: _entropy_class,
-    ColourMode.VERSION: _version_class,
-    ColourMode.FLAGS: _flag_class,
+    ColorMode.ADVANTAGE: _advantage_class,
+    ColorMode.LOG_RATIO: _log_ratio_class,
+    ColorMode.PROBABILITY: _probability_class,
+    ColorMode.ENTROPY: _entropy_class,
+    ColorMode.VERSION: _version_class,
+    ColorMode.FLAGS: _flag_class,
 }
 
 
@@ -182,22 +182,22 @@ def _signed(value: float, bounds: tuple[float, float, float]) -> str:
     return "even" if level == 0 else f"{'up' if value > 0 else 'down'}-{level}"
 
 
-def _all_entries(mode: ColourMode, rollout: RolloutRow) -> list[LegendEntry]:
+def _all_entries(mode: ColorMode, rollout: RolloutRow) -> list[LegendEntry]:
     match mode:
-        case ColourMode.ADVANTAGE | ColourMode.LOG_RATIO:
-            bounds = ADVANTAGE_BOUNDS if mode is ColourMode.ADVANTAGE else LOG_RATIO_BOUNDS
+        case ColorMode.ADVANTAGE | ColorMode.LOG_RATIO:
+            bounds = ADVANTAGE_BOUNDS if mode is ColorMode.ADVANTAGE else LOG_RATIO_BOUNDS
             down = [LegendEntry(f"down-{level}", f"≤-{bounds[level - 1]:g}") for level in (3, 2, 1)]
             up = [LegendEntry(f"up-{level}", f"≥{bounds[level - 1]:g}") for level in (1, 2, 3)]
             return [*down, LegendEntry("even", "about 0"), *up]
-        case ColourMode.PROBABILITY:
+        case ColorMode.PROBABILITY:
             texts = [*(f"≥{bound:g}" for bound in PROBABILITY_BOUNDS), f"<{PROBABILITY_BOUNDS[-1]:g}"]
-        case ColourMode.ENTROPY:
+        case ColorMode.ENTROPY:
             texts = [f"<{ENTROPY_BOUNDS[0]:g}", *(f"≥{bound:g}" for bound in ENTROPY_BOUNDS)]
-        case ColourMode.VERSION:
-            by_colour: dict[int, list[str]] = {}
+        case ColorMode.VERSION:
+            by_color: dict[int, list[str]] = {}
             for version in sorted(rollout.sampled_versions):
-                by_colour.setdefault(version % NUM_VERSION_COLOURS, []).append(str(version))
-            return [LegendEntry(f"version-{colour}", ", ".join(shown)) for colour, shown in by_colour.items()]
-        case ColourMode.FLAGS:
+                by_color.setdefault(version % NUM_VERSION_COLORS, []).append(str(version))
+            return [LegendEntry(f"version-{color}", ", ".join(shown)) for color, shown in by_color.items()]
+        case ColorMode.FLAGS:
             return [LegendEntry("trained", "trained on"), *(LegendEntry(*entry) for _, *entry in reversed(_FLAGS))]
     return [LegendEntry(f"level-{level}", text) for level, text in enumerate(texts)]
