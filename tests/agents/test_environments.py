@@ -9,10 +9,12 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -355,6 +357,33 @@ def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_
         (0.0, {"right": 0.0, "num_items": 2.0}),
     ]
     assert not any(one.branches for one in completions)
+
+
+@pytest.mark.usefixtures("verifiers")
+def test_what_the_rollouts_of_a_taskset_share_is_started_once_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
+
+    environment = VerifiersEnvironment("sums_taskset", {})
+    events: list[str] = []
+
+    @asynccontextmanager
+    async def serve() -> AsyncIterator[None]:
+        events.append("start")
+        environment._env._interception = Mock()
+        await asyncio.sleep(0)  # another rollout comes meanwhile
+        yield
+        events.append("end")
+
+    monkeypatch.setattr(environment._env, "serving", serve)
+
+    async def main() -> None:
+        await asyncio.gather(environment._start(), environment._start())
+        await environment._start()
+        await environment.aclose()
+
+    asyncio.run(main())
+    asyncio.run(main())
+    assert events == ["start", "end"] * 2
 
 
 @pytest.mark.slow  # importing reasoning_gym takes seconds

@@ -67,8 +67,9 @@ class VerifiersEnvironment:
         except (ValidationError, ValueError, TypeError, AttributeError, ImportError) as error:
             raise ConfigError(f"verifiers cannot load the taskset {name!r}: {error}") from error
         self._serving = AsyncExitStack()
-        self._serving_on: asyncio.AbstractEventLoop | None = None
-        self._starting = asyncio.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = asyncio.Lock()  # of that loop
+        self._is_serving = False
 
     @classmethod
     def of_nemo_gym(cls, url: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
@@ -99,7 +100,7 @@ class VerifiersEnvironment:
         return _result([trace for trace in episode.traces if trace.agent is None or trace.agent.trainable])
 
     async def aclose(self) -> None:
-        self._serving_on = None
+        self._is_serving = False
         await self._serving.aclose()
 
     def _task(self, row: Mapping[str, Any]) -> vf.Task[Any, Any, Any]:
@@ -114,15 +115,17 @@ class VerifiersEnvironment:
 
     async def _start(self) -> None:
         """Start what all episodes share; again where an event loop was given up with what ran on it."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._starting, self._is_serving = loop, asyncio.Lock(), False
         async with self._starting:
-            loop = asyncio.get_running_loop()
-            if self._serving_on is loop:
+            if self._is_serving:
                 return
             self._serving = AsyncExitStack()
             await self._serving.enter_async_context(self._env.serving())
             assert self._env._interception is not None
             self._env._interception = _SessionKeys(self._env._interception)
-            self._serving_on = loop
+            self._is_serving = True
 
 
 class _SessionKeys(Interception):
