@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from grpo_async.utils.text import num_equal
+
 Made = TypeVar("Made")
 
 _NUM_HISTORIES = 4
@@ -118,7 +120,7 @@ class PrefixMemo(Generic[Made]):
         made: list[Made] = []
         others = []
         for given, found in self._newest:
-            length = _num_equal(items, given)
+            length = num_equal(items, given)
             if length > len(made):
                 items[:length], made = given[:length], found[:length]
             if length < len(given):  # else the new list takes its place
@@ -127,14 +129,6 @@ class PrefixMemo(Generic[Made]):
             made.append(self._make(items, made))
         self._newest = [(items, made), *others[: _NUM_HISTORIES - 1]]
         return made
-
-
-def _num_equal(some: list[Any], others: list[Any]) -> int:
-    """Items at the beginning that are equal."""
-    length = min(len(some), len(others))
-    if some[:length] == others[:length]:
-        return length
-    return next(place for place in range(length) if some[place] != others[place])
 
 
 class Exchange(ABC):
@@ -229,8 +223,8 @@ def text_of(content: Any, where: str) -> str:
     return "".join(pieces)
 
 
-def texts_of(value: Any, where: str) -> list[str]:
-    """Of stop strings: one, several, or none."""
+def stop_strings_of(value: Any, where: str) -> list[str]:
+    """One, several, or none."""
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise refuse(f"{where} is neither text nor a list of texts", param=where)

@@ -33,8 +33,8 @@ from grpo_async.agents.calls import (
     objects_of,
     refuse,
     sampling_of,
+    stop_strings_of,
     text_of,
-    texts_of,
 )
 
 _DONE = b"data: [DONE]\n\n"
@@ -59,7 +59,7 @@ class ChatCompletion(Exchange):
             messages=self._read("messages", _message),
             tools=self._read("tools", _tool),
             tool_choice=body.get("tool_choice") or "auto",
-            stop=texts_of(body.get("stop"), "stop"),
+            stop=stop_strings_of(body.get("stop"), "stop"),
             max_tokens=number_of(body, "max_completion_tokens", "max_tokens", kind=int),
             response_format=body.get("response_format"),
             with_logprobs=bool(body.get("logprobs")),
@@ -151,7 +151,7 @@ class Completion(Exchange):
         limit = number_of(body, "max_tokens", kind=int)
         self.call = Call(
             prompt=prompt,
-            stop=texts_of(body.get("stop"), "stop"),
+            stop=stop_strings_of(body.get("stop"), "stop"),
             max_tokens=16 if limit is None else limit,  # the API's own default
             with_logprobs=logprobs is not None,
             **_sampling(body),

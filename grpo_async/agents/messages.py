@@ -28,8 +28,8 @@ from grpo_async.agents.calls import (
     number_of,
     refuse,
     sampling_of,
+    stop_strings_of,
     text_of,
-    texts_of,
 )
 
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -55,7 +55,7 @@ class Messages(Exchange):
             messages=messages,
             tools=self._read("tools", _tool),
             tool_choice=kind if kind in ("auto", "none") else _FORCING.get(str(kind), choice),
-            stop=texts_of(body.get("stop_sequences"), "stop_sequences"),
+            stop=stop_strings_of(body.get("stop_sequences"), "stop_sequences"),
             max_tokens=number_of(body, "max_tokens", kind=int),
             sampling=sampling_of(body),
             response_format=body.get("output_format")

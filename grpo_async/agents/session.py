@@ -176,10 +176,8 @@ class AgentSession:
         seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
         fields: dict[str, Any] = {"token_ids": context, "max_tokens": wanted, "seed": seed}
         if is_free:
-            fields |= {
-                **call.sampling,
-                "structured_outputs": _form(call.response_format) or settings.structured_outputs,
-            }
+            fields |= call.sampling
+            fields["structured_outputs"] = _structured_outputs(call.response_format) or settings.structured_outputs
             fields["seed"] = seed if call.seed is None else call.seed
         reader = None if on_text is None or call.tools else _Reader(self._setup.renderer, call, settings.stop, on_text)
         if reader is not None:
@@ -281,7 +279,7 @@ class AgentSession:
                 'use "auto" or "none"',
                 param="tool_choice",
             )
-        if _form(call.response_format) is not None and not is_free:
+        if _structured_outputs(call.response_format) is not None and not is_free:
             raise refuse(
                 "response_format: a grammar's mask samples from another distribution than the policy's, and this call is trained; "
                 "set rollout.agent.sampling: call, or describe the format in the prompt, and reward it",
@@ -423,26 +421,23 @@ def _before(text: str, stop: Sequence[str]) -> str:
     return text if found is None else text[: found[0]]
 
 
-def _form(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of GenerateRequest.structured_outputs; None for text. Chat Completions nest the schema, Responses and Messages do not.
+def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Of GenerateRequest; None for text. Chat Completions nest the schema, Responses and Messages do not.
 
     {"type": "json_object"} -> {"json": {"type": "object"}}; {"type": "json_schema", "json_schema": {"schema": S}} -> {"json": S}
 
     Raises:
         AgentRefusal: it is something else.
     """
-    if response_format is None:
-        return None
-    kind = response_format.get("type", "text") if isinstance(response_format, Mapping) else response_format
+    given = response_format if isinstance(response_format, Mapping) else {"type": response_format or "text"}
+    kind = given.get("type", "text")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"json": {"type": "object"}}
-    nested = response_format.get("json_schema") if kind == "json_schema" else None
-    schema = (
-        (nested if isinstance(nested, Mapping) else response_format).get("schema") if kind == "json_schema" else None
-    )
-    if not isinstance(schema, Mapping):
+    nested = given.get("json_schema")
+    schema = (nested if isinstance(nested, Mapping) else given).get("schema")
+    if kind != "json_schema" or not isinstance(schema, Mapping):
         raise refuse(
             f"response_format {kind!r}: there are text, json_object, and json_schema with a schema",
             param="response_format",

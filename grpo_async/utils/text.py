@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 
 CLOSE_ENOUGH = 0.7
 """difflib's ratio of two names; below it a suggestion is more often noise than help."""
@@ -93,6 +94,11 @@ def json_kind(value: object) -> str:
         return "null"
     word = words.get(type(value), type(value).__name__)
     return f"{word} ({text})" if len(text := repr(value)) <= 40 else word
+
+
+def num_equal(some: Iterable[object], others: Iterable[object]) -> int:
+    """Items at the beginning that are equal: a, b, c and a, b, x -> 2."""
+    return sum(takewhile(bool, map(eq, some, others)))
 
 
 def did_you_mean(word: str, known: Iterable[str], *, limit: int = 1) -> str:

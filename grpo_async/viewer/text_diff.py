@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from difflib import SequenceMatcher
-from itertools import takewhile
-from operator import eq
+
+from grpo_async.utils.text import num_equal
 
 _WORD = re.compile(r"\w+|\s+|[^\w\s]")
 _MAX_COMPARED = 6000  # words, spaces and signs: comparing takes time with the square of them
@@ -21,8 +21,8 @@ def differences(left: str, right: str) -> list[Piece]:
     "a b c" and "a x c" -> same "a ", left "b", right "x", same " c"
     """
     a, b = _WORD.findall(left), _WORD.findall(right)
-    start = _num_equal(a, b)
-    end = _num_equal(a[start:][::-1], b[start:][::-1])
+    start = num_equal(a, b)
+    end = num_equal(a[start:][::-1], b[start:][::-1])
     middle = a[start : len(a) - end], b[start : len(b) - end]
     blocks = [("equal", a[:start], []), *_changes(*middle), ("equal", a[len(a) - end :], [])]
     pieces: list[Piece] = []
@@ -39,11 +39,6 @@ def differences(left: str, right: str) -> list[Piece]:
             change = {"left": "", "right": ""}
             pieces += [("same", text)] if text else []
     return pieces
-
-
-def _num_equal(a: list[str], b: list[str]) -> int:
-    """At the beginning."""
-    return sum(takewhile(bool, map(eq, a, b)))
 
 
 def _changes(a: list[str], b: list[str]) -> list[tuple[str, list[str], list[str]]]:
