@@ -443,7 +443,3 @@ def report_outcomes(report: Report, outcomes: dict[str, list[Outcome]]) -> None:
         report.row(f"{name}: {OURS} / {TRL}", values, "ratio")
         if name == "trained samples":
             report.target("trained samples/s over TRL's, lowest of all rounds", min(values), at_least=AT_LEAST)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -258,7 +258,3 @@ def make_compute(folder: Path, *, seed: int) -> Path:
     path = folder / "compute.yaml"
     path.write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
     return path
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

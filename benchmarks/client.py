@@ -280,7 +280,3 @@ async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) 
             if number:  # the first one warms up
                 costs.append([1000 * (after - before) for before, after in pairwise(marks)])
     return costs
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -303,7 +303,3 @@ def _report_training(report: Report, found: dict[str, Any], size: ModelSize, pea
     report.row("train: packing efficiency", [sum(lengths) / each for each in found["tokens"]], "fraction")
     if found["peak_bytes"] is not None:
         report.row("train: memory, peak", [found["peak_bytes"] / 2**30], "GiB")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

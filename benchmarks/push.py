@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import secrets
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -31,23 +30,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
+from benchmarks._models import SIZES
 from benchmarks.report import Report, in_turns, median_interval, parser_of
 
 MAX_RATIO = 1.0
 BARE_FACTOR = 1.2
 STEP_TIMEOUT_S = 300.0
 PHASES = ("pause", "start", "transfer", "gather", "send", "finish", "resume")
-_QWEN3 = {
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-SHAPES = {
-    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, **_QWEN3},
-    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, **_QWEN3},
-}
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +46,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
     parser.add_argument("--trainer-dtype", choices=["float32", "bfloat16"], help="without it the server's")
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a Qwen3; without it one of --megabytes")
+    parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; without it one of --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
@@ -68,7 +57,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
-        sizes = SHAPES.get(options.shape) or small_shape(options.megabytes)
+        sizes = SIZES[options.shape].qwen3() if options.shape else small_shape(options.megabytes)
         dtype = options.trainer_dtype or options.dtype
         model = _server.write_model(
             folder / "model", seed=options.seed, dtype=dtype, max_position_embeddings=2048, **sizes
@@ -295,7 +284,3 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         f"{options.mode}, buckets of {options.bucket_mb or 'the size that a run takes'}"
     )
     return report.finish()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,6 @@ left out.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -408,7 +407,3 @@ def _line(split: str, setup: Setup, found: Outcome) -> str:
               found.staleness, found.thrown)  # fmt: skip
     shown = " ".join(f"{value:>{spec}}" for value, spec in zip(values, _COLUMNS.values(), strict=True))
     return f"{split:>16} {setup.max_staleness:>13} {shown}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

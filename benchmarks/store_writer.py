@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -189,7 +188,3 @@ def _group(options: argparse.Namespace, group_id: int) -> tuple[Any, dict[str, A
     group = RolloutGroup(group_id=group_id, prompt=prompt, completions=completions)
     rewards, parts = [1.0] * len(samples), [{"exact": 1.0}] * len(samples)
     return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=parts), stats
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
