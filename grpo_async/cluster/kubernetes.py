@@ -31,7 +31,7 @@ def manifest(
         config_path: as the pods see it, relative to launch.kubernetes.mount_path, or absolute.
         num_gpus: of each pod.
         overrides: values that were set on the command line, `section.key=value`.
-        resume: go on from the newest checkpoint.
+        resume: continue from the newest checkpoint.
 
     Raises:
         ConfigError: launch.kubernetes lacks the image or the volume.

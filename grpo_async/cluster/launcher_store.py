@@ -7,7 +7,7 @@
 
 Between start and end they post what happens (node_hub, launcher.follower). The store has no password: who reaches it can end a run.
 So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all machines share
-and never travels here: a stranger learns no token, and cannot have it sent to a server of his own.
+and never travels here: a stranger learns no token, and cannot have it sent to their own server.
 """
 
 from __future__ import annotations

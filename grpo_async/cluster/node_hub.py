@@ -1,11 +1,11 @@
-"""Node 0 while the run goes on: hears the other machines, passes on what concerns their servers, notices when one is lost.
+"""Node 0 during the run: receives what the other machines send, forwards what concerns their servers, notices when one is lost.
 
     node K -> node 0   "note", "warning": for the user
-                       "server_event": index, event, detail, life; for the trainer (processes.control)
+                       "server_event": index, event, detail, incarnation; for the trainer (processes.control)
                        "signal": it is to stop; "exited": status and error of its trainer; "failed": its servers, before they served
     node 0 -> node K   "restart_server", "server_serving": of the trainer; "start", "end"
 
-A machine that trains and is lost ends the run. One that only serves takes its servers with it, and the run goes on with the others.
+A machine that trains and is lost ends the run. When one is lost that only serves, the run continues without its servers.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class NodeHub:
 
     Args:
         display, servers: of node 0.
-        on_signal: told when the launcher of another machine gets a signal: the run is to stop as if it had come here.
-        tell_trainer: gets index, event, detail and life of a server elsewhere.
+        on_signal: called when the launcher of another machine gets a signal: the run is to stop as if it had come here.
+        tell_trainer: gets index, event, detail and incarnation of a server elsewhere.
 
     Attributes:
-        trouble: set as soon as the run cannot go on because of another machine; `failure` says why.
+        trouble: set as soon as the run cannot continue because of another machine; `failure` says why.
         has_lost_a_node: `failure` is that a machine is gone, which explains every failure of a rank.
     """
 
@@ -97,13 +97,13 @@ class NodeHub:
         return self._members[rank].name
 
     async def watch(self) -> None:
-        """Hear the others until cancelled."""
+        """Receive messages of the others until cancelled."""
         while True:
             try:
                 messages = await exchange(self._launchers)
             except (RunError, RuntimeError, TimeoutError) as error:
                 self._fail(
-                    self._members[min(self._members)], f"the store of the launchers is of no use any more: {error}"
+                    self._members[min(self._members)], f"the store of the launchers does not work any more: {error}"
                 )
                 return
             for message in messages:
@@ -145,7 +145,7 @@ class NodeHub:
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(f"{member.name}: {text}")
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
-                self._tell_trainer(index, event, str(message["detail"]), int(message["life"]))
+                self._tell_trainer(index, event, str(message["detail"]), int(message["incarnation"]))
                 if event == "given_up":
                     self._servers.lose_elsewhere(index, f"server {index} of {member.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:

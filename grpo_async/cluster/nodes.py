@@ -135,7 +135,7 @@ def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, e
         )
     if not text.isdecimal() or int(text) >= count:
         raise ConfigError(
-            f"{name}: {text!r} is no machine of this run; launch.nodes: {_described(config)}, so it is 0 to {count - 1}"
+            f"{name}: {text!r} is not a machine of this run; launch.nodes: {_described(config)}, so it is 0 to {count - 1}"
         )
     return int(text)
 

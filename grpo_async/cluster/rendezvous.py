@@ -31,7 +31,7 @@ from grpo_async.utils.safe_text import plain
 _RUN = "run"
 _CONNECT_TIMEOUT_S = 10.0
 _STORE_TIMEOUT_S = 30.0
-_END_TIMEOUT_S = 10.0  # for the others to hear that the run is over
+_END_TIMEOUT_S = 10.0  # for the others to read that the run is over
 
 
 class NodeInfo(BaseModel):
@@ -64,7 +64,7 @@ def _pause() -> None:
 
 @contextlib.contextmanager
 def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[LauncherStore]:
-    """Open the store of a run; when something raises inside, the machines that have come are told.
+    """Open the store of a run; when something raises inside, the machines that have joined are told.
 
     Raises:
         ConfigError: this machine cannot listen there.
@@ -196,7 +196,7 @@ def join(
         token, run = _read_run(PrefixStore(PREFIX, store), run_dir, rendezvous, ends_at)
         launchers = LauncherStore(store, token, rank=rendezvous.rank, count=node.count)
         if not launchers.claim():
-            raise ConfigError(f"node {rendezvous.rank} is here already; each machine needs a --node-rank of its own")
+            raise ConfigError(f"node {rendezvous.rank} is here already; each machine needs its own --node-rank")
         own = NodeInfo(rank=rendezvous.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
@@ -210,7 +210,7 @@ def join(
         launchers.post(0, "ready", member=own.model_dump())
         say(f"node {rendezvous.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
-    except RuntimeError as error:  # of the store; our own errors are no RuntimeErrors
+    except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
     return JoinedRun(launchers=launchers, node=node, token=token, assignment=assignment)
 

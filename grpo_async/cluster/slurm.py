@@ -2,8 +2,8 @@
 
 job      launch.nodes: as many whole machines as train and serve; each finds its place by Slurm's variables (cluster.nodes)
 GPUs     Slurm gives a task all of its machine; the launcher divides them there among its processes, by what the task may see
-time     a while before the limit the run saves and ends, and the job is queued again to go on from there
-again    a job that is queued again goes on only with what it began itself: every attempt notes its job, see `restart_of_job`
+time     a while before the limit the run saves and ends, and the job is queued again to continue from there
+again    a job that is queued again continues only what it began itself: every attempt notes its job, see `restart_of_job`
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def restart_of_job(
     """Where a Slurm job that is queued again starts, after its time was over or a machine broke: `resume` and `clean` of its
     command line, or what takes their place once an attempt of this job has started in the run directory.
 
-    It goes on from the newest checkpoint; while it has saved none, it begins anew, or from the checkpoint that it was given. A job
-    whose start was refused, because the directory holds another run, is refused again.
+    It continues from the newest checkpoint; while it has saved none, it starts over, or from the checkpoint that it was given. A
+    job whose start was refused, because the directory holds another run, is refused again.
     """
     job = environment.get("SLURM_JOB_ID")
     own = [path for path in run_dir.logs.glob("attempt_*/slurm_job") if path.read_text(encoding="utf-8").strip() == job]
@@ -89,7 +89,7 @@ def _head(config: ExperimentConfig, config_path: Path, num_gpus: int) -> Iterato
     yield f"# Made by: grpo-async launch slurm {shlex.quote(str(config_path))}".replace("\n", " ")
     yield "#"
     yield "#   sbatch FILE                                begin a run"
-    yield "#   sbatch FILE --resume                       go on from its newest checkpoint (any option of `grpo-async train`)"
+    yield "#   sbatch FILE --resume                       continue from its newest checkpoint (any option of `grpo-async train`)"
     yield "#   scancel --signal=TERM JOB                  save a checkpoint and end (a plain scancel saves nothing)"
     yield "#"
     yield f"#SBATCH --job-name={config.run.name}"
@@ -137,7 +137,7 @@ while true; do
   if [ -z "$signalled" ]; then break; fi
 done
 if [ -n "$out_of_time" ] && ((code == 143)); then
-  echo "the time is over: queued again, to go on from the checkpoint"
+  echo "the time is over: queued again, to continue from the checkpoint"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -10,11 +10,11 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
     POST /rollout/score                 ScoreRequest -> ScoreAnswer: log-probabilities of given tokens
     POST /pause?mode=M&keep_cache=B     freezes generation between two tokens; answers when it is frozen. Requests that arrive
                                         from then on wait for /resume. What is in flight, by mode:
-                                          keep   stays and goes on after /resume
+                                          keep   stays and continues after /resume
                                           drain  runs to its end first (&timeout_s=S: 504 when it has not by then; not paused)
                                           abort  ends at once with finish_reason "abort" and all tokens it has
-                                        keep_cache=false (default): what goes on recomputes its context with whatever weights
-                                        are then loaded. true: it goes on over the key/value cache it has
+                                        keep_cache=false (default): what continues recomputes its context with whatever weights
+                                        are then loaded. true: it continues over the key/value cache it has
     POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
     POST /init_weight_transfer_engine   {"init_info": WeightInitInfo}: joins the weight group (again, after a trainer restart)
@@ -80,7 +80,7 @@ class GenerateRequest(ApiModel):
     top_p: TopP = 1.0
     """The fewest most likely tokens whose probabilities add up to it; 1 = all."""
     top_k: int = Field(default=0, ge=0)
-    """The so many most likely tokens; 0 = all."""
+    """The number of most likely tokens to sample from; 0 = all."""
     min_p: MinP = 0.0
     """Tokens at least this times as likely as the most likely one; 0 = all."""
     repetition_penalty: RepetitionPenalty = 1.0
@@ -206,7 +206,7 @@ class WeightInitInfo(ApiModel):
     """1 + number of workers of all servers in the group."""
     timeout_s: Seconds
     key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
-    """Prefix in the store, new for every connect. A server writes it into the store, so it is no free text."""
+    """Prefix in the store, new for every connect. A server writes it into the store, so it is not free text."""
 
     @property
     def where(self) -> str:

@@ -1,8 +1,8 @@
 """Asynchronous client of the rollout API: token ids in, token ids + logprobs + policy versions out.
 
-Invariant: what a server has streamed is never lost. When a request breaks in the middle, it goes on from prompt + tokens received
+Invariant: what a server has streamed is never lost. When a request breaks in the middle, it continues from prompt + tokens received
 so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with. (Not one with
-`structured_outputs`: its form begins with the first token, so it begins anew.)
+`structured_outputs`: its form begins with the first token, so it starts over.)
 
     the server is fenced                 on another one, or when there is one again; not an attempt
     the server aborts the request        again at once; not an attempt, unless it has aborted 4 times in a row without a token
@@ -10,7 +10,7 @@ so far, there or on another server, and those tokens keep the logprobs and versi
                                          reported, so that it is fenced before the next attempt if it is dead
     4xx, an answer that cannot be used   raised at once
 
-`max_retries` bounds the attempts in a row without a token, and all attempts of one that begins anew.
+`max_retries` bounds the attempts in a row without a token, and all attempts of one that starts over.
 
 aiohttp and not httpx, which the rest of this package uses: a request costs a fifth of the CPU (benchmarks/NOTES.md), and what this
 thread computes in Python the trainer waits for.
@@ -278,7 +278,7 @@ class InferenceClient:
         """
         session = self._session = self._session or self._open_session()
         url = url.rstrip("/") + GENERATE_PATH
-        # the session limits connecting and silence; looking up a name and sending the body need a limit of their own
+        # the session limits connecting and silence; looking up a name and sending the body need their own limit
         timeout_s = _MAX_CONNECT_S + self._request_timeout_s
         try:
             try:

@@ -1,6 +1,6 @@
 """Synchronous control of one inference server: pause and resume, weight updates, scores.
 
-On connections of its own, so that no load of the rollout thread delays a weight push. May be used from several threads at once.
+On its own connections, so that no load of the rollout thread delays a weight push. May be used from several threads at once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
 
-    server.py    the states of one server       this file    every transition, and who is told
+    server.py    the states of one server       this file    every transition, and who is notified
                                                 monitor.py   asks the servers how they are, and judges
 
-Invariant: only a server that was pushed the current weights in its present life is SERVING. A record (`Server`) is of one life, and
-what is said of a record that is not the current one any more changes nothing. A server that this run has started is restarted when
-it is fenced (`ask_restart`); one that others run is looked for until it answers again.
+Invariant: only a server that was pushed the current weights in its present incarnation is SERVING. A record (`Server`) is of one
+incarnation; what concerns a record that is not the current one any more changes nothing. A server that this run has started is
+restarted when it is fenced (`ask_restart`); one that others run is looked for until it answers again.
 
 All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
 """
@@ -55,16 +55,16 @@ class ServerCounters:
 
 @dataclass(slots=True, kw_only=True)
 class _Tracked:
-    """One server over its lives. Guarded by the fleet's lock; moments are those of the monotonic clock."""
+    """One server over its incarnations. Guarded by the fleet's lock; moments are those of the monotonic clock."""
 
     server: Server
-    last_life: str = ""
+    last_instance_id: str = ""
     last_message: str = "never answered"
     """What it said last, or why it cannot be asked."""
     failures: list[ServerFailure] = field(default_factory=list)
     """In order. What happens to a server until it serves again is one failure."""
     num_restarts: int = 0
-    """New lives that were seen."""
+    """Restarts that were seen."""
     num_lost: int = 0
     """Times it was taken out since it last served."""
     exit_message: str = ""
@@ -75,7 +75,7 @@ class _Tracked:
     loads: list[ServerInfo] = field(default_factory=list)
     """What it said since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Busy seconds and generated tokens of each life."""
+    """Busy seconds and generated tokens of each incarnation."""
 
     @property
     def load(self) -> ServerInfo | None:
@@ -184,7 +184,7 @@ class Fleet:
             return self._tracked[index].load
 
     def restarts(self, index: int) -> int:
-        """New lives of a server that were seen."""
+        """Restarts of a server that were seen."""
         return self._tracked[index].num_restarts
 
     def last_message(self, index: int) -> str:
@@ -265,8 +265,8 @@ class Fleet:
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """While servers receive and load weights, a silent engine is not fenced for that: it is busy, and the push has deadlines of
-        its own. A refused connection counts as ever."""
+        """While servers receive and load weights, a silent engine is not fenced for that: it is busy, and the push has its own
+        deadlines. A refused connection counts as ever."""
         with self._lock:
             self._num_loading += 1
         try:
@@ -282,7 +282,7 @@ class Fleet:
             return self._num_loading > 0 or self._loaded_at >= moment
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> list[Server]:
-        """These have the weights of `version`, in the lives that their records are of; requests may go to them. Returns those that
+        """These have the weights of `version`, in the incarnations of their records; requests may go to them. Returns those that
         did not serve before."""
         new: list[Server] = []
         with self._changing() as changed:
@@ -363,8 +363,8 @@ class Fleet:
             why_not = self._why_not_back(tracked, info.instance_id)
             if not why_not:
                 server.control.num_workers = info.num_workers
-                tracked.num_restarts += tracked.last_life not in ("", info.instance_id)
-                tracked.last_life, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
+                tracked.num_restarts += tracked.last_instance_id not in ("", info.instance_id)
+                tracked.last_instance_id, tracked.last_message, tracked.exit_message = info.instance_id, "up", ""
                 tracked.note(info)
                 self._set(tracked, changed, state=ServerState.READY, info=info, instance_id=info.instance_id)
                 logger.info("%s is up", server.name)
@@ -393,7 +393,7 @@ class Fleet:
             self._ask_restart(server.index, reason)
 
     def restarted(self, server: Server, info: ServerInfo) -> None:
-        """It answers, and is in another life than it was."""
+        """It answers, and was restarted."""
         self._lose(server, "it was restarted", ask=False)
         self.found(self.server(server.index), info)
 
@@ -418,7 +418,7 @@ class Fleet:
         if ask and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
-    def _why_not_back(self, tracked: _Tracked, life: str) -> str:
+    def _why_not_back(self, tracked: _Tracked, instance_id: str) -> str:
         """Why a server that was looked for and answers does not count as up; "" when it does."""
         server = tracked.server
         if self._ask_restart is None:
@@ -429,16 +429,16 @@ class Fleet:
                 f"it failed {tracked.num_lost} times without having served, so it is tried again after {wait_s:.0f} s"
             )
         if server.state is ServerState.STARTING:  # the launcher has just started it
-            is_new = life != tracked.last_life or not life
+            is_new = instance_id != tracked.last_instance_id or not instance_id
         else:
-            is_new = bool(tracked.last_life and life) and life != tracked.last_life
-        return "" if is_new else "it is still in the life that failed"
+            is_new = bool(tracked.last_instance_id and instance_id) and instance_id != tracked.last_instance_id
+        return "" if is_new else "it has not been restarted since it failed"
 
     # Changes of state.
 
     @contextmanager
     def _changing(self) -> Iterator[list[int]]:
-        """Holds the lock; afterwards, and without it, everybody is told of the servers in the list."""
+        """Holds the lock; afterwards, and without it, all listeners are notified of the servers in the list."""
         changed: list[int] = []
         with self._lock:
             yield changed

@@ -1,4 +1,4 @@
-"""Watches servers, each from a thread of its own: finds those that start, sends heartbeats to those that serve, judges both.
+"""Watches servers, each from its own thread: finds those that start, sends heartbeats to those that serve, judges both.
 
     STARTING, DOWN    asked /health, then the engine, then what it is     Fleet.found or not_found
     READY, SERVING    heartbeat through the engine, then what it is       Fleet.note, restarted or lost
@@ -7,7 +7,7 @@ A heartbeat that fails:
 
     refused or reset, twice in a row           lost at once: nobody listens any more
     no answer within heartbeat_timeout_s       lost, unless weights were loaded meanwhile: an engine that loads them is silent,
-                                               and a push has deadlines of its own
+                                               and a push has its own deadlines
     answers >= 400, /health says dead          lost at once
     answers >= 400 for heartbeat_timeout_s     lost, unless weights were loaded
 
@@ -177,12 +177,12 @@ class Monitor:
 
 
 def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
-    """What to change when it is no use to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
+    """What to change when it is useless to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
     if isinstance(error, RequestRejectedError) and error.status in (401, 403):
         return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
     is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)
     if is_healthy and (is_unknown or isinstance(error, BadResponseError)):
-        return f"it is no server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with vLLM's own command"
+        return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
             f"its certificate is refused ({error}); inference.tls.ca_certs names the PEM file of the certificates that are "

@@ -3,20 +3,20 @@ process, if this run has started it.
 
     trainer (`fleet` makes every transition)             launcher (launcher.spawned_servers)
 
-    STARTING                                         <-- "starting"; "working" while it computes or reads, though nobody hears it:
+    STARTING                                         <-- "starting"; "working" while it computes or reads, though it is silent:
        | healthy                                          | the first start of vLLM on a machine compiles for minutes
     READY                                                 |
        | weights pushed: mark_serving                --> server_serving
     SERVING                                               |
                                                      <-- "exited": the process has ended; before it ever served, the run ends
     DOWN   from any of the above: dead, hung,        --> restart_server: it is killed with all its processes
-       |   a push failed (fence)                          | a wait, then it is started in a new life: "starting"
-       |-- healthy, in a new life: READY                  |
+       |   a push failed (fence)                          | a wait, then it is started again: "starting"
+       |-- healthy, in a new incarnation: READY           |
     GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
 
-A life has an `instance_id`, random for every start of a server. A server that this run has started is back only in a new life: one
-that hung and wakes before it is killed must not be. One that others run is back when it answers again, but not at once if it was
-lost several times without having served.
+An incarnation has an `instance_id`, random for every start of a server. A server that this run has started is back only in a new
+incarnation: one that hung and wakes before it is killed must not be. One that others run is back when it answers again, but not at
+once if it was lost several times without having served.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Server(Endpoint):
-    """One server at one moment, in the life `instance_id` (empty while that is not known). Every change of state makes a new
+    """One server at one moment, in the incarnation `instance_id` (empty while that is not known). Every change of state makes a new
     record, and nothing else does, so the same record means that nothing has happened."""
 
     control: ServerControl

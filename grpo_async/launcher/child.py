@@ -1,4 +1,4 @@
-"""The children of the launcher: each is spawned into a session of its own, with both output streams in one log file.
+"""The children of the launcher: each is spawned into its own session, with both output streams in one log file.
 
 The terminal's Ctrl-C therefore reaches the launcher only. A child ends itself when the launcher dies (utils.lifetime).
 """
@@ -53,18 +53,18 @@ class Child:
         self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
 
     @classmethod
-    async def spawn(cls, spec: ProcessSpec, folder: Path, *, life: int = 0) -> Child:
+    async def spawn(cls, spec: ProcessSpec, folder: Path, *, incarnation: int = 0) -> Child:
         """Start `spec` with its log in `folder`. Call it from the main thread: the death signal is bound to it.
 
         Args:
-            life: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
+            incarnation: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
 
         Raises:
             RunError: the program cannot be started.
         """
         log = folder / spec.log_name
-        if life > 0:
-            log = log.with_name(f"{log.stem}.restart_{life}{log.suffix}")
+        if incarnation > 0:
+            log = log.with_name(f"{log.stem}.restart_{incarnation}{log.suffix}")
         environment = {
             **{key: value for key, value in os.environ.items() if not _is_of_another_run(key)},
             LAUNCHER_PID_VARIABLE: str(os.getpid()),
@@ -95,7 +95,7 @@ class Child:
 
     @property
     def has_ended(self) -> bool:
-        """As `not is_running`, but at once: `exited` is done only when the event loop has been told."""
+        """As `not is_running`, but at once: `exited` is done only when the event loop has noticed."""
         try:
             return not self.is_running or psutil.Process(self.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -131,9 +131,9 @@ class Children:
         self.all: list[Child] = []
         self._folder = folder
 
-    async def spawn(self, spec: ProcessSpec, *, life: int = 0) -> Child:
+    async def spawn(self, spec: ProcessSpec, *, incarnation: int = 0) -> Child:
         """See `Child.spawn`."""
-        child = await Child.spawn(spec, self._folder, life=life)
+        child = await Child.spawn(spec, self._folder, incarnation=incarnation)
         self.all.append(child)
         return child
 
@@ -144,7 +144,7 @@ async def ending_children(folder: Path, warn: Callable[[str], None]) -> AsyncIte
 
     Args:
         folder: for the logs.
-        warn: told of a process that does not end.
+        warn: gets a sentence about a process that does not end.
     """
     with adopting_orphans():
         children = Children(folder)

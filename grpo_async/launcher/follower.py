@@ -96,7 +96,7 @@ def _plan(
 
 
 class _Relay(View):
-    """Tells the user of node 0 what the user here is told."""
+    """Shows the notes and warnings of this machine on node 0."""
 
     def __init__(self, launchers: LauncherStore) -> None:
         self._launchers = launchers
@@ -208,7 +208,7 @@ class Follower:
         return RunOutcome(exit_code=self._signals.exit_code, error=self._error)
 
     async def _finish(self, trainer: Child, liveness: Liveness) -> RunOutcome:
-        """The trainer has ended by itself: tell node 0, and hear how the run went."""
+        """The trainer has ended by itself: tell node 0, and wait for how the run went."""
         status = trainer.exited.result()
         cause = None
         if status != 0:
@@ -234,8 +234,8 @@ class Follower:
         error = None if self._error is None else f"node 0 has ended the run: {self._error}"
         return RunOutcome(exit_code=self._exit_code, error=error)
 
-    def _tell_trainer(self, index: int, event: str, detail: str, life: int) -> None:
-        self._launchers.post(0, "server_event", index=index, event=event, detail=detail, life=life)
+    def _tell_trainer(self, index: int, event: str, detail: str, incarnation: int) -> None:
+        self._launchers.post(0, "server_event", index=index, event=event, detail=detail, incarnation=incarnation)
 
     async def _listen(self) -> None:
         """What node 0 says, until it says that the run is over, or is gone."""
@@ -258,9 +258,9 @@ class Follower:
                 self._ended.set()
             case {"kind": "server_serving", "index": int(index)}:
                 if (server := self._servers.get(index)) is not None:
-                    server.serves(message.get("life"))
+                    server.serves(message.get("incarnation"))
             case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
                 if (server := self._servers.get(index)) is not None:
-                    server.ask_restart(reason, message.get("life"))
+                    server.ask_restart(reason, message.get("incarnation"))
             case _:
                 self._display.warning(f"node 0 sent a message that nobody knows: {clipped(str(dict(message)), 200)}")

@@ -99,7 +99,7 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
     if each and num_servers > 1 and number - ranks >= each:
         remedies.append(f"set inference.replicas: {(number - ranks) // each}")
     if ranks and num_servers:
-        remedies.append("give servers machines of their own (launch.nodes.infer)")
+        remedies.append("give servers their own machines (launch.nodes.infer)")
         if not config.launch.colocate and max(ranks, each) <= number:
             remedies.append("let both share GPUs on purpose (launch.colocate: true)")
     else:
@@ -143,7 +143,7 @@ def plan_transport(
     trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
     if engine.engine == "external":
         if wanted == "auto" and trainer != "cpu":
-            return "nccl", "servers are taken to have GPUs of their own; for servers on CPUs, weights.transport: gloo"
+            return "nccl", "servers are assumed to have their own GPUs; for servers on CPUs, weights.transport: gloo"
         # whoever asks for it knows what the servers have
         return choose_transport(wanted, trainer, ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"])
     workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]

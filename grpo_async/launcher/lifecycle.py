@@ -120,7 +120,7 @@ async def _write_report(run_dir: RunDir, signals: Signals, timeout_s: float) -> 
     """Why there is no report, or None. A child writes it: reading a large store takes memory and may fail in a library, and neither
     is to touch the end of the run. A signal ends it."""
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
-    try:  # in a session of its own: a Ctrl-C now is for this process, which then ends the child
+    try:  # in its own session: a Ctrl-C now is for this process, which then ends the child
         child = await asyncio.create_subprocess_exec(
             *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True
         )

@@ -1,7 +1,7 @@
 """Judges from outside whether the processes of the trainer live: what watches from inside stands still with the interpreter.
 
     every second   it is checked when each process that has ever sent a heartbeat (processes.heartbeat) sent the last
-    30 s           the user is told who is silent, and what the kernel says of it
+    30 s           a warning names who is silent, and what the kernel says of it
     at the limit   `launch.heartbeat_timeout_s`: its stacks are written, `frozen` is set, and the supervisor ends the run
 
 A step that takes long, a compile, a slow disk or an evaluation hold no interpreter for so long; what stands still with a free
@@ -32,7 +32,7 @@ from grpo_async.utils.safe_text import plain
 
 _NOTICE_S = 30.0
 _MIN_SILENCE_S = 3.0
-"""A heartbeat that is late by less is no silence: the machine may be busy."""
+"""A heartbeat that is late by less is not silence: the machine may be busy."""
 _OWN_PAUSE_S = 5.0
 """The launcher itself stood still (Ctrl-Z, a scheduler that suspends the whole job): nobody is judged by that time."""
 _BUSY_SAMPLE_S = 0.5
@@ -164,7 +164,7 @@ class Liveness:
     async def _declare_frozen(self, watched: _Watched) -> None:
         stacks = await self._stacks_of(watched)
         if watched.is_stopped:
-            advice = f"It was continued to save. `kill -CONT {watched.pid}` in time lets a run go on"
+            advice = f"It was continued to save. `kill -CONT {watched.pid}` in time lets a run continue"
         elif watched.status in _WHY:
             advice = ""
         else:

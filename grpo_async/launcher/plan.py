@@ -385,7 +385,7 @@ def _trainer(
             *rendezvous,
             # without an address the host's name is looked up
             *("--rdzv-id", config.run.name, "--local-addr", node.own_address or "127.0.0.1"),
-            # of its own; without a place it makes a folder in the temporary directory, and leaves it there
+            # without a folder it makes one in the temporary directory, and leaves it there
             *("--log-dir", str(assignment.private / "torchrun")),
             *("-m", "grpo_async.trainer.main"),
         ),

@@ -88,7 +88,7 @@ def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
     """Begin in the directory of a run without a checkpoint.
 
     Raises:
-        ConfigError: it is no run directory, or the run has trained steps.
+        ConfigError: it is not a run directory, or the run has trained steps.
     """
     _check_removable(run_dir, config)
     if run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0:
@@ -160,7 +160,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     if not root.exists() and not root.is_symlink():
         return
     if root.is_symlink() or not root.is_dir():
-        raise ConfigError(f"{root} is no directory of its own (a link or a file); remove it yourself")
+        raise ConfigError(f"{root} is not a directory (but a link or a file); remove it yourself")
     # by a run that was killed in its first moment
     half_written = run_dir.config.with_name(f"{run_dir.config.name}.tmp")
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
@@ -216,7 +216,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         )
     notes = [f"{each}; whether the run had finished is not known" for each in problems]
     notes += [
-        f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; going on from step {step}"
+        f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; resuming from step {step}"
         for number, problem in broken.items()
     ]
     if not run_dir.metrics.exists():
@@ -254,7 +254,7 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
             [
                 f"--resume: no checkpoint in {run_dir.checkpoints} is whole:",
                 *(f"  step {step}: {problem}" for step, problem in broken.items()),
-                "restore one from a copy, or begin the run anew with --clean",
+                "restore one from a copy, or start over with --clean",
             ]
         )
     )

@@ -1,7 +1,7 @@
 """Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
 
 The direct children of a launcher die with it (utils.lifetime); a daemon that user code has started does not. The
-reaper is a process in a session of its own that waits for the end of a pipe: as long as the launcher lives, it does nothing.
+reaper is a process in its own session that waits for the end of a pipe: as long as the launcher lives, it does nothing.
 
     python -m grpo_async.launcher.reaper LAUNCHER_PID FOLDER        stdin: "done", or its end
 """

@@ -74,7 +74,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 async def _serve(config: ExperimentConfig, specs: Sequence[ProcessSpec], display: Display, logs: Path) -> int:
     signals = Signals()
 
-    def started(index: int, event: str, detail: str, life: int) -> None:
+    def started(index: int, event: str, detail: str, incarnation: int) -> None:
         server = servers.get(index)
         if (
             event == "starting" and server is not None

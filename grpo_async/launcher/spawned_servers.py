@@ -1,6 +1,6 @@
 """The processes of the servers that a run starts: what dies or hangs is killed with all its processes and started again.
 
-inference.server draws the states of a server, and which of them this module is told of or tells. The waits before a restart are
+inference.server draws the states of a server, and which of them this module receives or sends. The waits before a restart are
 `inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row ends when a server has served for ten
 minutes. A server keeps its URL.
 """
@@ -76,7 +76,7 @@ class _End:
 
 
 class SpawnedServer:
-    """One server over all its lives, which are counted from 0. What is said of another life than the present one is ignored."""
+    """One server over all its incarnations, which are counted from 0. Messages about an earlier incarnation are ignored."""
 
     def __init__(self, index: int, spec: ProcessSpec, servers: SpawnedServers, restarts: RestartCount) -> None:
         self.name = spec.name
@@ -87,23 +87,23 @@ class SpawnedServer:
         self._servers = servers
         self._display = servers.display
         self._restarts = restarts
-        self._life = 0
+        self._incarnation = 0
         self._asked = asyncio.Event()
         self._asked_reason = ""
         self._down_since: float | None = None
-        self._served_life: int | None = None  # the last one that has served
+        self._served_incarnation: int | None = None  # the last one that has served
 
     @property
     def has_served(self) -> bool:
-        """In any life."""
-        return self._served_life is not None
+        """In any incarnation."""
+        return self._served_incarnation is not None
 
     async def start(self) -> None:
-        self.child = await self._servers.children.spawn(self._spec, life=self._life)
+        self.child = await self._servers.children.spawn(self._spec, incarnation=self._incarnation)
 
-    def serves(self, life: int | None = None) -> None:
-        """The trainer has brought its weights to this server. `life`: the one that the trainer means, if it says."""
-        if life not in (None, self._life):
+    def serves(self, incarnation: int | None = None) -> None:
+        """The trainer has brought its weights to this server. `incarnation`: the one that the trainer means, if it says."""
+        if incarnation not in (None, self._incarnation):
             return
         down_since = self._down_since
         self.count_as_served()
@@ -113,14 +113,14 @@ class SpawnedServer:
 
     def count_as_served(self) -> None:
         """Its end is no longer that of a server that cannot start."""
-        self._served_life = self._life
+        self._served_incarnation = self._incarnation
         self._restarts.serves()
         self._down_since = None
 
-    def ask_restart(self, reason: str, life: int | None = None) -> None:
+    def ask_restart(self, reason: str, incarnation: int | None = None) -> None:
         """The trainer wants a restart. Ignored while one is under way: the trainer may have asked before it heard of that. When the
         run stops, the server is only killed: the trainer may be waiting for it, and has a checkpoint to write."""
-        if self.child is None or life not in (None, self._life):
+        if self.child is None or incarnation not in (None, self._incarnation):
             return
         if self._servers.stopping.is_set():
             self.child.kill()
@@ -158,7 +158,7 @@ class SpawnedServer:
         """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
         before: Work = {}
         while not await self._servers.stops_within(_WORK_INTERVAL_S):
-            if self.child is None or self._served_life == self._life:
+            if self.child is None or self._served_incarnation == self._incarnation:
                 before = {}
                 continue
             now = work_of(self._servers.children.tree.below(self.child.pid, tag_of(self._spec)))
@@ -167,7 +167,7 @@ class SpawnedServer:
             before = now
 
     def _tell(self, event: ServerEvent, detail: str) -> None:
-        self._servers.tell_trainer(self.index, event, detail, self._life)
+        self._servers.tell_trainer(self.index, event, detail, self._incarnation)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
@@ -180,7 +180,7 @@ class SpawnedServer:
                 event.cancel()
         if self._servers.stopping.is_set():
             return None
-        if self.child.has_ended:  # the trainer may have noticed before we were told
+        if self.child.has_ended:  # the trainer may have noticed before this process did
             await asyncio.wait([self.child.exited], timeout=KILL_TIMEOUT_S)
         if not self.child.is_running:
             return _End(how=describe_exit(self.child.exited.result()), asked=False)
@@ -202,7 +202,7 @@ class SpawnedServer:
 
     async def _restart(self) -> _End | None:
         """None: it runs."""
-        self._life += 1
+        self._incarnation += 1
         try:
             await self.start()
         except RunError as error:
@@ -225,13 +225,13 @@ class SpawnedServers:
 
     Args:
         display: shows the user what becomes of the servers.
-        tell_trainer: gets index, event, detail, and the server's life.
+        tell_trainer: gets index, event, detail, and the server's incarnation.
         children: of the launcher; the servers are among them.
         max_restarts: like `delay_s`, see RestartCount.
         first: index of the first of them among those of all machines, which are `total`; None: there are no others.
 
     Attributes:
-        lost_all: set when the run cannot go on without its servers; `failure` says why.
+        lost_all: set when the run cannot continue without its servers; `failure` says why.
     """
 
     def __init__(
@@ -322,12 +322,12 @@ class SpawnedServers:
         return self.stopping.is_set()
 
     def lost(self, failure: str) -> None:
-        """The run cannot go on; the first reason counts."""
+        """The run cannot continue; the first reason counts."""
         self.failure = self.failure or failure
         self.lost_all.set()
 
     def gave_up(self, server: SpawnedServer, last_words: str) -> None:
-        """A server is given up; the run goes on as long as there is another."""
+        """A server is given up; the run continues as long as there is another."""
         self._give_up(server.index, str(server.given_up), f"the {last_words}")
 
     def lose_elsewhere(self, index: int, why: str) -> None:
@@ -339,7 +339,7 @@ class SpawnedServers:
         self._reasons[index] = why
         left = self._total - len(self._reasons)
         if left:
-            self.display.warning(f"{why}; the run goes on with {left} of {self._total}")
+            self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
             self.lost("\n".join([*self._reasons.values(), *more]))
 

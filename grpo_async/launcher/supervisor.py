@@ -172,12 +172,12 @@ class Supervisor:
         await end_children(self._signals, [trainer])
 
     async def _lose_run_dir(self, failure: str, trainer: Child) -> RunOutcome:
-        """The weights are all that is left: they are saved in a directory made anew, where nobody has put another one."""
+        """The weights are all that is left: they are saved in a new directory, unless something else is there now."""
         saves = trainer.is_running and self._run_dir_watch.is_free
         if saves:
             self._assignment.run_dir.create(self._config_text)
             self._assignment.attempt_dir.mkdir(parents=True, exist_ok=True)
-            failure += "; it was made anew, for what could still be saved"
+            failure += "; it was created again to save what was left"
         await self._end_trainer(trainer, "the run directory is gone", saves=saves)
         return self._failed(failure)
 
@@ -208,7 +208,7 @@ class Supervisor:
         self._control.request_stop()
         self._display.phase("stopping")
         self._display.note("stopping: finishing the step and saving a checkpoint (press Ctrl-C again to end at once)")
-        stopping = asyncio.create_task(self._servers.stop(_RESTART_TIMEOUT_S))  # a server that ends now is no loss
+        stopping = asyncio.create_task(self._servers.stop(_RESTART_TIMEOUT_S))  # a server that ends now is not missed
         try:
             await first_of(signals, [trainer], timeout_s=timeout_s)
         finally:
@@ -272,9 +272,7 @@ class Supervisor:
         if not steps:
             trained = run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0
             return f"there is no checkpoint yet; the same command{' with --clean' if trained else ''} begins again"
-        return (
-            f"the newest checkpoint is step {steps[-1]}; go on with: grpo-async train {run_dir.config} --resume latest"
-        )
+        return f"the newest checkpoint is step {steps[-1]}; continue with: grpo-async train {run_dir.config} --resume latest"
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -297,15 +295,17 @@ class Supervisor:
                 self._display.warning(text)
             case {"kind": "server_serving", "index": int(index)}:
                 if (server := self._servers.get(index)) is not None:
-                    server.serves(message.get("life"))
+                    server.serves(message.get("incarnation"))
                 elif self._hub is not None:
                     self._servers.serve_elsewhere()
-                    self._hub.tell_server(index, "server_serving", life=message.get("life"))
+                    self._hub.tell_server(index, "server_serving", incarnation=message.get("incarnation"))
             case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
                 if (server := self._servers.get(index)) is not None:
-                    server.ask_restart(reason, message.get("life"))
+                    server.ask_restart(reason, message.get("incarnation"))
                 elif self._hub is not None:
-                    self._hub.tell_server(index, "restart_server", reason=reason, life=message.get("life"))
+                    self._hub.tell_server(
+                        index, "restart_server", reason=reason, incarnation=message.get("incarnation")
+                    )
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:

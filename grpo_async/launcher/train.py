@@ -61,7 +61,7 @@ def launch(
     """Run an experiment to its end, with all its processes; call it from the main thread.
 
     Args:
-        resume: None begins a new run; "latest" goes on from the newest whole checkpoint, "40" from that of step 40.
+        resume: None begins a new run; "latest" continues from the newest whole checkpoint, "40" from that of step 40.
         clean: remove an old run of the same name first.
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         node_rank: of this machine, like `master_addr` see cluster.nodes. Of several, node 0 decides all that concerns the run

@@ -39,7 +39,7 @@ def adopting_orphans() -> Iterator[None]:
 class ProcessTree:
     """All descendants of this process that were started after this object, in sessions other than its own.
 
-    The supervisor starts each child in a session of its own, so the rule leaves out whatever else runs in the caller's.
+    The supervisor starts each child in its own session, so the rule leaves out whatever else runs in the caller's.
     """
 
     def __init__(self) -> None:

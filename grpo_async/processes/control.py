@@ -3,13 +3,13 @@
     trainer -> launcher   {"kind": "phase" | "preflight" | "step" | "evaluation" | "summary", ...}
                           {"kind": "servers", "servers": [{"index": 0, "state": "serving", ...}]}   see trainer.connections
                           {"kind": "note" | "warning", "text": "..."}
-                          {"kind": "server_serving", "index": 0, "life": 1}
-                          {"kind": "restart_server", "index": 0, "reason": "it hangs", "life": 1}
+                          {"kind": "server_serving", "index": 0, "incarnation": 1}
+                          {"kind": "restart_server", "index": 0, "reason": "it hangs", "incarnation": 1}
     launcher -> trainer   {"kind": "stop"}
-                          {"kind": "server", "index": 0, "event": "exited", "detail": "...", "life": 1}
+                          {"kind": "server", "index": 0, "event": "exited", "detail": "...", "incarnation": 1}
 
-`event` is an inference.server.ServerEvent. `life` counts the starts of a server from 0; the client adds it to its messages, so
-that one that was under way when the server was restarted is not taken to be about the new life.
+`event` is an inference.server.ServerEvent. `incarnation` counts the starts of a server from 0; the client adds it to its
+messages, so that one that was under way during a restart is not taken to be about the new incarnation.
 
 Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises
 because the launcher is gone: that only sets `stop_requested`. Launcher end (`ControlServer`): asyncio; a stop that is
@@ -57,7 +57,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._on_server: ServerListener | None = None
         self._kept: list[Mapping[str, Any]] = []
-        self._lives: dict[int, int] = {}
+        self._incarnations: dict[int, int] = {}
         self._server_lock = threading.RLock()  # held while a listener runs: messages reach it one by one, in order
         self._socket = self._connect(path) if path is not None else None
         self._writer: threading.Thread | None = None
@@ -82,7 +82,7 @@ class ControlClient:
             TypeError: `payload` is not JSON.
         """
         if kind in _ABOUT_A_SERVER:
-            payload["life"] = self._lives.get(payload["index"], 0)
+            payload["incarnation"] = self._incarnations.get(payload["index"], 0)
         line = encode(kind, payload)
         with self._lock:
             if self._socket is not None and not self._closed:
@@ -128,7 +128,7 @@ class ControlClient:
 
     def _receive_about_server(self, message: Mapping[str, Any]) -> None:
         with self._server_lock:
-            self._lives[int(message["index"])] = int(message.get("life", 0))
+            self._incarnations[int(message["index"])] = int(message.get("incarnation", 0))
             if self._on_server is None:
                 self._kept.append(message)
             else:
@@ -137,7 +137,7 @@ class ControlClient:
     def _deliver(self, listener: ServerListener, message: Mapping[str, Any]) -> None:
         try:
             listener(message)
-        except Exception:  # the thread that reads must go on: a request to stop may follow
+        except Exception:  # the thread that reads must continue: a request to stop may follow
             logger.exception("a message about a server could not be handled: %s", dict(message))
 
     def _write(self, connection: socket.socket) -> None:
@@ -156,7 +156,7 @@ class ControlClient:
 class ControlServer:
     """Launcher end. `on_message` is called in the event loop for every message of the trainer, in order.
 
-    Use as an async context manager. `on_broken_line` gets a sentence about each line that is no message.
+    Use as an async context manager. `on_broken_line` gets a sentence about each line that is not a message.
     """
 
     def __init__(
@@ -198,9 +198,9 @@ class ControlServer:
         """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
         self._send("stop")
 
-    def send_server_event(self, index: int, event: str, detail: str, life: int) -> None:
+    def send_server_event(self, index: int, event: str, detail: str, incarnation: int) -> None:
         """Tell the trainer, now or when it connects, what happened to a server; see the module."""
-        self._send("server", index=index, event=event, detail=detail, life=life)
+        self._send("server", index=index, event=event, detail=detail, incarnation=incarnation)
 
     def _send(self, kind: str, **content: Any) -> None:
         line = encode(kind, content)
@@ -248,7 +248,7 @@ class ControlServer:
                 try:
                     message = decode(line)
                 except NotAMessageError as error:
-                    self._on_broken_line(f"the trainer sent a line that is no message: {error}")
+                    self._on_broken_line(f"the trainer sent a line that is not a message: {error}")
                 else:
                     self._on_message(message)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit

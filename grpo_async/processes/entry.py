@@ -27,13 +27,13 @@ _MAX_PRINTED_CHARS = 16 * 2**20
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
     """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log, in the attempt's
-    folder and told to the launcher. Only rank 0 has a line to the launcher.
+    folder and sent to the launcher. Only rank 0 has a line to the launcher.
 
     It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
     in a collective that it will never join, and libraries that are torn down under their own threads abort.
     """
     die_with_parent()
-    # the log may be on a full disk: what user code prints is no reason to fail
+    # the log may be on a full disk: what user code prints is not a reason to fail
     prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
     sys.stdout = cast(TextIO, prints)
     sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))

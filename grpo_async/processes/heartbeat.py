@@ -29,7 +29,7 @@ _FAILED_TIMEOUT_S = 2.0
 
 
 def stacks_file(heartbeat: Path, pid: int) -> Path:
-    """Where process `pid` writes its stacks: beside the socket, on no disk that a run fills."""
+    """Where process `pid` writes its stacks: next to the socket, not on a disk that a run fills."""
     return heartbeat.with_name(f"stacks_{pid}")
 
 

@@ -53,7 +53,7 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
     """`count` different ports that nobody listens on at `host` now.
 
     Raises:
-        ConfigError: `host` is no address of this machine.
+        ConfigError: `host` is not an address of this machine.
     """
     ports = []
     with ExitStack() as held:  # all at once: a port that was let go may be given out again

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class NotAMessageError(ValueError):
-    """A line that is no message."""
+    """A line that is not a message."""
 
 
 def encode(kind: str, content: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""A text stream that outlives its reader: `train | tee log` goes on when tee has died, and so does a run without its terminal."""
+"""A text stream that outlives its reader: `train | tee log` continues when tee has died, and so does a run without its terminal."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ class ResilientStream:
         if not self._is_told:
             self._is_told = True
             atexit.register(self._end)
-            self._on_lost(f"{self._name} cannot be written any more ({error.strerror}); the run goes on, see its logs")
+            self._on_lost(
+                f"{self._name} cannot be written any more ({error.strerror}); the run continues, see its logs"
+            )
 
     def _end(self) -> None:
-        """What is still buffered is lost if it cannot be written by now: the interpreter would end with an exit code of its own."""
+        """What is still buffered is lost if it cannot be written by now: the interpreter would end with its own exit code."""
         try:
             self._stream.flush()
         except OSError:

@@ -1,4 +1,4 @@
-"""Warnings of the trainer's log are told to the launcher, too, which shows the latest: nobody reads a log while a run goes well."""
+"""Warnings of the trainer's log are sent to the launcher, too, which shows the latest: nobody reads a log while a run goes well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs model-written code: in a process of its own, under limits, without network, in an empty directory, killed as a tree.
+"""Runs model-written code: in its own process, under limits, without network, in an empty directory, killed as a tree.
 
     await Sandbox(limits).run(code) -> SandboxResult
       |- what can be restricted here, tried once per process  `restrictions`

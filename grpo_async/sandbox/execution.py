@@ -69,7 +69,7 @@ class SandboxStatus(StrEnum):
     CPU = "cpu"  # more CPU time than `cpu_s`; killed
     MEMORY = "memory"  # more memory than `memory_mb`
     OUTPUT = "output"  # more output than `max_output_chars`; killed, and what came before is kept
-    KILLED = "killed"  # by another signal: a crash, or a kill of its own
+    KILLED = "killed"  # by another signal: a crash, or a kill by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +221,7 @@ class Job:
     interpreter: Interpreter
     mechanisms: frozenset[str]
     pass_descriptors: Sequence[int] = ()
-    read_paths: Sequence[str] = ()  # what the code may read beside the interpreter; absolute, without links
+    read_paths: Sequence[str] = ()  # what the code may read besides the interpreter; absolute, without links
     loopback: int | None = None  # a Unix socket; see `inside.loopback`
 
     def plan(self, base: str) -> bytes:

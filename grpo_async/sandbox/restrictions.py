@@ -62,7 +62,7 @@ _WITHOUT_NAMESPACES = {
     LIMITS: "resource limits",
     NETWORK: "system call filter",
     FILESYSTEM: "Landlock; names and sizes of files can be seen",
-    PROCESSES: "system call filter: none beside the first",
+    PROCESSES: "system call filter: none besides the first",
     SIGNALS: "system call filter",
     TOTALS: "",
 }

@@ -64,7 +64,7 @@ class Sandbox:
             code: Python source.
             stdin: all that it can read from its standard input.
             files: content by path relative to the working directory, which holds nothing else.
-            pass_descriptors: file descriptors that it gets beside its three streams, under the same numbers.
+            pass_descriptors: file descriptors that it gets besides its three streams, under the same numbers.
             loopback: descriptor of a Unix socket. The code may then use sockets, and reaches one address, the port of
                 `inside.loopback`: the socket that listens there comes through this one. Takes namespaces (`has_loopback`).
 
@@ -90,7 +90,7 @@ class Sandbox:
 
 
 def has_loopback() -> bool:
-    """Whether code in the sandbox can have a network of its own on this machine, in which it reaches its owner and nobody else.
+    """Whether code in the sandbox can have its own network on this machine, in which it reaches its owner and nobody else.
     Without namespaces it has no sockets at all."""
     return "namespaces" in findings().mechanisms
 
@@ -115,7 +115,9 @@ def _check(require: Iterable[str]) -> None:
 def _checked_path(name: str) -> str:
     parts = name.split("/")
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"the file name {name!r} is no path below the working directory; write it as `dir/file.txt`")
+        raise ValueError(
+            f"the file name {name!r} is not a path below the working directory; write it as `dir/file.txt`"
+        )
     return name
 
 

@@ -4,7 +4,7 @@ and weight updates, and answers. An `Engine` does the rest.
     400 the request is wrong | 409 out of order, or another call came in the meantime | 500 a weight update failed
     503 the engine is dead or does not answer, or the request is meant for another server | 504 not drained in time
 
-Errors are `{"error": "..."}`. Runs in one event loop. A client that disconnects ends its request; pauses and weight updates go on
+Errors are `{"error": "..."}`. Runs in one event loop. A client that disconnects ends its request; pauses and weight updates run
 to their end: half of one would leave the server in a state that nobody knows.
 """
 

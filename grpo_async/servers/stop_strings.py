@@ -1,7 +1,7 @@
 """Finds stop strings in what an engine samples, token by token; the same code for both engines.
 
-vLLM has a search of its own, which begins anew when a request does: a request that goes on on another server, or after a resume,
-would miss a string that begins before the cut. This one is told what was sampled before.
+vLLM has its own search, which starts over with each request: a request that continues on another server, or after a resume,
+would miss a string that begins before the cut. This one is given what was sampled before.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class StopWatcher:
         """
         for number, token in enumerate(tokens, start=1):
             if self._text.is_special(token):
-                continue  # it is no text
+                continue  # it is not text
             self._tail.append(token)
             if not self._may_end(self._text.text_of(token)):
                 continue

@@ -246,7 +246,7 @@ def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_not
     external = EngineChoice(engine="external", reason="a test says so")
     with local_server(refuses={"/rollout/info": 404}) as server:
         config = make_config(tmp_path, inference={"urls": [server.url]})
-        with pytest.raises(ConfigError, match=rf"inference\.urls: {server.url}: it is no server of grpo-async"):
+        with pytest.raises(ConfigError, match=rf"inference\.urls: {server.url}: it is not a server of grpo-async"):
             check_inputs(config, engine=external)
     notes = check_inputs(config, engine=external)
     assert any(note.startswith(f"inference.urls: {server.url} does not serve now (") for note in notes)

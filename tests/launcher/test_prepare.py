@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_taken
     assert (start.resume_step, start.broken_steps) == (2, (3,))
     (note,) = start.notes
     assert words in note
-    assert "going on from step 2" in note
+    assert "resuming from step 2" in note
     assert run_dir.checkpoint_steps() == [1, 2, 3]  # nothing is changed by looking
     set_aside_broken(run_dir, start)
     assert run_dir.checkpoint_steps() == [1, 2]
@@ -308,7 +308,7 @@ def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path, cont
     config = make_config(tmp_path)
     run_dir = _old_run(config, steps=(2,))
     run_dir.summary.write_text(content)
-    start = check_start(config, resume="auto", clean=False)
+    start = check_start(config, resume="latest", clean=False)
     assert start.resume_step == 2
     assert any("summary.json cannot be read" in note for note in start.notes) == content.endswith("fini")
 

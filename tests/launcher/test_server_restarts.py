@@ -105,7 +105,7 @@ def test_a_server_that_dies_or_hangs_is_killed_with_all_that_it_left_and_started
     assert (_logs(tmp_path) / "server.restart_1.log").read_text() == "serving\nasked to end\n"
 
 
-def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
+def test_a_server_that_dies_in_every_incarnation_is_given_up_with_its_own_last_lines(tmp_path: Path) -> None:
     with _served(tmp_path, trainer="served", server="crash-again", max_restarts=2) as launcher:
         _begin(launcher)
         _signal(launcher, "server", signal.SIGUSR1)
@@ -117,7 +117,7 @@ def test_a_server_that_dies_in_every_life_is_given_up_with_its_own_last_lines(tm
             "it ended with exit code 3\n" in error
         )
         assert "  KV cache does not fit\n  giving up\n" in error
-        assert "the card is on fire" not in error  # that was the first life's
+        assert "the card is on fire" not in error  # that was the first incarnation's
         assert "server.restart_2.log" in error
         assert "there is no checkpoint yet" in error
     # the trainer is ended while the last news are on their way
@@ -129,7 +129,7 @@ def test_with_another_server_the_run_goes_on_and_ends_only_with_the_last(tmp_pat
     with _served(tmp_path, max_restarts=0, replicas=2) as launcher:
         _begin(launcher, "server0", "server1")
         _signal(launcher, "server1", signal.SIGUSR1)
-        launcher.wait_for_line("the run goes on with 1 of 2")
+        launcher.wait_for_line("the run continues with 1 of 2")
         _await_events(tmp_path, "exited", "given_up", index=1)
         assert launcher.process.poll() is None
         assert is_alive(launcher.pids()["server0"])
@@ -208,8 +208,8 @@ class News:
         self.notes: list[str] = []
         self.arrived = asyncio.Event()
 
-    def server_event(self, index: int, event: ServerEvent, detail: str, life: int) -> None:
-        self.events.append((event, detail, life))
+    def server_event(self, index: int, event: ServerEvent, detail: str, incarnation: int) -> None:
+        self.events.append((event, detail, incarnation))
         self.arrived.set()
 
     def note(self, text: str) -> None:
@@ -218,9 +218,9 @@ class News:
     def warning(self, text: str) -> None:
         pass
 
-    async def wait_for(self, event: str, life: int) -> None:
+    async def wait_for(self, event: str, incarnation: int) -> None:
         async with asyncio.timeout(START_S):
-            while not any((event, life) == (name, number) for name, _, number in self.events):
+            while not any((event, incarnation) == (name, number) for name, _, number in self.events):
                 self.arrived.clear()
                 await self.arrived.wait()
 
@@ -261,7 +261,7 @@ def test_a_start_that_computes_is_reported_until_the_server_serves(
         command = (sys.executable, "-c", "while True: pass")
         async with _spawned(news, tmp_path, command=command) as (_, server):
             await news.wait_for("working", 0)
-            server.serves(life=0)
+            server.serves(incarnation=0)
             num_events = len(news.events)
             await asyncio.sleep(0.5)
             assert len(news.events) == num_events
@@ -277,28 +277,28 @@ def test_less_than_a_twentieth_of_a_core_is_waiting() -> None:
     assert has_worked({7: (9.0, 0.0)}, {8: (0.4, 0.0)}, 5.0)  # 7 has ended
 
 
-def test_a_request_that_crossed_a_restart_does_not_end_the_new_life(tmp_path: Path) -> None:
+def test_a_request_that_crossed_a_restart_does_not_end_the_new_incarnation(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
         async with _spawned(news, tmp_path) as (servers, server):
-            server.serves(life=0)
+            server.serves(incarnation=0)
             os.kill(servers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            server.ask_restart("an old request", life=0)
+            server.ask_restart("an old request", incarnation=0)
             await asyncio.sleep(0.2)
             assert (len(servers.running), news.events[-1][0]) == (1, "starting")
-            server.serves(life=0)
-            assert "serves again" not in news.notes[-1]  # the old life's service is no news of the new one
-            server.serves(life=1)
+            server.serves(incarnation=0)
+            assert "serves again" not in news.notes[-1]  # the old incarnation's service is no news of the new one
+            server.serves(incarnation=1)
             assert "serves again" in news.notes[-1]
-            server.ask_restart("a new request", life=1)
+            server.ask_restart("a new request", incarnation=1)
             await news.wait_for("starting", 2)
             pid = servers.running[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            server.ask_restart("it does not answer", life=2)
+            server.ask_restart("it does not answer", incarnation=2)
             await news.wait_for("starting", 3)
             assert not servers.lost_all.is_set()
 
@@ -317,7 +317,7 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
             (child,) = servers.running
             os.kill(child.pid, signal.SIGSTOP)
             await servers.stop(START_S)
-            server.ask_restart("it does not answer", life=0)
+            server.ask_restart("it does not answer", incarnation=0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
             assert servers.running == []

@@ -178,7 +178,7 @@ def test_news_of_servers_reach_the_trainer_in_order_also_those_from_before_it_li
     assert len(heard) == 53
 
 
-def test_what_the_trainer_says_of_a_server_names_the_life_that_it_knew(tmp_path: Path) -> None:
+def test_what_the_trainer_says_of_a_server_names_the_incarnation_that_it_knew(tmp_path: Path) -> None:
     inbox = Inbox()
 
     async def main() -> None:
@@ -197,8 +197,8 @@ def test_what_the_trainer_says_of_a_server_names_the_life_that_it_knew(tmp_path:
             await server.read_the_rest(LIMIT_S)
 
     asyncio.run(main())
-    lives = [(message.get("index"), message.get("life")) for message in inbox.messages]
-    assert lives == [(1, 0), (1, 0), (1, 4), (0, 0), (None, None)]
+    incarnations = [(message.get("index"), message.get("incarnation")) for message in inbox.messages]
+    assert incarnations == [(1, 0), (1, 0), (1, 4), (0, 0), (None, None)]
 
 
 def _until(condition: Callable[[], bool]) -> None:

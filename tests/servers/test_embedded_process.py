@@ -149,8 +149,8 @@ def test_tls_files_that_cannot_be_used_are_said_before_the_model_is_loaded(tmp_p
         ),
         ({"key": tmp_path / "none.key"}, r"inference\.tls\.key: .*none\.key cannot be read"),
         ({"key": tmp_path}, r"inference\.tls\.key: .* cannot be read: Is a directory"),
-        ({"certificate": tls.key}, "no PEM certificate"),
-        ({"key": other.key}, "no PEM certificate with its private key"),
+        ({"certificate": tls.key}, "not a PEM certificate"),
+        ({"key": other.key}, "not a PEM certificate with its private key"),
         ({"key": encrypted}, "without a password"),
     ]
     for change, words in cases:

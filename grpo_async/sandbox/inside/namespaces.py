@@ -43,14 +43,14 @@ _NOBODY = 65534
 
 BASE = "/sandbox"
 MAX_FILES = 4096
-"""Files and directories in the sandbox's directory; each costs the kernel about 1 KiB beside its content."""
+"""Files and directories in the sandbox's directory; each costs the kernel about 1 KiB besides its content."""
 
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 
 
 def enter() -> bool:
-    """Move this process into namespaces of its own; its next child is pid 1 of the new pid namespace. OSError if the
+    """Move this process into its own namespaces; its next child is pid 1 of the new pid namespace. OSError if the
     kernel refuses.
 
     Returns:

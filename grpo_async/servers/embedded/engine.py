@@ -223,7 +223,7 @@ class SlotEngine:
         """The weights are new ones: every later token carries `policy_version`.
 
         Args:
-            keep_cache: running sequences go on over the keys and values they have; else they are refilled with the new
+            keep_cache: running sequences continue over the keys and values they have; else they are refilled with the new
                 weights before their next token. What has no slot yet starts on the new weights either way.
         """
         self.flush()  # under the version that sampled it

@@ -14,7 +14,7 @@ from grpo_async.errors import ConfigError
 _OTHER_ATTENTION = {
     "gemma2": "caps its attention scores",
     "gpt_oss": "has attention sinks",
-    "bloom": "has an attention of its own (ALiBi)",
+    "bloom": "has its own attention (ALiBi)",
     "rwkv": "is recurrent",
     "mamba": "is recurrent",
     "mamba2": "is recurrent",
@@ -68,7 +68,7 @@ def _other_weights(config: Mapping[str, Any]) -> str:
 
 
 def _other_layers(config: Mapping[str, Any], name: str) -> str:
-    """Kinds of layers that are no attention with a cache for each token."""
+    """Kinds of layers that are not attention with a cache for each token."""
     others = sorted(set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if others:
         return f"has layers of the kind {', '.join(others)}"

@@ -1,7 +1,7 @@
 """The embedded engine as a process: `grpo-async serve-embedded CONFIG --port P`.
 
 Loads the model, binds the port, serves until SIGTERM (open answers end with reason "abort") or until the engine fails
-(every request is told, /health answers 503 for a moment, then the process exits with 1).
+(every request gets the error, /health answers 503 for a moment, then the process exits with 1).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
 
 
 def serve_embedded(config: ExperimentConfig, port: int) -> None:
-    """Serve `config.model` on `config.inference.host`:`port` until the process is told to end.
+    """Serve `config.model` on `config.inference.host`:`port` until the process is asked to end.
 
     Raises:
         ConfigError: host, port, certificate, device or model cannot be served.
@@ -98,7 +98,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
 
 def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
-    """Serve until told to end; False when the engine failed."""
+    """Serve until asked to end; False when the engine failed."""
     import transformers
     import uvicorn
 
@@ -181,7 +181,7 @@ def check_certificate(inference: InferenceSection) -> None:
         server_certificates(tls.certificate, tls.key)
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
-            f"inference.tls: {tls.certificate} and {tls.key} are no PEM certificate with its private key (one without a "
+            f"inference.tls: {tls.certificate} and {tls.key} are not a PEM certificate with its private key (one without a "
             f"password): {error}"
         ) from error
 

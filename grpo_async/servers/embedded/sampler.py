@@ -2,7 +2,7 @@
 
 A row's random number is a hash of (seed, position) and the token is found on the cumulative distribution, so tokens
 depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
-connection goes on as if it had not been cut. Logprobs are of the distribution that was sampled from:
+connection continues as if it had not been cut. Logprobs are of the distribution that was sampled from:
 log_softmax(logits / temperature), after penalty and filters; of the unscaled logits, after the penalty, where temperature is 0.
 """
 

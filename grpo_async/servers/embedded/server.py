@@ -53,7 +53,7 @@ class EngineThread:
     Args:
         engine: touched by this thread only, from `start` on.
         deliver: gets the chunks of a step; called in the engine thread.
-        on_failure: called in the engine thread after the engine raised and every request was told.
+        on_failure: called in the engine thread after the engine raised and every request got the error.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EngineThread:
                 continue
             try:
                 result = command()
-                self._publish_load()  # before the caller hears that the command was run
+                self._publish_load()  # before the caller sees that the command was run
                 future.set_result(result)
             except Exception as error:
                 future.set_exception(error)
@@ -163,7 +163,7 @@ class EmbeddedEngine(Engine):
         engine: handed over; nobody else may touch it any more.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
         tokenizer_options: of the model's, such as `revision`.
-        on_failure: called in the event loop after the engine failed and every request was told.
+        on_failure: called in the event loop after the engine failed and every request got the error.
         timeout_s: for the engine to end its step, after which an answer is 503.
     """
 
@@ -317,7 +317,7 @@ class EmbeddedEngine(Engine):
         await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
 
     async def _wait_for_trainer(self, command: Callable[[], None]) -> None:
-        """Run `command` in the engine thread; it has deadlines of its own. What it raises as GrpoAsyncError is no failure of the
+        """Run `command` in the engine thread; it has its own deadlines. What it raises as GrpoAsyncError is not a failure of the
         engine."""
 
         def attempt() -> GrpoAsyncError | None:

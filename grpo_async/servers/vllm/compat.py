@@ -1,6 +1,6 @@
 """What we import from vLLM, and calls that need explaining, for the versions of `command`. Imported in vLLM's processes only.
 
-Each function says which behaviour of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
+Each function says which behavior of vLLM it relies on; a new vLLM version is supported when this file and patches.py fit it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def load_weights(model: Any, model_config: Any, weights: Iterator[tuple[str, tor
 
 @contextmanager
 def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
-    """The reload warns of every layer that gets nothing, also of those that only have tables of their own (rotary embeddings)."""
+    """The reload warns of every layer that gets nothing, also of those that only have their own tables (rotary embeddings)."""
     without = {type(module).__name__ for module in model.modules() if not module._parameters}
     reload_logger = logging.getLogger(initialize_layerwise_reload.__module__)
 
@@ -138,8 +138,8 @@ def _quiet_about_layers_without_parameters(model: Any) -> Iterator[None]:
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """A tied head shares the parameter of the embeddings but, on CPU, computes with a packed copy of its own. The reload
-    renews the parameter; without this the head would go on with the old weights (Llama; Qwen from 0.28)."""
+    """A tied head shares the parameter of the embeddings but, on CPU, computes with its own packed copy. The reload
+    renews the parameter; without this the head would keep the old weights (Llama; Qwen from 0.28)."""
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and uses[id(module.weight)] > 1:
@@ -364,7 +364,7 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
 
 async def pause(engine: Any, *, abort: bool, keep_cache: bool) -> None:
     """Frozen between two tokens when this returns, and every token sampled until then is on its way to this process. Without
-    `keep_cache`, requests that go on recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
+    `keep_cache`, requests that continue recompute their context. (vLLM's documentation of clear_cache is wrong for mode=keep.)
 
     This is AsyncLLM.pause_generation without its sleep of 20 ms at the end, which waits for tokens that this process already has;
     `patches.wait_until_handed_out` waits for those. And without the refusal of new requests with which 0.33 begins mode=abort: ours

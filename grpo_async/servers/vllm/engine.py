@@ -81,7 +81,7 @@ class VllmEngine(Engine):
             load["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
         if not is_idle:
             load["running_requests"] = sum(stats.num_running_reqs for stats in every)
-            # releases after the first keep some of those that wait in a queue of their own
+            # releases after the first keep some of those that wait in their own queue
             load["waiting_requests"] = sum(
                 stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0) for stats in every
             )
@@ -119,7 +119,7 @@ class VllmEngine(Engine):
             self._streams.discard(stream)
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """A pause that aborts what is in flight makes it wait and begin anew: half a score is of no use to anybody."""
+        """A pause that aborts what is in flight makes it wait and start over: half a score is useless."""
         while True:
             await self.requests.gate.wait()
             result: asyncio.Future[tuple[compat.EngineOutput, int]] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ class VllmEngine(Engine):
             yield
         finally:
             self.requests.leave(request)
-            # also for a stream that ended with an error of ours: the engine does not know of it and would go on
+            # also for a stream that ended with an error of ours: the engine does not know of it and would continue
             await request.leave()
 
     async def warm_up(self) -> None:
@@ -230,7 +230,7 @@ class VllmEngine(Engine):
         return self._served
 
     async def join(self, info: WeightInitInfo) -> None:
-        check_membership(info)  # the workers do so too, but what they answer is no refusal
+        check_membership(info)  # the workers do so too, but what they answer is not a refusal
         await self._on_workers("join_weight_group", info)
 
     async def check(self, info: WeightUpdateInfo) -> None:

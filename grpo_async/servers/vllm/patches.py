@@ -34,8 +34,8 @@ def limit_silent_connections() -> None:
 
 
 def bind_rendezvous_to_its_own_address() -> None:
-    """Make torch's tcp:// rendezvous listen on the address it was told; on its own it listens on every interface, where anybody may
-    read and write the store. One process alone meets nobody, and listens nowhere. (`import torch.distributed.rendezvous` as an
+    """Make torch's tcp:// rendezvous listen on the address it was given; on its own it listens on every interface, where anybody
+    may read and write the store. One process alone meets nobody, and listens nowhere. (`import torch.distributed.rendezvous` as an
     attribute gives the function.)"""
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     rendezvous._create_c10d_store = _create_store_on_its_own_address

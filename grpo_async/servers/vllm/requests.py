@@ -60,7 +60,7 @@ class EngineRequest:
             await self._abort()
 
     async def enter_again(self) -> None:
-        """Take it out and put it in anew, if the engine has not begun to answer.
+        """Take it out and add it again, if the engine has not begun to answer.
 
         Raises:
             TimeoutError: its first entry does not end.
