@@ -35,7 +35,7 @@ class Headline:
 
 
 def headline(run: RunData) -> Headline:
-    # one that failed or goes on leaves the summary of the attempt before
+    # a failed or running one leaves the summary of the attempt before
     summary = run.summary if run.status in (FINISHED, STOPPED) else {}
     wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
     numbers = {
@@ -60,12 +60,12 @@ def _outcome(run: RunData, wall_s: float) -> str:
     steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
     how = {
         FINISHED: f"The run finished after {steps}.",
-        STOPPED: f"The run was stopped after {steps}; it can go on with --resume.",
+        STOPPED: f"The run was stopped after {steps}; --resume continues it.",
         FAILED: f"The run failed after {steps}.",
-        RUNNING: f"The run goes on: {steps} so far.",
-        KILLED: f"The run was killed after {steps}, without a word; it can go on with --resume.",
+        RUNNING: f"The run is in progress: {steps} so far.",
+        KILLED: f"The run was killed after {steps}; --resume continues it.",
         SILENT: f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
-        UNFINISHED: f"The run has {steps}. It still goes on, or it was killed.",
+        UNFINISHED: f"The run has {steps}. It is still running, or it was killed.",
     }
     return how.get(run.status, f"{run.status}: {steps}.")
 
@@ -97,7 +97,7 @@ def _reward(run: RunData, summary: Mapping[str, Any]) -> Number | None:
 
 def _steps(run: RunData, wall_s: float) -> Number:
     planned = f" of {run.max_steps}" if run.max_steps and run.max_steps != run.last_step else ""
-    per_step = f", {format_number(wall_s / run.last_step)} s a step" if run.last_step else ""
+    per_step = f", {format_number(wall_s / run.last_step)} s per step" if run.last_step else ""
     return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
 
 
@@ -119,20 +119,18 @@ def _idle(run: RunData, summary: Mapping[str, Any]) -> Number | None:
 def _staleness(run: RunData, summary: Mapping[str, Any]) -> Number | None:
     mean = _mean(run, summary, "staleness_mean", "async/staleness_mean")
     most = max(run.values("async/staleness_max"), default=None)
-    return (
-        None if mean is None else (f"{mean:.2f}", "steps in the mean" + ("" if most is None else f", most {most:.0f}"))
-    )
+    return None if mean is None else (f"{mean:.2f}", "mean, in steps" + ("" if most is None else f"; max {most:.0f}"))
 
 
 def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    """Of the first step on the fullest rank, beside the estimate; without a summary, of rank 0 so far."""
+    """Of the first step on the fullest rank, and the estimate; without a summary, of rank 0 so far."""
     memory = summary.get("memory")
     memory = memory if isinstance(memory, Mapping) else {}
     peaks, estimated = memory.get("peaks"), finite(memory.get("estimated"))
     measured = (
         [finite(peak) or 0.0 for peak in peaks] if isinstance(peaks, list) else run.values("perf/peak_memory_bytes")
     )
-    by_estimate = "" if estimated is None else f"of a rank, {format_bytes(estimated)} by estimate"
+    by_estimate = "" if estimated is None else f"per rank; estimated: {format_bytes(estimated)}"
     return (format_bytes(max(measured)), by_estimate) if measured else None
 
 

@@ -126,7 +126,7 @@ def _finalize(value: Any) -> Any:
 
 
 def _shortened(value: Any) -> str:
-    """A column of the data, as JSON where it is no text."""
+    """A column of the data, as JSON where it is not text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return both_ends(text, _COLUMN_WIDTH)
 

@@ -18,7 +18,7 @@ from grpo_async.viewer.report.layout import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
 
 MAX_POINTS = 500
-"""Of a curve. A longer one is cut into so many pieces, and each becomes one point by the metric's reduction."""
+"""Of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's reduction."""
 
 _MAX_SERIES = 8  # colours that keep apart
 _STALENESS = "async/staleness/"
@@ -263,7 +263,7 @@ def _held_out(
 
 
 def staleness_histograms(runs: Sequence[RunData]) -> list[Drawing]:
-    """Trained tokens by their staleness over the whole run, weighed by the tokens of each step."""
+    """Trained tokens by their staleness over the whole run, weighted by the tokens of each step."""
     drawings = []
     for place, run in enumerate(runs):
         names = (name.removeprefix(_STALENESS) for name in run.names(_STALENESS))

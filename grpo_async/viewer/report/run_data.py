@@ -1,4 +1,4 @@
-"""Reads what a run directory holds, as far as it is there: a run that goes on, was killed or is old has less of it.
+"""Reads what a run directory holds, as far as it is there: a run that is running, was killed or is old has less of it.
 
 Nothing here raises because of what a file contains: what cannot be read is a sentence in `problems`, and the rest is used. Of the
 configuration only what may be shown is kept.
@@ -26,7 +26,7 @@ _PLAIN_WORDS = {"engine", "dtype", "device", "sharding"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData(Evidence):
-    """One run: what the findings are made of, and what the report shows beside it. `config` is the part that may be shown, empty
+    """One run: what the findings are made of, and what the report shows with it. `config` is the part that may be shown, empty
     where it cannot be read."""
 
     label: str  # unique among the runs of a report

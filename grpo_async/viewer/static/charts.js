@@ -43,9 +43,8 @@ var Charts = (() => {
     return colours.get(name);
   }
 
-  function seriesColour(index) {
-    return colour(`--series-${((index - 1) % COLOURS) + 1}`);
-  }
+  const seriesName = (index) => `--series-${((index - 1) % COLOURS) + 1}`;
+  const seriesColour = (index) => colour(seriesName(index));
 
   function translucent(rgb, alpha) {
     return rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
@@ -123,19 +122,13 @@ var Charts = (() => {
     return element;
   }
 
-  function swatch(canvas, index, dash) {
-    const ratio = window.devicePixelRatio || 1;
-    canvas.width = 18 * ratio;
-    canvas.height = 10 * ratio;
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    context.strokeStyle = seriesColour(index);
-    context.lineWidth = 3;
-    context.setLineDash(DASHES[dash % DASHES.length].map((length) => Math.min(length, 5)));
-    context.beginPath();
-    context.moveTo(0, 5);
-    context.lineTo(18, 5);
-    context.stroke();
+  /** A piece of the line, for the legend; its style follows the theme by itself. */
+  function swatch(index, dash) {
+    const element = make("span", "chart-swatch");
+    const [on, off] = DASHES[dash % DASHES.length];
+    const style = { "--line": `var(${seriesName(index)})`, ...(on ? { "--dash": `${Math.min(on, 5)}px`, "--gap": `${off}px` } : {}) };
+    Object.entries(style).forEach(([name, value]) => element.style.setProperty(name, value));
+    return element;
   }
 
   /** Each value with those before it, whose weight falls by `weight` from one to the next: 0, 1 with 0.5 -> 0, (0 * 0.5 + 1) / 1.5. */
@@ -229,7 +222,6 @@ var Charts = (() => {
       this.numbers = make("div", "");
       this.table.append(make("summary", "", "numbers"), this.numbers);
       this.table.addEventListener("toggle", () => this.table.open && this.fillTable());
-      this.entries = [];
       this.plot = null;
       this.observer = new ResizeObserver(() => this.resize());
       this.observer.observe(element);
@@ -260,7 +252,6 @@ var Charts = (() => {
     }
 
     redraw() {
-      this.entries.forEach((entry) => swatch(entry.swatch, entry.color, entry.dash));
       this.plot?.redraw(true);
     }
 
@@ -429,7 +420,7 @@ var Charts = (() => {
 
     fillLegend() {
       this.legend.replaceChildren(this.at);
-      this.entries = this.series.map(({ label, color, dash }, index) => {
+      this.outputs = this.series.map(({ label, color, dash }, index) => {
         const button = make("button", "");
         button.type = "button";
         button.setAttribute("aria-pressed", String(!this.hidden.has(label)));
@@ -438,14 +429,12 @@ var Charts = (() => {
           button.setAttribute("aria-pressed", String(isShown));
           this.toggle(index, isShown);
         });
-        const entry = { swatch: make("canvas", ""), color, dash, output: make("output", "") };
-        entry.swatch.setAttribute("aria-hidden", "true");
-        button.append(entry.swatch, make("span", "", label), entry.output);
+        const output = make("output", "");
+        button.append(swatch(color, dash), make("span", "", label), output);
         const item = make("li", "");
         item.append(button);
         this.legend.append(item);
-        swatch(entry.swatch, color, dash);
-        return entry;
+        return output;
       });
     }
 
@@ -467,7 +456,7 @@ var Charts = (() => {
         const value = isOver ? each.values[index] : each.values.findLast(isNumber);
         const [low, high] = isOver && each.band ? each.band.map((side) => side[index]) : [];
         const range = isNumber(low) && isNumber(high) ? ` (${this.format(low)} to ${this.format(high)})` : "";
-        this.entries[place].output.textContent = isNumber(value) ? this.format(value) + range : "–";
+        this.outputs[place].textContent = isNumber(value) ? this.format(value) + range : "–";
       });
     }
 

@@ -187,8 +187,8 @@ const Timeline = (() => {
         context.fillStyle = theme.strong;
         context.fillRect(width - 4, RULER + ((rail - size) * scroll) / (total - height), 3, size);
       }
-      const shown = `${duration(Math.min(to, last) - Math.max(from, first))} of ${duration(last - first)} in sight`;
-      hint.textContent = `${shown} · wheel: scroll · Ctrl + wheel or W S: zoom · drag or A D: move · F: everything · title: fold`;
+      const shown = `${duration(Math.min(to, last) - Math.max(from, first))} of ${duration(last - first)} shown`;
+      hint.textContent = `${shown} · wheel: scroll · Ctrl + wheel or W S: zoom · drag or A D: move · F: show all · click a title: fold`;
       canvas.setAttribute("aria-label", `Timeline: ${groups.map((g) => g.title).join(", ")}; ${shown}`);
     }
 
@@ -367,10 +367,10 @@ const Timeline = (() => {
       if (!span) { tip.style.display = "none"; return; }
       const isInstant = span.end === span.start;
       const lines = [`${span.count ? `${span.count} spans, most of it ${span.name}` : span.name}${isInstant ? "" : ` · ${duration(span.end - span.start)}`}`];
-      if (span.count) lines.push(`busy ${duration(span.busy_s ?? 0)}; zoom in to tell them apart`);
+      if (span.count) lines.push(`busy ${duration(span.busy_s ?? 0)}; zoom in to see each`);
       lines.push(`${span.track} · at ${clock(span.start - first, 0.001)}`);
       for (const [name, value] of Object.entries(span.details)) if (value !== null) lines.push(`${name}: ${text(value)}`);
-      if (options.onRollout && span.details.rollout) lines.push("click: this rollout");
+      if (options.onRollout && span.details.rollout) lines.push("click: open this rollout");
       tip.textContent = lines.join("\n");
       tip.style.display = "block";
       const wide = tip.offsetWidth, tall = tip.offsetHeight;

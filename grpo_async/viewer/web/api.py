@@ -238,7 +238,7 @@ def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
 
 
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
-    """The run, and those that are looked at beside it."""
+    """The run, and those that are looked at with it."""
     names = dict.fromkeys(name for name in parameters.beside.split(",") if name and name != source.name)
     return [source, *map(source.beside, names)][:MAX_RUNS]
 

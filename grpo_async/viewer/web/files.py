@@ -107,6 +107,6 @@ class EventIndex:
             for index in chosen:
                 file.seek(self._offsets[index])
                 event = parse_event(file.readline())
-                if event is not None:  # else the file was replaced since: the next request shows it anew
+                if event is not None:  # else the file was replaced since: the next request shows it
                     events.append(event)
         return events

@@ -17,7 +17,7 @@ from grpo_async.store import RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
 from grpo_async.viewer.format import conversation, prompt_of
-from grpo_async.viewer.report.headline import headline
+from grpo_async.viewer.report.headline import Headline, headline
 from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
 from grpo_async.viewer.report.plots import Drawing, curve, draw, held_out_plots
 from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
@@ -27,6 +27,8 @@ from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.web.sources import NotFoundError, Source
 
 _CARD_POINTS = 80  # of the small curve
+_MAIN_PLOTS = ("held-out", "reward", "lengths", "entropy", "zero-variance", "ratio")
+_MAX_MAIN_PLOTS = 4  # the first of them that there are
 _LOG_LINES = 1500
 _FORMATS = {"fraction": "percent", "s": "seconds", "bytes": "bytes"}  # of units, as charts.js names them
 
@@ -42,11 +44,12 @@ AXES: Mapping[str, tuple[str, str]] = {
 
 def card(source: Source) -> dict[str, Any]:
     """A run in a line: its state, its verdict, and the points of a small curve."""
-    return _card(source.run, *source.judged())
+    run, learns = source.judged()
+    return _card(source.run, run, learns, headline(run))
 
 
-def _card(run_dir: RunDir, run: RunData, learns: Learning) -> dict[str, Any]:
-    top, results = headline(run), run.evaluated()
+def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dict[str, Any]:
+    results = run.evaluated()
     return {
         "name": run.label,
         "level": top.level,
@@ -65,7 +68,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning) -> dict[str, Any]:
 
 
 def page(source: Source) -> dict[str, Any]:
-    """Of the home, and all that the report says above its plots."""
+    """Of the home, all that the report says above its plots, and its main plots."""
     run, _ = source.judged()
     try:
         known = store_evidence(source.table())
@@ -74,16 +77,24 @@ def page(source: Source) -> dict[str, Any]:
         run = replace(run, problems=[*run.problems, str(error)])
     counted = {name: known[name] for name in ("num_sampled", "num_unscored", "errors")}
     run = replace(run, rollouts=RolloutOverview(**known), **counted)
-    learns, speed = learning(run), advice(run)
+    learns, speed, top = learning(run), advice(run), headline(run)
     findings = [{**asdict(each), "level": LEVELS[each.severity]} for each in learns.findings]
     return {
-        **_card(source.run, run, learns),
-        "statistics": headline(run).statistics,
+        **_card(source.run, run, learns, top),
+        "statistics": top.statistics,
+        "plots": list(map(_plot, _main_plots(run))),
         "findings": findings,
         "advice": speed.finding.text if speed.finding else speed.why_not,
         "error": run.error,
         "problems": run.problems,
     }
+
+
+def _main_plots(run: RunData) -> list[Drawing]:
+    plots = {each.name: each for each in held_out_plots([run])}
+    for plot in (plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS):
+        plots |= {each.name: each for each in draw(plot, [run])}
+    return [plots[name] for name in _MAIN_PLOTS if name in plots][:_MAX_MAIN_PLOTS]
 
 
 # -- curves

@@ -1,4 +1,4 @@
-"""Serves the page until it is told to end (SIGINT, SIGTERM)."""
+"""Serves the page until it is asked to end (SIGINT, SIGTERM)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def serve(
     what = f"the runs below {folder}" if folder is not None else ", ".join(library.names)
     say(f"inspecting {what}; Ctrl-C ends it")
     say(f"open {address}#token={token}")
-    # the first table is ready when the browser is; what is wrong with a store is told to whoever asks for it
+    # the first table is ready when the browser is; whoever asks for a store learns what is wrong with it
     in_thread(library.warm, name="first table")
     config = uvicorn.Config(
         build_app(library, token=token, host=host, opening=opening),

@@ -78,7 +78,7 @@ class Source:
             return self._texts
 
     def judged(self) -> tuple[RunData, Learning]:
-        """The run's files without its rollouts, and whether it learns; judged anew when one of them has changed."""
+        """The run's files without its rollouts, and whether it learns; judged again when one of them has changed."""
         status = read_object(self.run.status, [])
         files = (self.run.status, self.run.metrics, self.run.evaluation_log, self.run.config)
         now = state_of(status).state if status else "", *map(_stamp, files)

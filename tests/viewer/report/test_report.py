@@ -82,14 +82,14 @@ def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_pa
         ]
         write_store(run.evaluation(step), groups[: 3 if step else 2])  # the third is in one of them only
     text = _text(_page(run))
-    assert "2 held-out prompts at step 0 and at step 20: 1 better, 1 worse, 0 as before." in text
+    assert "2 held-out prompts at step 0 and at step 20: 1 better, 1 worse, 0 unchanged." in text
     first = text.index(
         "Reward 0 → 1 mean of its group, step 0 and step 20 prompt why? answer = so step 0, reward 0 I guess"
     )
     assert text.index("Before and after") < first < text.index("Reward 1 → 0 mean of its group") < text.index("Rewards")
     later = [Group(rewards=[0.5], prompt="why?", step=40), Group(rewards=[0.0], prompt="else?", step=40)]
     write_store(run.evaluation(40), later)
-    assert "1 better, 1 worse, 0 as before. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
+    assert "1 better, 1 worse, 0 unchanged. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
 
 
 def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> No
     reward = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
     assert [series["label"] for series in reward["series"]] == ["slow", "fast"]
     text = _text(page)
-    assert "slow against fast" in text
+    assert "slow vs. fast" in text
     assert "Settings that differ setting slow fast optimizer.lr 1e-06 0.001" in text
     assert (
         "rollout.temperature"

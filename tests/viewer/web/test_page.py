@@ -221,7 +221,7 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> No
     values = dict(zip(*(page.locator(f".tip {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
     assert values == {
         "id": "5",
-        "place": "0 of 3",
+        "position": "0 of 3",
         "sampled by policy": "yes",
         "policy version": "1",
         "sampler logprob": "−0.2500",
@@ -502,7 +502,7 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
         assert line["width"] > 50
         assert line["height"] > 20
         page.click("article[aria-label=good] >> text=Before and after")
-        page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 as before")
+        page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 unchanged")
         first = page.locator(".pairs > .panel").first
         assert [each.inner_text() for each in first.locator(".sides .block").all()] == ["I guess 3", "1 + 1 = 2"]
         assert first.locator(".sides > .good .badge").inner_text() == "reward 1"

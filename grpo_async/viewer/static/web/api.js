@@ -32,7 +32,7 @@ export async function get(name, parameters = {}, signal = undefined) {
     if (error.name === "AbortError") {
       throw error;
     }
-    throw new ApiError(0, { error: "the inspector does not answer: was it ended? Start it again: grpo-async inspect" });
+    throw new ApiError(0, { error: "the inspector is not responding; if it has stopped, start it again: grpo-async inspect" });
   }
   const body = await answer.json().catch(() => ({}));
   if (!answer.ok) {
@@ -47,8 +47,8 @@ export async function openSession(token) {
   return answer.ok;
 }
 
-export function current() {
-  const [view, ...rest] = location.hash.replace(/^#\/?/, "").split("?");
+export function current(hash = location.hash) {
+  const [view, ...rest] = hash.replace(/^#\/?/, "").split("?");
   return { view: view || DEFAULT_VIEW, parameters: Object.fromEntries(new URLSearchParams(rest.join("?"))) };
 }
 
@@ -60,7 +60,7 @@ export function go(view, parameters) {
   location.hash = address(view, parameters);
 }
 
-/** The same view with other parameters, without a new entry in the history and without drawing it anew. */
+/** The same view with other parameters, without a new entry in the history and without drawing it again. */
 export function note(view, parameters) {
   history.replaceState(null, "", address(view, parameters));
 }

@@ -13,7 +13,7 @@ export async function changeView({ main, parameters, signal }) {
   const found = await ask(0);
   if (!found.rows.length) {
     const how = "A run evaluates before and after its training where evaluation.data is set, and every evaluation.every_steps steps.";
-    fill(main, empty(found.steps.length < 2 ? "It takes two evaluations to compare." : "The two evaluations have no prompt in common.", how));
+    fill(main, empty(found.steps.length < 2 ? "A comparison needs two evaluations." : "The two evaluations have no prompt in common.", how));
     return { title };
   }
   const [from, to] = found.asked;
@@ -29,7 +29,7 @@ export async function changeView({ main, parameters, signal }) {
   more.hidden = found.rows.length >= total;
   fill(
     main,
-    heading(title, choose("first", from), "against", choose("last", to), hint(counted(found.counts)), spacer(), copyLink()),
+    heading(title, choose("first", from), "vs.", choose("last", to), hint(counted(found.counts)), spacer(), copyLink()),
     list,
     more,
   );
@@ -37,7 +37,7 @@ export async function changeView({ main, parameters, signal }) {
 }
 
 export function counted({ better, worse, same }) {
-  return `${plural(better + worse + same, "held-out prompt")}: ${number(better)} better, ${number(worse)} worse, ${number(same)} as before`;
+  return `${plural(better + worse + same, "held-out prompt")}: ${number(better)} better, ${number(worse)} worse, ${number(same)} unchanged`;
 }
 
 /** One prompt, and what was said to it in two evaluations; a row of /api/change. */

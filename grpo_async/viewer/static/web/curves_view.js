@@ -1,6 +1,6 @@
 /* The plots of one run, or of several laid over each other; all share the cursor. */
 
-import { address, besides, get, go, memory, note } from "./api.js";
+import { besides, get, go, memory, note } from "./api.js";
 import { Plots } from "./plots.js";
 import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, select, spacer } from "./dom.js";
 
@@ -40,7 +40,7 @@ export async function curvesView({ app, main, parameters, signal }) {
   const tick = (name, isOn) => go("curves", { ...addressed(), with: besides(isOn ? [...others, name] : others.filter((each) => each !== name)) });
   const boxes = (names) => names.map((name) => checkbox(oneLine(name, 40), others.includes(name), (isOn) => tick(name, isOn)));
   const near = app.runs.map((each) => each.name).filter((name) => name !== run && !others.includes(name));
-  const beside = h("details", { class: "picker" }, h("summary", {}, others.length ? `beside ${plural(others.length, "other run")}` : "lay others over it"), h("div", { class: "picker-list tiles" }, boxes([...others, ...near])));
+  const beside = h("details", { class: "picker" }, h("summary", {}, others.length ? `with ${plural(others.length, "other run")}` : "overlay other runs"), h("div", { class: "picker-list tiles" }, boxes([...others, ...near])));
   fill(
     main,
     hiddenHeading(title),
@@ -57,7 +57,6 @@ export async function curvesView({ app, main, parameters, signal }) {
     ),
     place,
   );
-  app.list = address("curves", parameters);
 
   function draw() {
     const wanted = filter.value.toLowerCase();
@@ -65,7 +64,7 @@ export async function curvesView({ app, main, parameters, signal }) {
     const chapters = [...found.chapters, { title: "Further metrics", plots: found.others, isFolded: !wanted }];
     const shown = chapters.map((chapter) => ({ ...chapter, plots: chapter.plots.filter(fits) })).filter((chapter) => chapter.plots.length).map(fold);
     const nothing = () =>
-      wanted ? empty("No plot has that name.", button("Show all", () => ((filter.value = ""), draw()))) : empty("No metrics yet.", "They appear after the first optimizer step.");
+      wanted ? empty("No plot matches.", button("Show all", () => ((filter.value = ""), draw()))) : empty("No metrics yet.", "They appear after the first optimizer step.");
     arrange(place, shown.length ? shown.map(({ element }) => element) : [nothing()]);
     shown.forEach(fillFold);
   }

@@ -193,12 +193,12 @@ export function statistics(rows) {
 const STATUSES = {
   trained: ["good", "used by an optimizer step"],
   filtered: ["", "nothing to learn from: all rewards equal, or none"],
-  stale: ["warning", "too old when it was wanted"],
+  stale: ["warning", "too old when the trainer needed it"],
   failed: ["bad", "an error, or too few rollouts survived"],
-  cancelled: ["", "given up; its prompt is issued again"],
+  cancelled: ["", "given up; its prompt is issued again later"],
   evaluated: ["info", "held-out prompt: nothing is learned from it"],
-  finished: ["good", "ended by itself"],
-  truncated: ["warning", "ended by a limit"],
+  finished: ["good", "ended on its own"],
+  truncated: ["warning", "stopped by a limit"],
 };
 
 export function badge(status, given = null) {

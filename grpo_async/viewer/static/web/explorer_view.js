@@ -86,7 +86,6 @@ class Explorer {
     const all = this.parameters.superseded ? this.summary.counts_with_superseded : this.summary.counts;
     const of = this.parameters.q ? ` of ${number(all.rollouts)} in ${number(all.groups)}` : "";
     fill(this.counts, h("strong", {}, `${plural(counts.rollouts, "rollout")} in ${plural(counts.groups, "group")}`), of);
-    this.app.list = address(this.kind, this.parametersNow());
     this.chartDetails.hidden = this.total === 0;
     this.drawCharts(); // takes its room at once, so that the rows below do not move when the charts come
     if (this.total > 0) {
@@ -126,9 +125,7 @@ class Explorer {
   onMove(top) {
     clearTimeout(this.moving);
     this.moving = setTimeout(() => {
-      const parameters = this.parametersNow(top > 0 ? { at: top, until: this.until } : {});
-      note(this.kind, parameters);
-      this.app.list = address(this.kind, parameters);
+      note(this.kind, this.parametersNow(top > 0 ? { at: top, until: this.until } : {}));
     }, 200);
   }
 
@@ -137,7 +134,7 @@ class Explorer {
       const is = (this.parameters.q || "") === term;
       return button(term, () => this.leaveTo({ q: is ? null : term }), { class: "chip", "aria-pressed": String(is) });
     };
-    return h("div", { class: "row quick", role: "group", "aria-label": "Often asked" }, QUICK[this.kind].map(chip));
+    return h("div", { class: "row quick", role: "group", "aria-label": "Common queries" }, QUICK[this.kind].map(chip));
   }
 
   supersededBox() {
@@ -187,7 +184,7 @@ class Explorer {
     }
     const values = (name) => known.map((each) => each[name]);
     const chart = Charts.line(place, {
-      title: this.parameters.q ? "mean reward by step, of what matches" : "mean reward by step, all groups",
+      title: this.parameters.q ? "mean reward by step, matching groups" : "mean reward by step, all groups",
       x: values("step"),
       height: 104,
       group: null,

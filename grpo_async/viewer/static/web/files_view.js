@@ -1,11 +1,11 @@
 /* What a run wrote for people: its logs and its settings. */
 
-import { address, get, go } from "./api.js";
+import { get, go } from "./api.js";
 import { copyButton, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, panel, select, spacer, table, visible } from "./dom.js";
 
 const LEVELS = [[/\b(ERROR|CRITICAL|Traceback|Error:)/, "bad"], [/\bWARN(ING)?\b/, "warning"]];
 
-export async function logsView({ app, main, parameters, signal }) {
+export async function logsView({ main, parameters, signal }) {
   const { run, attempt, file } = parameters;
   const title = "Logs";
   const read = () => get("logs", { run, attempt, file }, signal);
@@ -38,7 +38,6 @@ export async function logsView({ app, main, parameters, signal }) {
     box,
   );
   show(found.lines);
-  app.list = address("logs", parameters);
   return { title, onPulse };
 }
 
@@ -62,6 +61,5 @@ export async function configView({ app, main, parameters, signal }) {
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
   );
-  app.list = address("config", parameters);
   return { title };
 }

@@ -8,7 +8,7 @@ import {
 import { message, promptOf, trace } from "./messages.js";
 
 const ORDERS = {
-  index: ["in their order", (a, b) => a.rollout_index - b.rollout_index],
+  index: ["in order", (a, b) => a.rollout_index - b.rollout_index],
   best: ["best first", (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity)],
   worst: ["worst first", (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity)],
   long: ["longest first", (a, b) => b.num_tokens - a.num_tokens],

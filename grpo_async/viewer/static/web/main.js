@@ -105,7 +105,10 @@ function onKey(event) {
   }
 }
 
-async function show() {
+/** `event`: that the address has changed. From a tab one goes to a group or a rollout, and back to the tab as it was. */
+async function show(event = null) {
+  const left = event ? new URL(event.oldURL).hash : "";
+  app.list = current(left).view in TABS ? left : app.list;
   const { view: name, parameters } = current();
   drawing?.abort();
   drawing = new AbortController();
@@ -116,7 +119,7 @@ async function show() {
   parameters.run = app.run;
   drawBar(name);
   if (!VIEWS[name]) {
-    fill(main, empty("There is no such view.", link(address(DEFAULT_VIEW), "To the runs")));
+    fill(main, empty("This view does not exist.", link(address(DEFAULT_VIEW), "To the runs")));
     return;
   }
   main.className = `view-${name}`;
@@ -195,8 +198,8 @@ function showError(error) {
   if (!(error instanceof ApiError)) {
     console.error(error);
   }
-  const message = error instanceof ApiError ? error.message : `this page has a fault: ${error.message}`;
-  const title = error.status === 404 ? "Not found" : "That did not work";
+  const message = error instanceof ApiError ? error.message : `an error in this page: ${error.message}`;
+  const title = error.status === 404 ? "Not found" : "Something went wrong";
   const again = button("Try again", () => (pulse ? show() : location.reload()));
   fill(main, h("div", { role: "alert" }, empty(title, h("span", { class: "said" }, message), h("br"), again)));
 }
@@ -218,7 +221,7 @@ function askForToken() {
   const form = h(
     "form",
     { class: "token-form", on: { submit } },
-    h("h1", {}, "This inspector asks for its token"),
+    h("h1", {}, "The inspector needs its token"),
     h("p", {}, "The terminal in which ", command, " runs printed an address that ends in it. Open that address, or paste it here. It changes with every start."),
     h("label", { for: "token" }, "Address or token"),
     h("div", { class: "row" }, input, h("button", { type: "submit", class: "primary" }, "Open")),

@@ -26,7 +26,7 @@ export function trace(rollout) {
     return message(each, {
       about: `${since > 0.01 ? `at ${Charts.duration(since)}, ` : ""}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
       below: [
-        turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
+        turn.parse_error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(turn.parse_error, 400)}`) : null,
         turn.tool_calls.map((call) => toolCall(call, true)),
         asked,
       ],
@@ -50,7 +50,7 @@ export function message(each, { about = "", below = null } = {}) {
 /** A call as the policy wrote it: 'add({"a": 1})'; what has no such form stands as it is. */
 function callNotMade(call) {
   const { name, arguments: given } = call.function || {};
-  return h("pre", { class: "said" }, visible(name ? `${name}(${JSON.stringify(given ?? {})})` : JSON.stringify(call)), " ", hint("not made"));
+  return h("pre", { class: "said" }, visible(name ? `${name}(${JSON.stringify(given ?? {})})` : JSON.stringify(call)), " ", hint("not executed"));
 }
 
 export function longText(content) {

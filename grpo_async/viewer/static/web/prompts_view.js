@@ -10,7 +10,6 @@ export async function promptsView({ app, main, parameters, signal }) {
   const box = new QueryBox({ app, names: [], value: q || "", onChange: (text) => go("prompts", { run, q: text }) });
   const place = h("div", { class: "tiles extremes" });
   fill(main, hiddenHeading(title), box.element, place);
-  app.list = address("prompts", { run, q });
   let found;
   try {
     found = await get("extremes", { run, q, k: 12 }, signal);
@@ -29,7 +28,7 @@ export async function promptsView({ app, main, parameters, signal }) {
   fill(
     place,
     changes("Most improved prompts", found.improved, run),
-    changes("Most worsened prompts", found.worsened, run),
+    changes("Prompts that got worse", found.worsened, run),
     rollouts("Best rollouts", found.best, run),
     rollouts("Worst rollouts", found.worst, run),
   );
@@ -43,8 +42,8 @@ function changes(title, found, run) {
     h("span", { class: `level ${change > 0 ? "good" : "bad"}` }, signed(change, 2)),
     `${number(first.step)} → ${number(last.step)}`,
   ];
-  const nothing = "None among the prompts that were seen twice.";
-  return list([title, " ", hint("first occurrence against the last")], title, ["prompt", "#mean reward", "#change", "#step"], found.map(row), nothing);
+  const nothing = "None of the prompts seen more than once.";
+  return list([title, " ", hint("first vs. last occurrence")], title, ["prompt", "#mean reward", "#change", "#step"], found.map(row), nothing);
 }
 
 function rollouts(title, found, run) {

@@ -8,7 +8,7 @@ const SHORTEST_MS = 2000;
 const LONGEST_MS = 20000;
 
 export class Pulse {
-  /** `onLocked` is called when the server does not know this page any more: it was started anew, with another token. */
+  /** `onLocked` is called when the server does not know this page any more: it was restarted, with another token. */
   constructor(onLocked) {
     this.onLocked = onLocked;
     this.isLocked = false;
@@ -58,12 +58,12 @@ export class Pulse {
       this.listener(found);
     } catch (error) {
       if (error.status === 401) {
-        this.isLocked = true; // until the page is loaded anew, with the new token
+        this.isLocked = true; // until the page is loaded again, with the new token
         this.onLocked();
         return;
       }
       this.wait = Math.min(LONGEST_MS, this.wait * 2);
-      this.say("bad", "no answer", error.message);
+      this.say("bad", "no response", error.message);
     }
     this.schedule(this.wait);
   }

@@ -31,7 +31,7 @@ export class QueryBox {
         click: () => this.suggest(),
       },
     });
-    this.list = h("ul", { id: "suggestions", role: "listbox", class: "floating", hidden: true, "aria-label": "Fields and words" });
+    this.list = h("ul", { id: "suggestions", role: "listbox", class: "floating bare", hidden: true, "aria-label": "Fields and words" });
     this.problem = h("div", { id: "query-problem", class: "bad", role: "alert" });
     const enter = h("button", { type: "submit", class: "primary" }, "Filter");
     this.element = h(
@@ -62,7 +62,7 @@ export class QueryBox {
       return;
     }
     this.input.setAttribute("aria-invalid", "true");
-    this.input.focus(); // what is typed next corrects the query, and is no key of the page
+    this.input.focus(); // what is typed next corrects the query instead of acting as a key of the page
     this.input.setSelectionRange(this.input.value.length, this.input.value.length);
     const carets = `${" ".repeat(error.position)}${"^".repeat(error.length || 1)}`;
     const where = Number.isInteger(error.position) ? h("pre", { "aria-hidden": "true" }, `${this.input.value}\n${carets}`) : null;

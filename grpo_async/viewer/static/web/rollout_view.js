@@ -1,4 +1,4 @@
-/* One rollout, turn by turn: its tokens in colours, its tool calls folded, its statistics beside. */
+/* One rollout, turn by turn: its tokens in colours, its tool calls folded, its statistics at the side. */
 
 import { address, get, memory, note, place } from "./api.js";
 import {
@@ -44,7 +44,7 @@ export async function rolloutView({ main, parameters, signal }) {
   function drawBody() {
     tokens.hide(); // the token that it is about goes
     const toggle = (label, wanted) => button(label, () => showTrace(wanted), { class: "chip", "aria-pressed": String(isTrace === wanted) });
-    const legend = isTrace ? null : [h("label", { for: "color" }, "Colour by"), colours, tokens.legend];
+    const legend = isTrace ? null : [h("label", { for: "color" }, "Color by"), colours, tokens.legend];
     fill(tools, toggle("Tokens", false), toggle("Trace", true), legend);
     if (isTrace) {
       fill(body, h("div", { class: "panel" }, prompt.map((each) => message(each)), trace(rollout)));
@@ -80,7 +80,7 @@ export async function rolloutView({ main, parameters, signal }) {
         { class: "small", vars: { "--depth": each.depth } },
         each.is_path ? link(address("rollout", { run, id: each.rollout_id, seq: group.seq, superseded }), oneLine(each.text)) : oneLine(each.text),
       );
-    return h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Calls in all branches")), h("ul", { class: "call-tree" }, tree.map(line)));
+    return h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Calls in all branches")), h("ul", { class: "call-tree bare" }, tree.map(line)));
   }
 
   function drawTurn(turn, index, { first, sampled, last }) {
@@ -100,7 +100,7 @@ export async function rolloutView({ main, parameters, signal }) {
         spacer(),
         data.texts ? copyButton("text", () => data.texts.slice(first, sampled).join("")) : null,
       ),
-      turn.parse_error ? h("p", { class: "level bad said" }, `Not searched for tool calls: ${oneLine(turn.parse_error, 400)}`) : null,
+      turn.parse_error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(turn.parse_error, 400)}`) : null,
       tokens.block(first, sampled, `tokens of turn ${index + 1}`),
       turn.tool_calls.map((call) => toolCall(call)),
       last > sampled
@@ -135,9 +135,9 @@ export async function rolloutView({ main, parameters, signal }) {
       rollout.parent ? hint("a branch of ", link(address("rollout", { run, id: root, seq: group.seq, superseded }), oneLine(root)), ", ") : null,
       hint("of ", link(groupAddress, `group ${group.group_id}`), " ", badge(group.status)),
       spacer(),
-      button("‹", () => goTo(-1), { disabled: at <= 0, title: "the one before in its group ([)" }),
+      button("‹", () => goTo(-1), { disabled: at <= 0, title: "previous rollout of its group ([)" }),
       `${at + 1} of ${summaries.length}`,
-      button("›", () => goTo(1), { disabled: at >= summaries.length - 1, title: "the next in its group (])" }),
+      button("›", () => goTo(1), { disabled: at >= summaries.length - 1, title: "next rollout of its group (])" }),
       copyLink(),
     ),
     rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
@@ -198,8 +198,8 @@ function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
     section("Reward by part", named(rollout.rewards, (value) => number(value))),
     section("Tokens", named(lengths, String)),
     section("Time", named(times, String)),
-    section("Noted by rewards", named(rollout.extra)),
-    section("Columns of the data", named(group.columns)),
+    section("Extra data from rewards", named(rollout.extra)),
+    section("Dataset columns", named(group.columns)),
     h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash, superseded }), "Same prompt in other steps")),
     best ? h("p", {}, link(address("compare", { run, a: here, b: best }), "Compare with another")) : null,
     copyButton("ids", () => JSON.stringify(ids)),

@@ -1,13 +1,11 @@
-/* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a run that goes on. */
+/* One run as a whole: whether it learns and why not, its main curves, a held-out prompt before and after. It follows a running run. */
 
 import { address, get, reportAddress } from "./api.js";
 import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics } from "./dom.js";
 import { counted, pair } from "./change_view.js";
 import { Plots } from "./plots.js";
 
-const MAIN = ["held-out", "reward", "lengths", "entropy", "zero-variance", "ratio"]; // plots; the first four that there are
-
-export async function runView({ app, main, parameters, signal }) {
+export async function runView({ main, parameters, signal }) {
   const { run } = parameters;
   const plots = new Plots("run");
   const head = part(({ status, level, outcome, verdict, error }) => [
@@ -28,9 +26,9 @@ export async function runView({ app, main, parameters, signal }) {
       ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), counted(counts))), rows.map(pair)]
       : null,
   );
-  const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings" }, all.map((each) => finding(each, run)))]);
+  const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings bare" }, all.map((each) => finding(each, run)))]);
   const foot = part(({ advice, statistics: numbers, problems }) => [
-    panel(h("h3", {}, "What bounds its speed"), h("p", { class: "said" }, advice)),
+    panel(h("h3", {}, "What limits its speed"), h("p", { class: "said" }, advice)),
     panel(statistics(numbers)),
     problems.length ? panel(h("h3", {}, "What is missing"), h("ul", {}, problems.map((each) => h("li", { class: "said" }, each)))) : null,
   ]);
@@ -38,21 +36,20 @@ export async function runView({ app, main, parameters, signal }) {
   let state = null; // of the last pulse
 
   async function draw() {
-    const asked = [get("run", { run }, signal), get("curves", { run }, signal), get("change", { run, limit: 1 }, signal).catch(() => ({ rows: [] }))];
-    const [answer, { chapters }, change] = await Promise.all(asked);
-    found = answer;
+    const before = found;
+    found = await get("run", { run }, signal);
     const { status, level, outcome, verdict, error, advice, problems } = found;
-    const known = new Map(chapters.flatMap((chapter) => chapter.plots).map((plot) => [plot.name, plot]));
     head.show({ status, level, outcome, verdict, error });
-    example.show(change);
     findings.show(found.findings);
     foot.show({ advice, statistics: found.statistics, problems });
     arrange(main, [head.element, place, example.element, findings.element, foot.element]);
-    plots.show(place, MAIN.filter((name) => known.has(name)).slice(0, 4).map((name) => known.get(name)));
+    plots.show(place, found.plots);
+    if (found.num_evaluations !== before?.num_evaluations) {
+      example.show(await get("change", { run, limit: 1 }, signal).catch(() => ({ rows: [] })));
+    }
   }
 
   await draw();
-  app.list = address("run", { run });
   return {
     title: "Overview",
     leave: () => plots.leave(),
@@ -70,7 +67,7 @@ function finding(each, run) {
   const rollouts = each.query === null ? null : link(address("groups", { run, q: each.query, sort: each.sort }), "See the rollouts");
   return h(
     "li",
-    { class: `lined panel ${each.level}` },
+    { class: `panel lined ${each.level}` },
     h("p", {}, h("span", { class: "badge" }, each.severity), " ", h("strong", {}, each.title)),
     h("p", { class: "said" }, `${each.text} ${each.fix} `, rollouts),
   );

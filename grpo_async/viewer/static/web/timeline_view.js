@@ -1,19 +1,19 @@
 /* Who did what when: the window of the timeline that the address names, drawn by timeline.js. Narrow windows are fetched with
    finer spans; a click on a rollout opens it. */
 
-import { address, get, go, note } from "./api.js";
+import { get, go, note } from "./api.js";
 import { button, copyLink, empty, fill, h, hiddenHeading, hint, number, oneLine, percent, spacer, table } from "./dom.js";
 
 const BELOW = 70; // px under the canvas: its own line of help, and the page's margin
 
-export async function timelineView({ app, main, parameters, signal }) {
+export async function timelineView({ main, parameters, signal }) {
   const { run } = parameters;
   const title = "Timeline";
   const columns = Math.max(300, Math.round(main.clientWidth));
   const ask = (start, end) => get("timeline", { run, start, end, columns }, signal);
   const whole = await ask();
   if (!whole.spans) {
-    const why = "A run writes events.jsonl where record.timeline.enabled is true; evaluations have none of their own.";
+    const why = "A run writes events.jsonl where record.timeline.enabled is true; evaluations have none.";
     fill(main, hiddenHeading(title), empty("No timeline.", why));
     return { title };
   }
@@ -28,10 +28,10 @@ export async function timelineView({ app, main, parameters, signal }) {
   const round = (value) => Math.round(1000 * value) / 1000;
   const length = whole.last - whole.first;
 
-  /** What a window is, and what cannot be told apart in it. */
+  /** What a window is, and what cannot be shown separately in it. */
   function describe(start, end, { num_merged: many, num_left_out: more }) {
     where.textContent = `${Charts.duration(Math.max(0, start - whole.first))} to ${Charts.duration(end - whole.first)} of ${Charts.duration(length)}`;
-    merged.textContent = many + more ? `${number(many + more)} of the spans are too narrow to be told apart here` : "";
+    merged.textContent = many + more ? `${number(many + more)} spans are too narrow to show separately here` : "";
   }
 
   async function describeWaits(start, end, mine) {
@@ -44,9 +44,7 @@ export async function timelineView({ app, main, parameters, signal }) {
   async function showWindow(start, end) {
     const wanted = { run, from: round(start - whole.first), to: round(end - whole.first) };
     const isWhole = wanted.from <= 0 && wanted.to >= round(length);
-    const here = isWhole ? { run } : wanted;
-    note("timeline", here);
-    app.list = address("timeline", here);
+    note("timeline", isWhole ? { run } : wanted);
     asked += 1;
     const mine = asked;
     describeWaits(start, end, mine);
@@ -63,7 +61,6 @@ export async function timelineView({ app, main, parameters, signal }) {
     onRollout: (id) => go("rollout", { run, id }),
     onWindow: (start, end) => showWindow(start, end).catch(() => {}),
   });
-  app.list = address("timeline", parameters);
   if (parameters.from === undefined || parameters.to === undefined) {
     describe(whole.first, whole.last, whole);
     describeWaits(whole.first, whole.last, asked);
@@ -83,7 +80,7 @@ function drawWaits(place, found) {
     return;
   }
   if (found.wall_s === null) {
-    fill(place, summary(found.num_events ? `${number(found.num_events)} events are too many to look at; zoom in` : "nothing ran here"));
+    fill(place, summary(found.num_events ? `zoom in: ${number(found.num_events)} events are too many to analyze` : "nothing ran here"));
     return;
   }
   const fraction = (part) => (found.wall_s > 0 ? percent(part / found.wall_s) : "–");

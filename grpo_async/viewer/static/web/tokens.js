@@ -13,7 +13,7 @@ export class Tokens {
     this.chosen = null;
     this.spans = new Map();
     this.tip = h("div", { id: "token-values", class: "floating tip", role: "tooltip", hidden: true });
-    this.legend = h("ul", { class: "legend", "aria-label": "Colours" });
+    this.legend = h("ul", { class: "legend bare", "aria-label": "Colors" });
   }
 
   /** The tokens from `first` up to `last`, as blocks of spans. */
@@ -109,7 +109,7 @@ export class Tokens {
     const name = data.texts ? JSON.stringify(data.texts[index]) : `token ${data.completion_ids[index]}`;
     const rows = {
       id: String(data.completion_ids[index]),
-      place: `${index} of ${data.completion_ids.length}`,
+      position: `${index} of ${data.completion_ids.length}`,
       "sampled by policy": isSampled ? "yes" : "no: template, tool or environment",
     };
     if (isSampled) {
