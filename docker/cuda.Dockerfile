@@ -2,7 +2,7 @@
 #
 #   docker build -f docker/cuda.Dockerfile -t grpo-async:cuda .
 #   docker run --rm -it --gpus all --ipc=host -v "$PWD:/workspace" grpo-async:cuda doctor
-FROM vllm/vllm-openai:v0.29.0
+FROM vllm/vllm-openai:v0.32.0
 
 WORKDIR /opt/grpo-async
 COPY . .

