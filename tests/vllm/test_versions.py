@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -256,3 +258,27 @@ def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_pa
             if version > 0:
                 pusher.push(model.parameters(), version)
             assert_exact(model, prompt, server.generate(prompt, max_tokens=8), version)
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_vllm")
+def test_with_data_parallelism_every_engine_core_serves_what_is_pushed(tmp_path: Path) -> None:
+    """vLLM gives a request to the engine core with the fewest, so of eight at once both get some."""
+    first, second = (Reference(build_tiny_model(tmp_path / name, seed=seed)) for seed, name in enumerate("ab"))
+    config = experiment(str(first.folder), data_parallel_size=2)
+    prompts = [[20 + number, *range(30, 70)] for number in range(8)]
+    with running_server(config, tmp_path) as server, WeightPusher(server.url, server.token) as pusher:
+        assert server.info().num_workers == 2
+        pusher.connect()
+        for version, model in enumerate((first, second, first)):
+            if version > 0:
+                pusher.push(model.parameters(), version)
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                outputs = list(pool.map(lambda prompt: server.generate(prompt, max_tokens=64), prompts))
+            for prompt, output in zip(prompts, outputs, strict=True):
+                assert_exact(model, prompt, output, version)
+        metrics = server.client.get("/metrics").raise_for_status().text
+        counts = re.findall(r'vllm:generation_tokens_total{engine="(\d)".*} ([\d.]+)', metrics)
+        assert {core for core, tokens in counts if float(tokens) > 0} == {"0", "1"}, counts
