@@ -1,6 +1,6 @@
 """What the metrics of a run say about its learning, its rollouts and its updates, a pure function each. Fractions are of 1.
 
-Where a threshold is a judgement, it stands here as a constant.
+Where a threshold is a judgment, it stands here as a constant.
 """
 
 from __future__ import annotations

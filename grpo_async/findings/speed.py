@@ -398,8 +398,7 @@ def filtered_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding |
 def nothing_to_gain(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
     return _bound(
-        "nothing",
-        f"nothing to gain from a setting: trainer idle {trainer:.0%}, servers idle {generator:.0%}",
+        "nothing", f"nothing to gain from a setting: trainer idle {trainer:.0%}, servers idle {generator:.0%}"
     )
 
 

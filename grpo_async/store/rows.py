@@ -17,6 +17,7 @@ import orjson
 from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
 from grpo_async.store.schema import OLD_NAMES, SCHEMA
 
+_NAMES_NOW = {old: name for name, old in OLD_NAMES.items()}
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
 
 
@@ -149,8 +150,7 @@ def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
 
 def _named_now(branch: Mapping[str, Any]) -> dict[str, Any]:
     """A branch of `OLD_SCHEMA` with the names of today."""
-    names = {old: name for name, old in OLD_NAMES.items()}
-    return {names.get(name, name): value for name, value in branch.items()}
+    return {_NAMES_NOW.get(name, name): value for name, value in branch.items()}
 
 
 def _path_from(content: Mapping[str, Any]) -> RolloutRow:

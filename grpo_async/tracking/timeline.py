@@ -122,7 +122,7 @@ class Timeline:
                 now = time.time()
                 batch.append(Event(LOST, "run", now, now, {"events": self._num_lost}))
                 self._num_lost = 0
-            if self._file.append("".join(map(event_line, batch)), len(batch)):
+            if not self._file.append("".join(map(event_line, batch))):
                 self._events.extendleft(reversed(batch))  # the disk is full, say: the next try is a second away
                 return
 

@@ -120,15 +120,15 @@ class EventWriter:
         )
         self._makes_room_at = 0.0  # not before; by time.monotonic()
 
-    def append(self, text: str, num_events: int) -> int:
-        """Write whole lines; returns how many of the events were not written: none or all."""
+    def append(self, text: str) -> bool:
+        """Whether these whole lines were written: all or none."""
         data = text.encode()
         try:
             if self._descriptor is None:
                 self._open()
             if self._size + len(data) > self._max_bytes:
                 if time.monotonic() < self._makes_room_at:
-                    return num_events
+                    return False
                 self._drop_older_half()
             assert self._descriptor is not None
             append_whole(self._descriptor, data)
@@ -136,9 +136,9 @@ class EventWriter:
         except OSError as error:
             self.close()
             self._outage.lasts(error)
-            return num_events
+            return False
         self._outage.end()
-        return 0
+        return True
 
     def close(self) -> None:
         if self._descriptor is not None:

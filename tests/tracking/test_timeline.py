@@ -177,7 +177,7 @@ def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_pat
         for n in range(2000)
     ]
     for begin in range(0, 2000, 20):
-        assert file.append("".join(lines[begin : begin + 20]), 20) == 0
+        assert file.append("".join(lines[begin : begin + 20]))
         assert path.stat().st_size <= 20_000
     file.close()
     mark, *kept = read_events(path)
@@ -197,7 +197,7 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
     file = timeline_file.EventWriter(path, max_bytes=20_000)
     line = timeline_file.event_line(Event("span", "trainer", 1.0, 2.0, {"text": "x" * 100}))
     while path.stat().st_size + len(line) <= 20_000 if path.exists() else True:
-        assert file.append(line, 1) == 0
+        assert file.append(line)
     size, tries, now = path.stat().st_size, 0, time.monotonic()
 
     def replace(source: Path, target: Path) -> None:
@@ -208,14 +208,14 @@ def test_a_full_disk_leaves_no_half_copy_and_it_is_tried_again_a_minute_later(
 
     with monkeypatch.context() as full:
         full.setattr(timeline_file.os, "replace", replace)
-        assert [file.append(line, 1) for _ in range(5)] == [1] * 5
+        assert not any(file.append(line) for _ in range(5))
     assert tries == 1
     assert list(tmp_path.iterdir()) == [path]
     assert path.stat().st_size == size
     assert len(caplog.messages) == 1
-    assert file.append(line, 1) == 1  # there is room again, but it is too early
+    assert not file.append(line)  # there is room again, but it is too early
     monkeypatch.setattr(timeline_file.time, "monotonic", lambda: now + 61.0)
-    assert file.append(line, 1) == 0
+    assert file.append(line)
     file.close()
     assert next(read_events(path)).name == DROPPED
     assert path.stat().st_size < 12_000
