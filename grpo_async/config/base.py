@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from grpo_async.utils.text import clipped
+from grpo_async.utils.validation import problems_of
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -85,11 +86,12 @@ def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Se
     try:
         return settings.model_validate(dict(arguments))
     except ValidationError as error:
-        (first, *_) = error.errors(include_url=False, include_input=False)
-        problem = f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}"
-        if first["type"] == "extra_forbidden":
-            problem = f"{first['loc'][0]}: there is no such setting; there are {sorted(settings.model_fields)}"
-        raise ValueError(problem) from error
+        unknown = [each["loc"][0] for each in error.errors(include_url=False) if each["type"] == "extra_forbidden"]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]}: there is no such setting; there are {sorted(settings.model_fields)}"
+            ) from error
+        raise ValueError(problems_of(error)) from error
 
 
 def default_type(name: str) -> BeforeValidator:

@@ -23,8 +23,8 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.field_types import RENAMED_KEYS, FieldType, suggest_key
 from grpo_async.config.problems import report
-from grpo_async.config.shape import RENAMED_KEYS, Shape, suggest_key
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     Document,
@@ -32,10 +32,10 @@ from grpo_async.config.yaml_document import (
     Location,
     Problems,
     Unquoted,
+    check_text,
     read_scalar,
     read_yaml,
     read_yaml_file,
-    usable_text,
 )
 from grpo_async.errors import ConfigError
 from grpo_async.utils.package_files import shipped
@@ -61,18 +61,18 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentCo
             raise ConfigError(_no_such_file(path))
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    shape, problems = Shape.of(ExperimentConfig), Problems()
-    document = _read_with_bases(path, [], {}, shape, problems)
+    field_type, problems = FieldType.of(ExperimentConfig), Problems()
+    document = _read_with_bases(path, [], {}, field_type, problems)
     if problems.unreadable:
         raise ConfigError(problems.text())
     for override in overrides:
-        _apply_override(document, override, shape, problems)
+        _apply_override(document, override, field_type, problems)
     document.values = _interpolated(document.values, (), document, problems)
     config = None
     try:
         config = ExperimentConfig.model_validate(document.values)
     except ValidationError as error:
-        report(error, document, shape, problems)
+        report(error, document, field_type, problems)
     if problems or config is None:
         raise ConfigError(problems.text())
     return config
@@ -145,7 +145,7 @@ def _take_old_names(document: Document, problems: Problems) -> None:
 
 
 def _read_with_bases(
-    path: Path, inside: Sequence[Path], known: dict[Path, Document], shape: Shape, problems: Problems
+    path: Path, inside: Sequence[Path], known: dict[Path, Document], field_type: FieldType, problems: Problems
 ) -> Document:
     """A file merged over everything it extends. One that cannot be read is a problem.
 
@@ -162,9 +162,9 @@ def _read_with_bases(
             problems.add(location, f"extends: {fault}", unreadable=True)
             continue
         if base not in known:
-            known[base] = _read_with_bases(base, chain, known, shape, problems)
-        merged = _merge(merged, known[base], shape)
-    return _merge(merged, own, shape)
+            known[base] = _read_with_bases(base, chain, known, field_type, problems)
+        merged = _merge(merged, known[base], field_type)
+    return _merge(merged, own, field_type)
 
 
 def _names_of_bases(own: Document, problems: Problems) -> list[tuple[Location, Any]]:
@@ -190,43 +190,42 @@ def _fault_of_base(name: Any, base: Path, chain: Sequence[Path]) -> str:
         return f"{base} cannot be read: {error.strerror}"
 
 
-def _merge(below: Document, above: Document, shape: Shape) -> Document:
+def _merge(below: Document, above: Document, field_type: FieldType) -> Document:
     """`above` on top of `below`: {a: {b: 1, c: 2}} under {a: {c: 3}} -> {a: {b: 1, c: 3}}."""
     merged = Document(None, below.locations, below.broken)
 
-    def merge(old: Any, new: Any, path: KeyPath, shape: Shape | None) -> Any:
-        if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, shape):
+    def merge(old: Any, new: Any, path: KeyPath, field_type: FieldType | None) -> Any:
+        if not (isinstance(old, dict) and isinstance(new, dict)) or _is_of_another_type(old, new, field_type):
             merged.replace_locations(path, {})
             return new
         entries = dict(old)
         for key, value in new.items():
-            where, inner = (*path, key), shape.below(key) if shape else None
+            where, inner = (*path, key), field_type.below(key) if field_type else None
             entries[key] = merge(old[key], value, where, inner) if key in old else value
         return entries
 
-    merged.values = merge(below.values, above.values, (), shape)
+    merged.values = merge(below.values, above.values, (), field_type)
     merged.locations, merged.broken = merged.locations | above.locations, merged.broken | above.broken
     return merged
 
 
-def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], shape: Shape | None) -> bool:
-    if shape is None or not shape.tags or "type" not in new:
+def _is_of_another_type(old: Mapping[str, Any], new: Mapping[str, Any], field_type: FieldType | None) -> bool:
+    if field_type is None or not field_type.tags or "type" not in new:
         return False
-    return bool(new["type"] != old.get("type", shape.default_tag))
+    return bool(new["type"] != old.get("type", field_type.default_tag))
 
 
 # ---- overrides ----
 
 
-def _apply_override(document: Document, override: str, shape: Shape, problems: Problems) -> None:
+def _apply_override(document: Document, override: str, field_type: FieldType, problems: Problems) -> None:
     """One `--set`: a value read as YAML, on top of every file. List entries go by index: `rewards.0.weight=2`. A path that does not
     exist and a value that cannot be read are problems."""
     location = Location(f"--set {escape_surrogates(clipped(override, 100))}")
     dotted, has_value, text = override.partition("=")
     path = tuple(part.strip() for part in dotted.split("."))
-    if (new := RENAMED_KEYS.get(path)) is not None and new[
-        : len(path)
-    ] != path:  # else a section of that name may be meant
+    new = RENAMED_KEYS.get(path)
+    if new is not None and new[: len(path)] != path:  # else a section of that name may be meant
         logger.warning("%s: %s is called %s now", location, dotted, ".".join(new))
         path = new
     if not has_value or not all(path):
@@ -234,8 +233,8 @@ def _apply_override(document: Document, override: str, shape: Shape, problems: P
         return
     above = (path[:length] for length in range(1, len(path)))
     lists = [one for one in above if one in document.locations and isinstance(document.value(one), list)]
-    if shape.find(path) is None and not lists:
-        problems.add(location, f"unknown key '{'.'.join(path)}'{suggest_key(shape, path)}")
+    if field_type.find(path) is None and not lists:
+        problems.add(location, f"unknown key '{'.'.join(path)}'{suggest_key(field_type, path)}")
     elif missing := [one for one in lists if path[: len(one) + 1] not in document.locations]:
         entries, key = document.value(missing[0]), path[len(missing[0])]
         known = ", ".join(map(str, range(len(entries)))) or "none at all"
@@ -270,7 +269,7 @@ def _interpolated(value: Any, path: KeyPath, document: Document, problems: Probl
     is_one_reference = whole is not None and whole["body"] is not None and isinstance(value, Unquoted)
     try:
         text = _REFERENCE.sub(_filled_in, value)
-        return read_scalar(text) if is_one_reference else usable_text(text)
+        return read_scalar(text) if is_one_reference else check_text(text)
     except ValueError as error:
         problems.add(document.location(path), f"{'.'.join(path)}: {error}")
         document.broken.add(path)

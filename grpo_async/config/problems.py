@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.config.shape import Shape, suggest_key
+from grpo_async.config.field_types import FieldType, suggest_key
 from grpo_async.config.yaml_document import Document, KeyPath, Location, Problems
 from grpo_async.utils.text import clipped, did_you_mean
 
@@ -21,25 +21,25 @@ _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_t
 _MAX_TOLD = 100  # looking for the nearest key takes 10 ms each
 
 
-def report(error: ValidationError, document: Document, shape: Shape, problems: Problems) -> None:
+def report(error: ValidationError, document: Document, field_type: FieldType, problems: Problems) -> None:
     """Add every error of `error`, at the location that has to change. Values that were reported before are left out."""
     faults = error.errors(include_url=False)
     if len(faults) > _MAX_TOLD:
         problems.add(document.location(()), f"{len(faults)} values are wrong; told are the first {_MAX_TOLD}")
     for fault in faults[:_MAX_TOLD]:
-        path, section = _path_of(fault["loc"], fault["type"], shape)
+        path, section = _path_of(fault["loc"], fault["type"], field_type)
         if not any(path[:length] in document.broken for length in range(len(path) + 1)):
-            for location, message in _explain(dict(fault), path, section, document, shape):
+            for location, message in _explain(dict(fault), path, section, document, field_type):
                 problems.add(location, message)
 
 
-def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[KeyPath, Shape]:
-    """pydantic's location without its own segments, and the shape of the section that holds the last key.
+def _path_of(loc: Sequence[int | str], kind: str, field_type: FieldType) -> tuple[KeyPath, FieldType]:
+    """pydantic's location without its own segments, and the type of the section that holds the last key.
 
     ('data', 'train', 'jsonl', 'path') -> ('data', 'train', 'path'): 'jsonl' is the union's tag, not a key.
     """
     path: list[str] = []
-    section, current = shape, shape
+    section, current = field_type, field_type
     for position, segment in enumerate(map(str, loc)):
         if segment in current.tags:
             current = current.narrowed(segment)
@@ -53,16 +53,16 @@ def _path_of(loc: Sequence[int | str], kind: str, shape: Shape) -> tuple[KeyPath
 
 
 def _explain(
-    fault: dict[str, Any], path: KeyPath, section: Shape, document: Document, shape: Shape
+    fault: dict[str, Any], path: KeyPath, section: FieldType, document: Document, field_type: FieldType
 ) -> Iterator[tuple[Location, str]]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
     location = document.location(path)
     if kind == "extra_forbidden":
-        yield location, _unknown_key(path, section, document, shape)
+        yield location, _unknown_key(path, section, document, field_type)
     elif kind == "missing":
         yield location, f"{dotted}: this key is required"
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
-        union = shape.find(path)
+        union = field_type.find(path)
         assert union is not None
         one_of = f"one of {', '.join(map(repr, union.tags))}"
         if kind == "union_tag_not_found":
@@ -74,7 +74,9 @@ def _explain(
                 f"{dotted}.type: input should be {one_of} (got {context['tag']!r}){hint}",
             )
     elif kind == "value_error":
-        yield from (_rule(line, dotted, document, path, shape) for line in str(context["error"]).splitlines() if line)
+        yield from (
+            _rule(line, dotted, document, path, field_type) for line in str(context["error"]).splitlines() if line
+        )
     else:
         message, hint = fault["msg"][:1].lower() + fault["msg"][1:], ""
         if kind in _MAPPING_TYPES:
@@ -86,18 +88,18 @@ def _explain(
         yield location, f"{dotted or 'the file'}: {message} (got {_shown(fault['input'])}){hint}"
 
 
-def _unknown_key(path: KeyPath, section: Shape, document: Document, shape: Shape) -> str:
-    key, dotted, union = path[-1], ".".join(path), shape.find(path[:-1])
+def _unknown_key(path: KeyPath, section: FieldType, document: Document, field_type: FieldType) -> str:
+    key, dotted, union = path[-1], ".".join(path), field_type.find(path[:-1])
     owners = [tag for tag, model in union.tags.items() if key in model.model_fields] if union else []
     if union is not None and owners:
         own = document.value(path[:-1]).get("type", union.default_tag)
         return f"unknown key '{dotted}' of type '{own}'; it belongs to type {' and '.join(map(repr, owners))}"
-    return f"unknown key '{dotted}'{did_you_mean(key, section.keys()) or suggest_key(shape, path)}"
+    return f"unknown key '{dotted}'{did_you_mean(key, section.keys()) or suggest_key(field_type, path)}"
 
 
-def _rule(line: str, dotted: str, document: Document, path: KeyPath, shape: Shape) -> tuple[Location, str]:
+def _rule(line: str, dotted: str, document: Document, path: KeyPath, field_type: FieldType) -> tuple[Location, str]:
     """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
-    known = [named for found in _DOTTED.findall(line) if shape.find(named := tuple(found.split("."))) is not None]
+    known = [named for found in _DOTTED.findall(line) if field_type.find(named := tuple(found.split("."))) is not None]
     written = next((named for named in known if named in document.locations), path)
     opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
     return document.location(path or written), line if opens_with_path or not dotted else f"{dotted}: {line}"

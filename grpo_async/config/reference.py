@@ -77,7 +77,7 @@ def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
 
 def beside(keys: Sequence[Key], key: Key) -> list[Key]:
     """The other keys of its section, or those within it."""
-    above = f"{key.path}." if key.is_section else key.path.rpartition(".")[0] + "."
+    above = f"{key.path}." if key.is_section else _parent(key.path)
     return [other for other in keys if _parent(other.path) == above and other != key]
 
 

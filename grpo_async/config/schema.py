@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.shape import RENAMED_KEYS
+from grpo_async.config.field_types import RENAMED_KEYS
 
 _EXTENDS = {
     "title": "Extends",

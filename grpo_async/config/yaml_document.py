@@ -181,7 +181,7 @@ def read_scalar(text: str) -> Any:
     return _construct(tag, text if tag == _PREFIX + "str" else stripped)
 
 
-def usable_text(text: str) -> str:
+def check_text(text: str) -> str:
     """`text` itself.
 
     Raises:
@@ -207,7 +207,7 @@ def _construct(tag: str, text: Any) -> Any:
     if not isinstance(text, str) or (pattern is None and tag != _PREFIX + "str"):
         raise ValueError(f"the tag '{tag}' is not supported")
     if pattern is None:
-        return usable_text(text)
+        return check_text(text)
     if not pattern.match(text):
         raise ValueError(f"'{clipped(text, 80)}' does not fit its tag '{tag}'")
     match tag.removeprefix(_PREFIX):

@@ -1,7 +1,7 @@
 """Training, on every rank.
 
 ranks                           the commands by which the other ranks follow rank 0, whose main loop is trainer.loop
-step, loss, logprobs            one step; what is minimised; the model's head in chunks
+step, loss, logprobs            one step; what is minimized; the model's head in chunks
 model, attention, families      the sharded policy; packed samples apart; which model families it computes right
 load, parameters, lora, nf4     from Hugging Face files into shards; what a push sends; adapters; 4 bits
 optimizer, reference            what moves the weights; forwards without a gradient

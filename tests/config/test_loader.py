@@ -8,8 +8,8 @@ import pytest
 
 from grpo_async.config.data_sections import JsonlSource
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.field_types import RENAMED_KEYS, FieldType
 from grpo_async.config.loader import dump_config, load_config
-from grpo_async.config.shape import RENAMED_KEYS, Shape
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\
@@ -68,8 +68,8 @@ def test_an_old_name_is_taken_with_a_warning_from_files_and_overrides(
 
 
 def test_every_old_name_stands_for_a_setting_that_there_is() -> None:
-    shape = Shape.of(ExperimentConfig)
-    assert [new for new in RENAMED_KEYS.values() if new is not None and shape.find(new) is None] == []
+    field_type = FieldType.of(ExperimentConfig)
+    assert [new for new in RENAMED_KEYS.values() if new is not None and field_type.find(new) is None] == []
 
 
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:

@@ -44,13 +44,13 @@ unless it is null."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FieldType:
     """The types that one value may have: models, containers, plain types. `Annotated` and `| None` are looked through."""
 
     alternatives: tuple[Any, ...]
 
     @classmethod
-    def of(cls, annotation: Any) -> Shape:
+    def of(cls, annotation: Any) -> FieldType:
         if get_origin(annotation) is Annotated:
             return cls.of(get_args(annotation)[0])
         if get_origin(annotation) in (Union, UnionType):
@@ -74,17 +74,17 @@ class Shape:
         """The type that is meant when none is written: that of the member whose `type` has a default."""
         return next((tag for tag, model in self.tags.items() if model.model_fields["type"].default == tag), None)
 
-    def narrowed(self, tag: str) -> Shape:
+    def narrowed(self, tag: str) -> FieldType:
         """The member of the union with this type; the whole union when there is none."""
         model = self.tags.get(tag)
-        return self if model is None else Shape((model,))
+        return self if model is None else FieldType((model,))
 
     def keys(self) -> list[str]:
         """Known keys, of all members of a union."""
         return list(dict.fromkeys(name for model in self.models for name in model.model_fields))
 
-    def below(self, key: str) -> Shape | None:
-        """The shape under a key or list index; None when nothing can stand there."""
+    def below(self, key: str) -> FieldType | None:
+        """The type under a key or list index; None when nothing can stand there."""
         index, found = index_of(key), []
         for alternative in self.alternatives:
             origin, arguments = get_origin(alternative), get_args(alternative)
@@ -98,13 +98,13 @@ class Shape:
                 found.append(arguments[0])
             elif origin is tuple and index is not None and index < len(arguments):
                 found.append(arguments[index])
-        return Shape(tuple(each for part in found for each in Shape.of(part).alternatives)) if found else None
+        return FieldType(tuple(each for part in found for each in FieldType.of(part).alternatives)) if found else None
 
-    def find(self, path: KeyPath) -> Shape | None:
-        shape: Shape | None = self
+    def find(self, path: KeyPath) -> FieldType | None:
+        field_type: FieldType | None = self
         for key in path:
-            shape = shape.below(key) if shape is not None else None
-        return shape
+            field_type = field_type.below(key) if field_type is not None else None
+        return field_type
 
     def settings(self, prefix: str = "") -> Iterator[str]:
         """Every setting that can be written (no sections), as `--set` takes it; entry 0 stands for a list's entries."""
@@ -116,10 +116,10 @@ class Shape:
             yield from below.settings(f"{prefix}{key}.")
         for alternative in self.alternatives:
             if get_origin(alternative) is list:
-                yield from Shape.of(get_args(alternative)[0]).settings(f"{prefix}0.")
+                yield from FieldType.of(get_args(alternative)[0]).settings(f"{prefix}0.")
 
 
-def suggest_key(root: Shape, path: KeyPath) -> str:
+def suggest_key(root: FieldType, path: KeyPath) -> str:
     """What to write instead of a path whose last key (or an earlier one) is unknown; empty without a good guess. A name of another
     trainer is known; else it is the nearest key of ours, in the same section first.
 
@@ -146,7 +146,7 @@ def _of_another_trainer(path: KeyPath) -> str:
     return ""
 
 
-def _anywhere(root: Shape, path: KeyPath) -> str:
+def _anywhere(root: FieldType, path: KeyPath) -> str:
     """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
     dotted, last = ".".join(path), path[-1]
     if len(dotted) > _MAX_PATH:
