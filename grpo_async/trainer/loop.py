@@ -292,7 +292,7 @@ class LeaderLoop:
         context.channel.send(commands)
         packed = commands[0].pack()
         self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
-        result = context.step(packed, lr, tokens.room, scale, moves)
+        result = context.step(commands[0], packed)
         if self._loss_scale is not None:
             result.metrics["training/loss_scale"] = scale
             self._loss_scale.update(result.updates)

@@ -219,6 +219,14 @@ class FleetSync:
             ConfigError: it serves something else than this run trains.
         """
         check_server(info, self._config)
+        wire = self._config.inference.dtype_in_use
+        if info.dtype != wire:
+            logger.warning(
+                "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
+                info.dtype,
+                wire,
+                wire,
+            )
         try:
             served = server.control.parameters()
         except RequestRejectedError as error:
@@ -299,7 +307,7 @@ class FleetSync:
 
 
 def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
-    """Refuse a server that cannot serve this run; warn about a dtype that is not the configured one.
+    """Refuse a server that cannot serve this run.
 
     Raises:
         ConfigError: it takes shorter sequences than the run makes, or computes logits in another dtype than the run asks for.
@@ -313,13 +321,5 @@ def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
     if wanted is not None and head != wanted:
         raise ConfigError(
             f"model.head_dtype: {wanted}, but the server computes logits in {head}; start it with this config (vLLM 0.26 or newer, "
-            "without --hf-overrides of your own), or leave the setting out"
-        )
-    wire = config.inference.dtype_in_use
-    if info.dtype != wire:
-        logger.warning(
-            "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
-            info.dtype,
-            wire,
-            wire,
+            "without other --hf-overrides), or leave the setting out"
         )

@@ -186,31 +186,24 @@ class TrainerContext:
         """The reference where it follows the policy, so that a checkpoint has to have it."""
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
 
-    def step(
-        self,
-        minibatches: Sequence[Sequence[MicroBatch]],
-        lr: float,
-        token_room: int = 0,
-        loss_scale: float = 1.0,
-        moves_reference: bool = False,
-    ) -> StepResult:
+    def step(self, command: StepCommand, minibatches: Sequence[Sequence[MicroBatch]]) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
-        tokens = TokenCollector(token_room, self.device) if token_room else None
+        tokens = TokenCollector(command.token_room, self.device) if command.token_room else None
         result = train_step(
             self.policy,
             self.optimizer,
             minibatches,
             objective=self.objective,
             reference=self.reference,
-            lr=lr,
+            lr=command.lr,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             device=self.device,
             num_iterations=self.config.training.num_iterations,
             tokens=tokens,
             clock=self.clock,
-            loss_scale=loss_scale,
+            loss_scale=command.loss_scale,
         )
-        if moves_reference:
+        if command.moves_reference:
             assert self.reference is not None
             self.reference.mix(self.policy, alpha=self.config.loss.ref_model_mixup_alpha)
         wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"
@@ -242,9 +235,7 @@ def follow(context: TrainerContext) -> None:
             case WaitCommand():
                 continue
             case StepCommand():
-                context.step(
-                    command.pack(), command.lr, command.token_room, command.loss_scale, command.moves_reference
-                )
+                context.step(command, command.pack())
             case GatherCommand():
                 for _ in context.parameters.buckets(command.bucket_bytes):
                     pass  # only rank 0 sends

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet
 from grpo_async.trainer.evaluation_process import _take_servers
@@ -19,7 +21,8 @@ class _Control:
         self.sent.append((kind, index))
 
 
-def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path) -> None:
+def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whose dtype is not that of the configuration: no weights are sent, so there is nothing to warn about."""
     config = make_config(tmp_path)
     fleet = Fleet(["http://127.0.0.1:1", "http://127.0.0.1:2"], config.inference, token=None, control_timeout_s=1.0)
     control: Any = _Control()
@@ -27,7 +30,7 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path) -> Non
 
     def is_up(index: int, life: str) -> None:
         info = ServerInfo(
-            engine="embedded", engine_version="1", instance_id=life, model="m", dtype="float32",
+            engine="embedded", engine_version="1", instance_id=life, model="m", dtype="bfloat16",
             max_model_len=config.inference.max_model_len, policy_version=0,
         )  # fmt: skip
         fleet.found(fleet.server(index), info)
@@ -41,3 +44,4 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path) -> Non
         fleet.close()
     assert control.sent == [("server_serving", 0), ("server_serving", 1), ("server_serving", 1)]
     assert len(fleet.serving()) == 2
+    assert "weights are sent" not in caplog.text

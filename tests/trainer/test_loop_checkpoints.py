@@ -87,8 +87,8 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
 
     class Overflowing(_Stub):
         def step(self, *arguments: Any) -> StepResult:
-            scales.append(arguments[3])
-            is_fine = arguments[3] <= 1024.0
+            scales.append(arguments[0].loss_scale)
+            is_fine = arguments[0].loss_scale <= 1024.0
             return StepResult(
                 loss=0.5, grad_norm=1.0 if is_fine else float("inf"), num_tokens=4, updates=(is_fine,), metrics={}
             )

@@ -65,7 +65,7 @@ def _one_step(
         [],
         num_ranks=2,
         channel=SimpleNamespace(send=sent.append),
-        step=lambda minibatches, lr, room, *_: replace(result, token_statistics=collected(room)),
+        step=lambda command, _: replace(result, token_statistics=collected(command.token_room)),
     )
     source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []

@@ -20,7 +20,7 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
 from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.main import run_rank
-from grpo_async.training.ranks import TrainerContext
+from grpo_async.training.ranks import StepCommand, TrainerContext
 from tests.launcher.support import make_config
 from tests.support.records import make_sample
 from tests.trainer.sides import side_config
@@ -125,7 +125,8 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.policy._hidden = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
-        context.step([split_by_rank(samples, [1.0], plan, trainer_version=0)[0].pack()], 1e-3)
+        command = StepCommand(minibatches=split_by_rank(samples, [1.0], plan, trainer_version=0)[:1], lr=1e-3)
+        context.step(command, command.pack())
 
     monkeypatch.setattr(lead_module, "lead", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}

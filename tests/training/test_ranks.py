@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_async.training import ranks
-from grpo_async.training.ranks import TrainerContext
+from grpo_async.training.ranks import StepCommand, TrainerContext
 from tests.trainer.fakes import loop_config
 
 
@@ -34,7 +34,7 @@ def test_where_servers_wake_up_after_a_step_each_rank_gives_its_cache_back_befor
     parts |= {"config": config, "device": torch.device(device), "channel": SimpleNamespace(gather=gather)}
     context = TrainerContext(**parts)
     for _ in range(2):
-        context.step([], 0.1)
+        context.step(StepCommand(minibatches=[], lr=0.1), [])
     each = ["train", "empty", "gather"]
     assert events == (each + each if sleeps and device == "cuda" else ["train", "gather", "train"])
     assert context.peaks == [7, 8]
