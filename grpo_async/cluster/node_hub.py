@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.cluster.rendezvous import NodeInfo, deliver_last_messages
@@ -112,11 +112,11 @@ class NodeHub:
                 self._lose(self._members[rank])
             await asyncio.sleep(HEARTBEAT_S)
 
-    def tell_server(self, index: int, kind: str, **content: object) -> None:
+    def tell_server(self, index: int, message: Mapping[str, Any]) -> None:
         """Pass on what the trainer says of a server on another machine."""
         for member in self._members.values():
             if self._assignment.server_urls[index] in member.urls:
-                self._launchers.post(member.rank, kind, index=index, **content)
+                self._launchers.post(member.rank, **message)
 
     async def wait_for_ends(self, timeout_s: float) -> None:
         """Wait until the trainer of every machine has ended or the machine is gone, `timeout_s` at most."""

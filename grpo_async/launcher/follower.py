@@ -256,11 +256,7 @@ class Follower:
                 said = message.get("error")
                 self._exit_code, self._error = code, None if said is None else str(said)
                 self._ended.set()
-            case {"kind": "server_serving", "index": int(index)}:
-                if (server := self._servers.get(index)) is not None:
-                    server.serves(message.get("incarnation"))
-            case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
-                if (server := self._servers.get(index)) is not None:
-                    server.ask_restart(reason, message.get("incarnation"))
+            case {"kind": "server_serving" | "restart_server", "index": int()}:
+                self._servers.receive(message)
             case _:
                 self._display.warning(f"node 0 sent a message that nobody knows: {clipped(str(dict(message)), 200)}")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -280,6 +280,18 @@ class SpawnedServers:
         """Server `index`; None of one that is not started here."""
         own = index - self._first
         return self._servers[own] if 0 <= own < len(self._servers) else None
+
+    def receive(self, message: Mapping[str, Any]) -> bool:
+        """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
+        started here."""
+        server = self.get(message["index"])
+        if server is None:
+            return False
+        if message["kind"] == "server_serving":
+            server.serves(message.get("incarnation"))
+        else:
+            server.ask_restart(str(message.get("reason")), message.get("incarnation"))
+        return True
 
     def serve_elsewhere(self) -> None:
         """A server of another machine serves."""

@@ -293,19 +293,11 @@ class Supervisor:
                 self._display.note(text)
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
-            case {"kind": "server_serving", "index": int(index)}:
-                if (server := self._servers.get(index)) is not None:
-                    server.serves(message.get("incarnation"))
-                elif self._hub is not None:
-                    self._servers.serve_elsewhere()
-                    self._hub.tell_server(index, "server_serving", incarnation=message.get("incarnation"))
-            case {"kind": "restart_server", "index": int(index), "reason": str(reason)}:
-                if (server := self._servers.get(index)) is not None:
-                    server.ask_restart(reason, message.get("incarnation"))
-                elif self._hub is not None:
-                    self._hub.tell_server(
-                        index, "restart_server", reason=reason, incarnation=message.get("incarnation")
-                    )
+            case {"kind": "server_serving" | "restart_server" as kind, "index": int(index)}:
+                if not self._servers.receive(message) and self._hub is not None:
+                    if kind == "server_serving":
+                        self._servers.serve_elsewhere()
+                    self._hub.tell_server(index, message)
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:
