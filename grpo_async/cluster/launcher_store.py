@@ -1,7 +1,7 @@
 """Where the launchers of several machines meet: the TCP store that node 0's opens, in which the ranks of the trainer meet, too.
 
     node 0   puts "run": the attempt, the versions that it computes with
-    node K   claims its rank, sees whether it means the same run, and posts "ready" (see members.NodeInfo) or "refused"
+    node K   claims its rank, sees whether it means the same run, and posts "ready" (see rendezvous.NodeInfo) or "refused"
     node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
     all      count up at every exchange, a heartbeat: one that stops is gone, dead or cut off
 

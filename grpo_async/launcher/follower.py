@@ -1,6 +1,6 @@
 """The launcher of a machine that node 0 leads (node rank >= 1): its part of the trainer, its servers, or both.
 
-waits for   node 0 to be there, then all machines (cluster.members); then the first of: trainer exit, loss of the servers before
+waits for   node 0 to be there, then all machines (cluster.rendezvous); then the first of: trainer exit, loss of the servers before
             they served, node 0's word, a signal. A server that dies is started again here.
 outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone; 130 or 143 after a signal, which node 0 is
             told: it stops the run with a checkpoint, on every machine
@@ -59,7 +59,7 @@ def follow(
         amend: changes the plan before it is carried out.
 
     Raises:
-        ConfigError, DeadlineError, RunError: see members.join.
+        ConfigError, DeadlineError, RunError: see rendezvous.join.
     """
 
     def member(node: Node) -> NodeInfo:
