@@ -42,7 +42,7 @@ def evaluate(
     overrides: SetOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder for the results; default: beside the run, NAME.eval-WHAT."),
+        typer.Option("--out", metavar="DIR", help="Folder for the results; default: next to the run, NAME.eval-WHAT."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object with the results on stdout; all else goes to stderr.")

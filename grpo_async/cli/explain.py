@@ -69,6 +69,6 @@ def _tell(key: Key, keys: Sequence[Key]) -> None:
         typer.echo(f"  Elsewhere: {key.elsewhere}")
     if neighbors := beside(keys, key):
         names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbors)
-        words = f"{'Keys' if key.is_section else 'Beside it'}: {', '.join(names)}"
+        words = f"{'Keys' if key.is_section else 'Next to it'}: {', '.join(names)}"
         typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
     typer.echo("")

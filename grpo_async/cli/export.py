@@ -32,7 +32,7 @@ def export(
         bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, instead of ending with an error.")
     ] = False,
 ) -> None:
-    """Write the rollouts of a run to one file, one row per rollout, also while the run goes on.
+    """Write the rollouts of a run to one file, one row per rollout, also during the run.
 
     docs/reference/columns.md describes every column, docs/rollout-store.md how to read the run's own files without a copy. The
     file is replaced when the new one is whole; messages go to stderr. Exit code: 0 written, 1 something is damaged, 2 the input

@@ -40,7 +40,7 @@ def inspect(
 ) -> None:
     """Look at runs in the browser: which of them learn, and of one its verdict, curves, rollouts, timeline, logs and settings.
 
-    The page is served on this machine only, reads and changes nothing, and follows runs that go on.
+    The page is served on this machine only, reads and changes nothing, and follows active runs.
 
     \b
     Examples:

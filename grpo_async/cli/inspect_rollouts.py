@@ -138,7 +138,7 @@ def _given(context: typer.Context) -> set[str]:
 
 
 def _refuse_what_has_no_effect(given: set[str], *, is_printed: bool) -> None:
-    """Raises BadParameter where one of the options that are `given` would be ignored beside the others."""
+    """Raises BadParameter where one of the options that are `given` would be ignored together with the others."""
     for option, other, why in _EXCLUDE_EACH_OTHER:
         if {option, other} <= given:
             raise typer.BadParameter(why, param_hint=option)

@@ -46,7 +46,7 @@ def slurm(
     """Write a Slurm batch script from a configuration, for the machines of launch.nodes.
 
     The script runs where this command is called, so call it in a folder that all machines see. Ahead of the time limit the
-    run saves a checkpoint, and the job is queued again to go on from it. See launch.slurm in the configuration.
+    run saves a checkpoint, and the job is queued again to continue from it. See launch.slurm in the configuration.
 
     \b
     Examples:

@@ -18,7 +18,7 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Where to write. Default: report.html in the run; of several, beside the first.",
+            help="Where to write. Default: report.html in the run; of several, next to the first.",
         ),
     ] = None,
     diff_config: Annotated[
@@ -28,7 +28,7 @@ def report(
     """Write a report: what happened, whether it learns and why not, curves, rollouts, configuration, in one HTML file.
 
     The file needs no network and no other file. It leaves out what may be secret: arguments of your code, addresses, accounts.
-    `train` writes one at the end of every run (record.report). A run that goes on, failed or was killed gets one as well.
+    `train` writes one at the end of every run (record.report). A run that is active, failed or was killed gets one as well.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def report(
       grpo-async report quickstart higher-lr --diff-config
     """
     if diff_config and len(runs) < 2:
-        raise typer.BadParameter("it takes two runs or more", param_hint="--diff-config")
+        raise typer.BadParameter("it requires two runs or more", param_hint="--diff-config")
 
     from grpo_async.viewer.report.write import config_differences, write_report
     from grpo_async.viewer.runs import find_run

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with vLLM, for a trainer that names it in `inference.urls`.
 
-    With inference.replicas above 1 as many servers start, at this port and those after it, each with GPUs of its own, and
-    one that dies is started again. A single one takes the place of this process: whatever started it looks after it.
+    With inference.replicas above 1, that many servers start, at this port and those after it, each with its own GPUs, and
+    one that dies is started again. A single one replaces this process: whatever started it supervises it.
 
     Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request but /health needs the
     token of GRPO_ASYNC_TOKEN; where the variable is not set, a token is made and printed (on loopback; any other address

@@ -21,7 +21,7 @@ def status(
         typer.Option("--watch", help="Show it until the run has ended: on a terminal as the dashboard of `train`."),
     ] = False,
 ) -> None:
-    """Show where a run stands, while it goes on or after its end; this starts and changes nothing.
+    """Show where a run stands, during it or after its end; this starts and changes nothing.
 
     The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
     checkpoint), failed; killed: the file says running, but the launcher is gone; silent: the launcher is on another machine and

@@ -27,7 +27,7 @@ def trace(
 ) -> None:
     """Who did what when: write a trace that https://ui.perfetto.dev opens, and say who waited for whom.
 
-    Works while the run goes on. The page reads the file in your browser and sends it nowhere.
+    Works during the run. The page reads the file in your browser and sends it nowhere.
 
     \b
     Examples:

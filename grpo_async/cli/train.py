@@ -71,7 +71,7 @@ def train(
 ) -> None:
     """Train: start the inference servers and the trainer, show progress, and end all of them.
 
-    A server that dies or hangs is started again (inference.max_restarts) while training goes on. Ctrl-C saves a
+    A server that dies or hangs is started again (inference.max_restarts) while training continues. Ctrl-C saves a
     checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
     130 or 143 stopped by SIGINT or SIGTERM.
 
