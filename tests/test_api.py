@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from grpo_async import Run, load_config, train
-from grpo_async.errors import ConfigError
+from grpo_async.config import ExperimentConfig
+from grpo_async.errors import ConfigError, RunError
 from grpo_async.quickstart.prepare import prepare
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +41,23 @@ def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pyt
     assert "quickstart" in repr(Run(run.folder))
     with pytest.raises(ConfigError, match="resume"):
         train(config)  # its folder is in use
+
+
+def test_a_run_that_fails_raises_with_its_exit_code_and_resume_is_a_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def launch(config: ExperimentConfig, *, resume: str | None, clean: bool) -> int:
+        asked.append(resume)
+        return 130
+
+    monkeypatch.setattr("grpo_async.launcher.train.launch", launch)
+    config = load_config(ROOT / "configs" / "quickstart.yaml", [f"run.dir={tmp_path}"])
+    for resume in (False, True, 40):
+        with pytest.raises(RunError, match="ended with exit code 130"):
+            train(config, resume=resume)
+    assert asked == [None, "latest", "40"]
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -222,3 +222,20 @@ def test_a_server_started_by_hand_is_never_without_a_token(
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "engine"), [("serve-vllm", "vllm"), ("serve-embedded", "embedded")])
+def test_several_replicas_are_supervised_and_end_with_the_exit_code_of_that(
+    config: str, monkeypatch: pytest.MonkeyPatch, command: str, engine: str
+) -> None:
+    calls: list[tuple[str, int, int]] = []
+
+    def serve(config: ExperimentConfig, choice: Any, port: int) -> int:
+        calls.append((config.inference.engine, config.inference.replicas, port))
+        return 143
+
+    monkeypatch.setattr("grpo_async.launcher.serve.serve_replicas", serve)
+    monkeypatch.setattr("grpo_async.servers.engine_choice.choose_engine", lambda config: None)
+    result = _invoke(command, config, "--port", "8001", "--set", "inference.replicas=2")
+    assert result.exit_code == 143, result.output
+    assert calls == [(engine, 2, 8001)]
