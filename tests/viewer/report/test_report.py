@@ -196,7 +196,7 @@ def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
     run.advice.write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = _text(_page(run))
     assert "Bound by training. Servers idle 70%: training takes" in text
-    for part in ("generation is no limit.", "step 5: Trainer idle 41%: raise x.", "step 9: A full stop. "):
+    for part in ("generation is not the limit.", "step 5: Trainer idle 41%: raise x.", "step 9: A full stop. "):
         assert part in text
     assert "step 9: ." not in text
 
