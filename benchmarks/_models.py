@@ -23,8 +23,8 @@ class ModelSize:
     @property
     def num_parameters(self) -> int:
         """Of matrices that compute; the norms' are some thousands. Formula: layers x (2 H A + 2 H K + 3 H I) + V H, with H hidden,
-        A = heads x head_dim, K = kv_heads x head_dim, I intermediate. The embedding is not counted beside the head: looking a
-        token up computes nothing."""
+        A = heads x head_dim, K = kv_heads x head_dim, I intermediate. The embedding is not counted in addition to the head:
+        looking a token up computes nothing."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 

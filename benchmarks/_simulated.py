@@ -4,8 +4,8 @@ worker -> SimulatedProducer -> SimulatedServer (slots, continuous batching, paus
 
 One thread has both sides. The trainer's side is ordinary blocking code; where it would block, it lets the VirtualLoop run:
 
-    run_for(s)     the trainer computes for s seconds: the loop goes on meanwhile
-    run_until_call the trainer waits: the loop goes on until somebody calls `give_back`
+    run_for(s)     the trainer computes for s seconds: the loop runs meanwhile
+    run_until_call the trainer waits: the loop runs until somebody calls `give_back`
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._is_asked_for = False
 
     def give_back(self) -> None:
-        """Let `run_until_call` return after what is ready now; `run_for` goes on."""
+        """Let `run_until_call` return after what is ready now; `run_for` continues."""
         if self._is_asked_for:
             self.stop()
 

@@ -10,7 +10,7 @@ serves them in turns. The reward is the same function.
 TRL's side is TRL from the package index in an environment of its own (made at the first run, .cache/benchmarks/trl), its
 trainer and its rollout worker unmodified. Three things are replaced, because TRL's own need a GPU: the weight transfer (NCCL) by
 the very push that our side makes, its attention kernel by the same computation on the CPU, and its question for the GPU's peak
-FLOP/s. It is told not to use bfloat16 and gradient checkpointing, which only cost time here. Its limits of staleness (4) and of
+FLOP/s. It is set not to use bfloat16 and gradient checkpointing, which only cost time here. Its limits of staleness (4) and of
 requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side has the same two
 limits (--our-staleness, --in-flight). Staleness is counted from the policy that a rollout began with. The server takes as many at
 once as either side may have in flight.

@@ -6,7 +6,7 @@ A random model of a few million parameters learns to write digits. Its reward is
 trained, and computing outweighs everything that is paid per request. Same config, seed and number of steps; only
 rollout.max_staleness differs: 0, and --staleness. From the synchronous runs come
 
-    g     seconds of a step in which the trainer waits: generation with nothing beside it
+    g     seconds of a step in which the trainer waits: generation with nothing at the same time
     t     the other seconds of a step: training, the push, everything else of the trainer
     ideal speed-up = (g + t) / max(g, t)
 

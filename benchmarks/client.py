@@ -11,9 +11,9 @@ rollouts      Everything from the prompt to the trained group is that of a run: 
                   streaming    `--rate` tokens per second for each rollout, in chunks as the real servers send them
 
               "thread" is the rollout thread alone, "process" everything: rewards, the store's and the timeline's threads.
-agents        CPU time of a call of an agent (HTTP, match of the history, tools, answer) beside that of the same turn as a plain
+agents        CPU time of a call of an agent (HTTP, match of the history, tools, answer) against that of the same turn as a plain
               rollout's. The agents are a process of their own, whose CPU time is not counted.
-conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialise the context, send, read the
+conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialize the context, send, read the
               tokens, decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
 """
 

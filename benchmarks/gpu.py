@@ -171,7 +171,7 @@ def _peaks(options: argparse.Namespace) -> Peaks:
 
 
 def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
-    """In flight -> seconds of each round of so many completions of --completion-tokens. One round before them warms up."""
+    """In flight -> seconds of each round of that many completions of --completion-tokens. One round before them warms up."""
     most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
     memory = {"gpu_memory_utilization": options.gpu_memory} if options.device == "cuda" else {"kv_cache_mb": 256}
     engines = {

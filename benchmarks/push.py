@@ -1,4 +1,4 @@
-"""What a weight push costs, beside a bare broadcast of the same bytes.
+"""What a weight push costs, compared with a bare broadcast of the same bytes.
 
     python -m benchmarks push [--engine vllm] [--megabytes 400] [--rounds 15] [--json FILE]
     python -m benchmarks push --transport nccl --device cuda --dtype bfloat16 --shape 1.7b      # two GPUs
@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
 
 
 def small_shape(megabytes: int) -> dict[str, int]:
-    """About so many float32 megabytes: layers of 4.2 M parameters each, in matrices of up to 512 x 2048, and a vocabulary of 8192;
+    """About that many float32 megabytes: layers of 4.2 M parameters each, in matrices of up to 512 x 2048, a vocabulary of 8192;
     below 20 MB a quarter of each width and a vocabulary of 1024."""
     if megabytes < 20:
         return {"hidden_size": 128, "num_hidden_layers": max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6)),

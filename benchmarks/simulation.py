@@ -68,7 +68,7 @@ _WIRE_BYTES_S = 40e9
 """Of a push: rank 0 sends through one network card of 400 Gb/s (that of torchtitan's machines), at 0.8 of it. With all cards of a
 machine checkpoint-engine reaches 61 to 76 GB/s (github.com/MoonshotAI/checkpoint-engine, README: 470 GB in 6.2 s)."""
 _PUSH_S = 0.04
-"""Calls of a push beside the bytes: measured here, pause 4 ms, start, resume and calls 18 ms, around the sends 10 ms (NOTES.md)."""
+"""Calls of a push, without the bytes: measured, pause 4 ms, start, resume and calls 18 ms, around the sends 10 ms (NOTES.md)."""
 _HOST_S = 0.3
 """Packing a step of 8 million tokens and sending it to 8 ranks, where it does not hide behind the step before: the bound that is
 kept here (NOTES.md)."""
@@ -93,7 +93,7 @@ class Scenario:
     tensor_parallel: int = 1
     """GPUs of a server."""
     unit: int = 1
-    """Splits differ by so many GPUs."""
+    """Splits differ by this many GPUs."""
     groups: int = 64
     group_size: int = 16
     prompt: int = 500
@@ -124,7 +124,7 @@ SCENARIOS = {
 
 
 def server_speed(size: ModelSize, *, gpus: int, context: float) -> ServerSpeed:
-    """Of a server of so many GPUs whose rows have `context` tokens on average. Without the all-reduces of tensor parallelism."""
+    """Of a server of `gpus` GPUs whose rows have `context` tokens on average. Without the all-reduces of tensor parallelism."""
     assert _H100 is not None
     memory, flops = gpus * _H100.memory * _DECODE_EFFICIENCY, gpus * _H100.flops
     room = gpus * (0.9 * _GPU_BYTES - 4e9) - 2 * size.num_stored  # for keys and values

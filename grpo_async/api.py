@@ -38,7 +38,7 @@ def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool =
 
     Args:
         config: of `load_config(path, overrides)`.
-        resume: True goes on from the newest checkpoint, a number from that of a step.
+        resume: True continues from the newest checkpoint, a number from that of a step.
         clean: remove an old run of the same name first.
 
     Raises:
@@ -56,7 +56,7 @@ def train(config: ExperimentConfig, *, resume: int | bool = False, clean: bool =
 
 
 class Run:
-    """A run, also while it goes on: everything is read anew at each call.
+    """A run, also while it runs: everything is read again at each call.
 
     Args:
         run: its folder, or its name in `runs/`. ConfigError: there is none.

@@ -5,6 +5,6 @@ agent -> endpoint (HTTP) -> Exchange -> session: history -> InferenceClient -> e
 endpoint.py           the HTTP server: keys, paths, streaming, hang-ups
 chat_completions.py   responses.py   messages.py      the APIs: JSON to `Call`, `Reply` to JSON and events
 session.py            one rollout: its calls, budget, and what became of them
-history.py            the tree of its calls: which recorded tokens a request goes on from
+history.py            the tree of its calls: which recorded tokens a request continues
 agent.py              what runs for a rollout: function.py, command.py (and its subreaper.py), environments/
 """

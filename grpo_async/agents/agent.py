@@ -72,7 +72,7 @@ def read_result(raw: Any) -> AgentResult:
     {"reward": 1, "rewards": {"chatcmpl-1": 0.2}}: the branch with that response has a reward of its own.
 
     Raises:
-        AgentError: it is something else, or a reward is no finite number.
+        AgentError: it is something else, or a reward is not a finite number.
     """
     if not isinstance(raw, Mapping):
         try:

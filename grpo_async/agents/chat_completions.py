@@ -12,7 +12,7 @@ POST /v1/chat/completions
     answers             have `reasoning_content` beside `content` where the policy wrote thinking
 
 POST /v1/completions
-    prompt              text or token ids; what begins with an earlier prompt and its text goes on from the recorded ids
+    prompt              text or token ids; what begins with an earlier prompt and its text continues the recorded ids
     stop, seed, n, max_tokens, stream, logprobs (0 or 1: of the sampled tokens)
     refused             several prompts, suffix, echo, best_of > 1
 """

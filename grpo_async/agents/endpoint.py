@@ -271,7 +271,7 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
 
 
 def _lenient(content: bytes, error: Exception) -> Any:
-    """JSON with half of a surrogate pair in it, or NaN, which clients in Python send; no tokenizer takes the halves (see
+    """JSON with an unpaired surrogate in it, or NaN, which clients in Python send; no tokenizer takes them (see
     `encodable`)."""
     try:
         return _whole_letters(json.loads(content))
@@ -347,5 +347,5 @@ def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:
 
 
 def _json(content: Mapping[str, Any], status: int = 200) -> web.Response:
-    # the standard library's: a policy may write half a surrogate pair, and integers of any size
+    # the standard library's: a policy may write an unpaired surrogate, and integers of any size
     return web.Response(body=json.dumps(content).encode(), status=status, content_type="application/json")

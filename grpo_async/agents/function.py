@@ -142,7 +142,7 @@ class OpenAiClients:
             ) from error
         for name in ("httpx", "httpx2"):  # they log a line for each call of each agent
             logging.getLogger(name).setLevel(logging.WARNING)
-        # the endpoint is on this machine or beside it: not through a proxy that the environment names
+        # the endpoint is on this machine or near it: not through a proxy that the environment names
         transport: dict[str, Any] = {
             "trust_env": False,
             "timeout": self._timeout_s,

@@ -1,19 +1,19 @@
-"""The tree of the calls of one rollout: which recorded tokens a request goes on from.
+"""The tree of the calls of one rollout: which recorded tokens a request continues.
 
 An agent sends its whole history with every call. The assistant messages in it are answers that were recorded, so their tokens are
 known; the longest beginning that ends with a recorded answer is continued with the recorded ids, and only what follows it is
-rendered and tokenised:
+rendered and tokenized:
 
     call 1   system, user                                   -> root        ids of the rendered prompt
     call 2   system, user, answer 1, tool                   -> answer 1    + ids of the tool's result
     call 3   system, user, answer 1, another tool result    -> answer 1    + ids of it: a branch
     call 4   system, summary                                -> a new root: nothing of it was recorded
 
-Messages are compared by value: of an answer, its text without thinking and blanks around it, and its tool calls by name and parsed
-arguments, for clients strip the thinking, write the JSON in their own way and may change ids. Anything else (other tools, an
+Messages are compared by value: of an answer, its text without thinking and surrounding whitespace, and its tool calls by name and
+parsed arguments, for clients strip the thinking, write the JSON in their own way and may change ids. Anything else (other tools, an
 edited message) is another history.
 
-Invariant: a sampled token is never tokenised again where it goes on to be trained: a call's context is prompt ids + recorded ids +
+Invariant: a sampled token that is trained is never tokenized again: a call's context is prompt ids + recorded ids +
 suffix ids, and each answer belongs to exactly one path. Where the suffix cannot be rendered by itself (the template writes earlier
 turns in another way once a user's message follows, as Qwen3 does with thinking), the whole history is rendered: a new root, whose
 text of earlier answers is context, and is not trained.
@@ -165,7 +165,7 @@ class RolloutPaths:
 
 @dataclass(slots=True)
 class _Path:
-    """Answers of which each goes on from the one before it."""
+    """Answers of which each continues the one before it."""
 
     answers: list[Answer]
     parent: int
@@ -281,11 +281,11 @@ class History:
         )
 
     def _raw(self, prompt: str | Sequence[int]) -> Request:
-        """Of /v1/completions: goes on from the answer whose prompt and text, or ids, are the longest beginning of `prompt`."""
+        """Of /v1/completions: continues the answer whose prompt and text, or ids, are the longest beginning of `prompt`."""
         chat, earlier = self._renderer.chat, [answer for answer in self.answers if answer.request.text is not None]
         known: list[tuple[Any, Answer]]
         if isinstance(prompt, str):
-            known = [  # not one that the policy ended: a text that goes on leaves its end-of-turn token out
+            known = [  # not one that the policy ended: a text that continues it leaves its end-of-turn token out
                 (f"{answer.request.text}{answer.message.content}", answer)
                 for answer in earlier
                 if answer.message.content and not self._renderer.is_ended(answer)
@@ -306,7 +306,7 @@ class History:
 
 
 def _choose(answers: Sequence[Answer], message: Message) -> Answer:
-    """Which of several equal answers a client goes on from: one whose calls have the ids it sends; of those the newest from which
+    """Which of several equal answers a client continues: one whose calls have the ids it sends; of those the newest from which
     nothing goes on yet."""
     sent = [call.get("id") for call in message.get("tool_calls") or ()]
     same = [answer for answer in answers if [call.tool_call_id for call in answer.calls] == sent] or answers

@@ -2,7 +2,7 @@
 
 POST /v1/responses
     input               text, or items: messages (text parts), function_call, function_call_output; reasoning items are dropped
-    instructions        a system message of this request; previous_response_id goes on without that of the earlier one
+    instructions        a system message of this request; previous_response_id continues without that of the earlier one
     previous_response_id    of an answer of the same rollout
     tools, tool_choice  functions; "auto" and "none"
     max_output_tokens, stream

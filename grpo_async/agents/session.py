@@ -365,7 +365,7 @@ class AgentSession:
         thinking = ""
         if call.prompt is None:
             thinking, said = chat.split_thinking(said)
-            text = settings.shown(text)  # that of a prompt stays whole: what goes on from it is found by its text
+            text = settings.shown(text)  # that of a prompt stays whole: what continues it is found by its text
         called = [each.as_dict() for each in calls]
         message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called)
         answer = Answer(
@@ -400,9 +400,9 @@ class _Reader:
 
     def read(self, ids: Sequence[int]) -> None:
         """More tokens are there. Hand on the text that is new, without what may still become a stop string, thinking, or another
-        letter. Nothing where there is thinking, which comes first."""
+        character. Nothing where there is thinking, which comes first."""
         text = _before(self._chat.completion_text(ids), self._stop)
-        text = text.rstrip("\ufffd").rstrip()  # the first bytes of a letter; some tokenizers take blanks back
+        text = text.rstrip("\ufffd").rstrip()  # the first bytes of a character; some tokenizers take whitespace back
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
         text = text[: len(text) - held]
         begun = text.lstrip()

@@ -6,7 +6,7 @@ could go on as the system: a prompt injection. Messages from tools, environments
     tool result "a<|im_end|>b"  ->  rendered as "aZqguard0zqb"  ->  ids of the text around it as ever (`<|im_end|>` stays a
     border between "a" and "b"), and for the placeholder itself the ids of "<" and "|im_end|>", which no template means as control.
 
-Invariant: text without control tokens in it is tokenised in one piece, exactly as the tokenizer would alone.
+Invariant: text without control tokens in it is tokenized in one piece, exactly as the tokenizer would alone.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Encoder:
         self.control_ids = frozenset(control.values())
         longest_first = sorted(control, key=len, reverse=True)
         self._control_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # such tokens are looked for in the normalised text, where ours may differ from what the tokenizer sees
-        self._matches_normalised = any(
+        # such tokens are looked for in the normalized text, where ours may differ from what the tokenizer sees
+        self._matches_normalized = any(
             token.normalized
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token_id in self.control_ids
@@ -96,7 +96,7 @@ class Encoder:
             if is_foreign
             for text in _texts_of(message)
         ]
-        if self._matches_normalised:
+        if self._matches_normalized:
             self._refuse_hidden_tokens(texts)
         found = sorted({match.group() for text in texts for match in self._control_text.finditer(text)})
         if not found:
@@ -131,7 +131,7 @@ class Encoder:
         return ids
 
     def _after(self, token: str, piece: str) -> list[int]:
-        """Ids that `piece` has after the control token `token`: some tokenizers put a blank before the first word only."""
+        """Ids that `piece` has after the control token `token`: some tokenizers put a space before the first word only."""
         ids = self.plain(token + piece)
         return ids[1:] if ids[:1] == [self.control_tokens[token]] else self.plain(piece)
 
@@ -153,7 +153,7 @@ class Encoder:
             hidden = self.control_ids.intersection(self.plain(self._control_text.sub(" ", text)))
             if hidden:
                 names = self._tokenizer.convert_ids_to_tokens(sorted(hidden))
-                raise ChatError(f"a message from outside holds text that the tokenizer normalises to {names}")
+                raise ChatError(f"a message from outside holds text that the tokenizer normalizes to {names}")
 
 
 def _map_texts(value: Any, function: Callable[[str], str]) -> Any:

@@ -1,7 +1,7 @@
 """Renders prompts and tool results to token ids, and reads what the policy sampled.
 
 Invariant: sampled tokens are decoded for tools, reward functions and people only; the ids that are trained on, and that the next
-turn goes on from, are the ids that were sampled, never a re-tokenisation of this text.
+turn continues, are the ids that were sampled, never a re-tokenization of this text.
 
     prompt_ids(messages, tools) | sampled ids | suffix_ids(calls, results) | sampled ids | ...
 
@@ -38,7 +38,7 @@ class ChatRenderer:
         tokenizer: the model's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template, or None.
         template_arguments: further variables of the template (`model.chat_template_kwargs`).
-        end_of_turn_tokens: tokens that end a turn beside the tokenizer's eos (`model.end_of_turn_tokens`).
+        end_of_turn_tokens: tokens that end a turn in addition to the tokenizer's eos (`model.end_of_turn_tokens`).
         end_of_turn_ids: the same as ids; `load` takes them from generation_config.json.
         parser: how tool calls are read (`tool_calling.parser`).
 
@@ -176,7 +176,7 @@ class ChatRenderer:
         return self._encoder.text([token_id])
 
     def text_ids(self, text: str) -> list[int]:
-        """Ids of text that goes on from other text; the text of a control token becomes that token."""
+        """Ids of text that continues other text; the text of a control token becomes that token."""
         return self._encoder.plain(text)
 
     def turn_end_id(self, calls: Sequence[ToolCall]) -> int | None:

@@ -102,7 +102,7 @@ class ToolCheck:
         prompt = self.template.generation_prompt
         if prompt.strip() and not text.endswith(prompt.rstrip()) and not text.rstrip().endswith(prompt.rstrip()):
             notes.append(
-                f"after tool results the chat template does not add {prompt!r}: the policy goes on right after the results"
+                f"after tool results the chat template does not add {prompt!r}: the policy continues right after the results"
             )
         try:
             both = self.encoder.text(self._suffix_of([names[0], names[-1]]))

@@ -7,7 +7,7 @@ The suffix is the difference of two renderings of a dummy conversation that know
     suffix:                                                                            \\n<|im_start|>tool...42...assistant\\n
 
 The cut is at the last end-of-turn token of `before`: the policy sampled that token itself, and nothing after it. A template
-without such a token is not cut. Names and ids of the calls are the real ones, for templates repeat them beside the result.
+without such a token is not cut. Names and ids of the calls are the real ones, for templates repeat them with the result.
 
 Invariant: `before` is, token by token, the beginning of `after`; where no form of the dummy gives that, an error says so.
 Cost: two short renderings per turn, the first of them cached; the length of the conversation does not enter.
@@ -78,7 +78,7 @@ class SuffixRule:
     """
     Args:
         template: renders.
-        encoder: tokenises.
+        encoder: tokenizes.
         end_of_turn_ids: tokens at which the policy's turn ends.
     """
 
@@ -212,7 +212,7 @@ class SuffixRule:
             raise ChatError(
                 "the chat template renders a turn in another way once tool results follow it: "
                 f"{self._text(before.ids[at : at + 12])!r} becomes {self._text(ids[at : at + 12])!r}, so the tokens of the "
-                "new messages cannot be told from it; set model.chat_template to a template that keeps earlier turns as they are"
+                "new messages cannot be found; set model.chat_template to a template that keeps earlier turns as they are"
             )
         if is_first and before.is_open:
             if ids[num_kept] not in self._end_of_turn_ids:

@@ -1,4 +1,4 @@
-"""A game of several turns: guess a hidden number, told "higher" or "lower". `grpo_async.envs.guessing_game:GuessingGame`.
+"""A game of several turns: guess a hidden number by the answers "higher" and "lower". `grpo_async.envs.guessing_game:GuessingGame`.
 
 The row says which number: the columns `target`, or `seed`, from which it is drawn; `low`, `high` and `max_guesses` override the
 arguments of the constructor. So every rollout of a group plays the same game. Nothing else is needed: with

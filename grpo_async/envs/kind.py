@@ -72,7 +72,7 @@ def examine(
     methods = frozenset(optional for optional in _OPTIONAL if _has_method(probe, optional))
     for optional in sorted(set(_OPTIONAL) - methods):
         if inspect.getattr_static(probe, optional, None) is not None:
-            notes.append(f"`{optional}` is no method, so it is not called")
+            notes.append(f"`{optional}` is not a method, so it is not called")
     if section.reward_weight != 1.0 and "get_reward" not in methods:
         notes.append("`reward_weight` has no effect, for there is no `get_reward`")
     if problems or parameters is None:

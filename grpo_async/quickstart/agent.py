@@ -47,7 +47,7 @@ async def run(row: Mapping[str, Any], client: AgentClient) -> float:
 
 
 def _calculate(arguments: str) -> str:
-    """What the model is told: the value, or what is wrong with the call."""
+    """What the model sees: the value, or what is wrong with the call."""
     try:
         return calculator(**json.loads(arguments))
     except (TypeError, ValueError, ArithmeticError) as error:

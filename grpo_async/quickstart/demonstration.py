@@ -1,7 +1,7 @@
 r"""What the base model is shown: a conversation, token by token as the rollouts of a run will build it.
 
 Prompt ids from the chat template, then for every turn the policy's text with the end of the turn (learned), then the suffix
-ids of the results (not learned). Each piece is tokenised alone, as in a rollout, where no text ever joins two pieces.
+ids of the results (not learned). Each piece is tokenized alone, as in a rollout, where no text ever joins two pieces.
 
     prompt   <|im_start|>user\n12 + 7 =<|im_end|>\n<|im_start|>assistant\n              not learned
     turn     <tool_call>\n{"name": "calc", ...}\n</tool_call><|im_end|>                 learned

@@ -85,7 +85,7 @@ MAX_POSITIONS = 2048
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A freshly initialised float32 model; draws from torch's global generator."""
+    """A freshly initialized float32 model; draws from torch's global generator."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(

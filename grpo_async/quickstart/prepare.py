@@ -6,7 +6,7 @@
     |- train.jsonl     {"prompt": [...], "answer": "5"}
     `- heldout.jsonl
 
-Everything is written beside and renamed, so a folder that exists is whole. A second call returns at once.
+Everything is written to a temporary folder and renamed, so a folder that exists is whole. A second call returns at once.
 """
 
 from __future__ import annotations

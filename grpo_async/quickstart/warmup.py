@@ -1,6 +1,6 @@
 """The supervised warm-up that gives a task a base model worth training.
 
-It must leave a behaviour that is right but rare, so that reinforcement learning has something to amplify: for the first
+It must leave a behavior that is right but rare, so that reinforcement learning has something to amplify: for the first
 part of the steps every demonstration shows the good way, for the rest only some do and the others show the lazy one. The base
 model then knows the good way and mostly does not take it.
 """

@@ -225,7 +225,7 @@ def _values(table: _Table, asks_for_gold: bool) -> Iterator[Finding]:
             fix = "It asks for the gold column, so it should look at it; check what it compares."
             yield finding(Severity.ERROR, title, fix)
         else:
-            fix = "Right for a format or length reward; give it a small weight beside one that judges the answer."
+            fix = "Right for a format or length reward; give it a small weight next to one that judges the answer."
             yield finding(Severity.NOTE, title, fix)
         return
     yield from _gold_too_low(table)
@@ -311,7 +311,7 @@ def _stability(seen: Observations) -> Iterator[Finding]:
         (
             seen.unstable,
             "The same input gets different scores from call to call.",
-            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgements.",
+            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgments.",
         ),
         (
             seen.leaking,

@@ -168,7 +168,7 @@ ArgumentCheck = Callable[[Mapping[str, Any]], None]
 
 
 def whole_number(arguments: Mapping[str, Any], name: str, default: int) -> int:
-    """The argument `name`; ValueError if it is no whole number above 0."""
+    """The argument `name`; ValueError if it is not a whole number above 0."""
     value = arguments.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}: {value!r} must be a whole number of at least 1")

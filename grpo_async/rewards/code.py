@@ -135,7 +135,7 @@ async def code_tests(
     tasks = [asyncio.create_task(score(index, completion)) for index, completion in enumerate(completions)]
     try:
         return await asyncio.gather(*tasks)
-    finally:  # one failed, or the call was given up: nothing of it goes on
+    finally:  # one failed, or the call was given up: nothing of it keeps running
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -53,7 +53,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
     """
     work = read_json(sys.stdin.read())
     verdicts = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is no verdict
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is not a verdict
     peer = Peer(descriptors, is_examiner=True, may_be_nan=work["may_be_nan"])
 
     def tell(*line: Any) -> None:
@@ -66,7 +66,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
         tell("done")
     except PeerGone:
         tell("gone")
-    except BaseException as error:  # noqa: BLE001 - told to the owner
+    except BaseException as error:  # noqa: BLE001 - reported to the owner
         tell("not loaded", f"{type(error).__name__}: {text_of(error)}")
     verdicts.flush()
     os._exit(0)

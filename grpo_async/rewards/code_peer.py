@@ -3,7 +3,7 @@
     examiner: the row's tests                       candidate: the model's code
       f(3)      -- call f, 3 ------------------->     runs f(3)
                 <- value 9 ----------------------
-      9 == 9 is found here, and told to the owner
+      9 == 9 is found here, and reported to the owner
 
 What crosses is plain data, rebuilt by the receiver: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
 frozenset, dict, range, slice, Decimal, Fraction, what `collections` and `datetime` have, all of the exact type; numpy's arrays
@@ -204,7 +204,7 @@ class Peer:
                     _must(kind == "ask" and type(of) is int and type(with_) is list and type(by) is list)
             except Exception as error:  # whatever somebody who is not to be trusted sends
                 raise self.failed(
-                    ValueError(f"the tested code gave something that is no data ({type(error).__name__})")
+                    ValueError(f"the tested code gave something that is not data ({type(error).__name__})")
                 ) from error
             if kind == "ask":
                 self._answer(what_else, of, with_, by)
@@ -371,7 +371,7 @@ class Peer:
 
 
 def _check_access(target: Any, what: str, name: str) -> None:
-    """What the candidate may do with an object of the tests beside calling it. A function would lead to its globals, and so to
+    """What the candidate may do with an object of the tests besides calling it. A function would lead to its globals, and so to
     the tests; a method put in place of theirs would judge itself."""
     if what == "special" and name in ("__iter__", "__next__", "__len__", "__bool__", "__eq__", "__ne__"):
         return
@@ -409,7 +409,7 @@ def _text(value: str) -> str:
 
 
 def _must(is_so: bool) -> None:
-    """Not an assertion: this is no invariant of ours."""
+    """Not an assertion: this is not an invariant of ours."""
     if not is_so:
         raise ValueError("this is nothing that `encode` makes")
 

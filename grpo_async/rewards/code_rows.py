@@ -57,7 +57,7 @@ def names_of(row: RowTests) -> Names:
     "assert gcd(4, 6) == 2" -> wanted gcd, although `math` has one.
 
     Raises:
-        ValueError: which of several builtins the code defines cannot be told.
+        ValueError: which of several builtins the code defines is not clear.
     """
     if row.kind is RowKind.CALLS:
         return Names(wanted=(str(row.entry_point), "Solution"), provided={})

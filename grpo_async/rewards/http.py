@@ -45,7 +45,7 @@ from grpo_async.utils.text import clipped
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_WAIT_S = 60.0  # that a server can ask for with Retry-After
-# Silence is no connection error: a hung server would be waited for many times over.
+# Silence is not a connection error: a hung server would be waited for many times over.
 _RETRIABLE = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
 
 
@@ -91,7 +91,7 @@ class RemoteSettings(BaseModel):
         try:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
-            raise ValueError(f"{url!r} is no address: {error}") from error
+            raise ValueError(f"{url!r} is not an address: {error}") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ValueError(f"{url!r} must begin with http:// or https:// and name a host")
         if parsed.userinfo:
@@ -309,7 +309,7 @@ def _requests(
 
 def _encoded(body: Mapping[str, Any]) -> bytes:
     try:
-        # A model can sample half a surrogate pair; it has no UTF-8, so it travels as an escape.
+        # A model can sample an unpaired surrogate; it has no UTF-8, so it travels as an escape.
         return json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         for name, values in body.get("columns", {}).items():

@@ -94,7 +94,7 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the missing limit at every call in a thread
     timeout_s = _EXPRESSION_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
-    # no_fallback: text that is no mathematics would otherwise come back as a string that nothing equals
+    # no_fallback: text that is not mathematics would otherwise come back as a string that nothing equals
     wanted = math_verify.parse(rf"$\boxed{{{gold}}}$", fallback_mode="no_fallback", parsing_timeout=timeout_s)
     if not wanted:
         return None

@@ -1,4 +1,4 @@
-"""A reward model by its name: a sequence classifier with one output, in one process of its own beside the trainer.
+"""A reward model by its name: a sequence classifier with one output, in one process next to the trainer.
 
     rewards:
       - model: my-org/my-reward-model
@@ -26,7 +26,7 @@ from grpo_async.rewards.call import checked_by, loaded_first
 
 
 class RewardModelError(GrpoAsyncError):
-    """A reward model cannot be loaded, or is none."""
+    """A reward model cannot be loaded, or is not one."""
 
 
 class RewardModelSettings(BaseModel):
@@ -71,12 +71,12 @@ def startup_notes(settings: Mapping[str, Any]) -> list[str]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{name} is no folder of a Hugging Face model: {error}") from error
+        raise ConfigError(f"{name} is not the folder of a Hugging Face model: {error}") from error
     outputs = config.get("num_labels") or len(config.get("id2label") or ()) or None
     architectures = config.get("architectures") or []
     if not all(str(each).endswith("ForSequenceClassification") for each in architectures) or outputs not in (None, 1):
         raise ConfigError(
-            f"{name} is no reward model: its config.json says {', '.join(architectures) or 'nothing of its class'}"
+            f"{name} is not a reward model: its config.json says {', '.join(architectures) or 'nothing of its class'}"
             f"{f' with {outputs} outputs' if outputs else ''}; a sequence classifier with one output (num_labels: 1) is needed"
         )
     return [f"reward model {name} {where}"]
@@ -125,11 +125,11 @@ class _Scorer:
             raise RewardModelError(f"{settings.model} cannot be loaded as a sequence classifier: {error}") from error
         if missing := sorted(report["missing_keys"]):
             raise RewardModelError(
-                f"{settings.model} is no reward model: it lacks {', '.join(missing[:5])}, which would be random numbers"
+                f"{settings.model} is not a reward model: it lacks {', '.join(missing[:5])}, which would be random numbers"
             )
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
-        # such a model reads its output at the last token that is no padding
+        # such a model reads its output at the last token that is not padding
         model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
         wants_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda" if wants_gpu else "cpu")

@@ -1,6 +1,6 @@
 """The scorers of reasoning-gym's tasks, guarded (extra `reasoning-gym`); for data of `type: reasoning_gym`.
 
-What they do with text that is no answer, over all 106 tasks: one pays 1.0 to any text, some raise, about thirty pay 0.01 to 0.5,
+What they do with text without an answer, over all 106 tasks: one pays 1.0 to any text, some raise, about thirty pay 0.01 to 0.5,
 and nine evaluate the text as Python. Here an exception pays 0, a score that text without an answer would get as well pays 0, and
 what is evaluated (by `eval`, or by sympy's `parse_expr`, which calls it: any code, with the rights of the run) must be a list or a
 formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
@@ -63,7 +63,7 @@ def is_formula(text: str) -> bool:
 
 def _parsed(text: str) -> ast.Expression | None:
     try:
-        return ast.parse(text.strip(), mode="eval")  # `eval` takes leading blanks, ast.parse does not
+        return ast.parse(text.strip(), mode="eval")  # `eval` takes leading whitespace, ast.parse does not
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
@@ -101,7 +101,7 @@ _NO_ANSWERS = ("", "?")
 _FULL_SCORE = 0.99
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-_logged: set[tuple[str, str]] = set()  # (task, what happened): told once in a process
+_logged: set[tuple[str, str]] = set()  # (task, what happened): logged once in a process
 
 AnswerFrom = Literal["after_thinking", "boxed", "tag"]
 
@@ -204,7 +204,7 @@ class _Scorer:
         if (self._task, what) not in _logged:
             _logged.add((self._task, what))
             logger.warning(
-                "the scorer of %s failed (%s: %s): such answers get 0, which is told once", self._task, what, detail
+                "the scorer of %s failed (%s: %s): such answers get 0, which is logged once", self._task, what, detail
             )
 
 

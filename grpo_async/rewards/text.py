@@ -37,7 +37,7 @@ def _check_pattern(arguments: Mapping[str, Any]) -> None:
     try:
         re.compile(pattern)
     except (re.error, TypeError) as error:
-        raise ValueError(f"pattern: {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"pattern: {pattern!r} is not a regular expression: {error}") from error
 
 
 @checked_by(_check_pattern)
@@ -148,7 +148,7 @@ _BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
 
 
 def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Content is text, or parts of which those of type `text` count, or None beside tool calls."""
+    """Content is text, or parts of which those of type `text` count, or None with tool calls."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")

@@ -1,7 +1,7 @@
 """Checks the arguments that a model wrote against a tool's type hints, before the tool is called.
 
-pydantic does it, strictly: "3" is no integer, and an error teaches the model to write 3. The one conversion is 3.0 -> 3 where an
-integer is wanted, for JSON has only one kind of number and JSON schema calls 3.0 an integer.
+pydantic does it, strictly: "3" is not an integer, and an error teaches the model to write 3. The one conversion is 3.0 -> 3 where
+an integer is wanted, for JSON has only one kind of number and JSON schema calls 3.0 an integer.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _value(node: ast.expr) -> _Number:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _BINARY:
             return _bounded(_apply(sign, _value(left), _value(right)))
         case ast.BinOp(op=ast.BitXor()):
-            raise ValueError("^ is no power; write **")
+            raise ValueError("^ is not a power; write **")
     raise ValueError(f"only numbers and + - * / // % ** are allowed, not {ast.unparse(node)}")
 
 
@@ -72,7 +72,7 @@ def _apply(sign: ast.operator, left: _Number, right: _Number) -> _Number:
             return left // right  # exact where there is an exact value
     result = _BINARY[type(sign)](left, right)
     if isinstance(result, complex):
-        raise ValueError("a root of a negative number is no real number")
+        raise ValueError("a root of a negative number is not a real number")
     return result
 
 

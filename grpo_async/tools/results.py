@@ -1,4 +1,4 @@
-"""What the model is told of a call: the result as text, or the error."""
+"""What the model sees of a call: the result as text, or the error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_async.utils.safe_text import SURROGATE
 
 
 class ToolError(GrpoAsyncError):
-    """One tool call failed. Its message is what the model is told: short, one line, and with a way out. A tool may raise it too;
+    """One tool call failed. Its message is what the model sees: short, one line, and with a way out. A tool may raise it too;
     then the model gets the message as it is, without the type's name."""
 
 
@@ -25,7 +25,7 @@ def as_text(value: Any) -> str:
     nothing, for some chat templates leave out an empty message; date(2024, 1, 2) -> `2024-01-02`.
 
     Raises:
-        ToolError: the value holds an image or another part that is no text.
+        ToolError: the value holds an image or a part that is not text.
     """
     if isinstance(value, str):
         return encodable(str(value))  # a subclass (StrEnum) as its plain text
@@ -33,7 +33,7 @@ def as_text(value: Any) -> str:
     if text is None:
         try:
             text = json.dumps(value, ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError):  # no JSON: sets, dates, circles
+        except (TypeError, ValueError, RecursionError):  # not JSON: sets, dates, circular references
             text = str(value)
     return encodable(text)
 
@@ -43,7 +43,7 @@ def joined_parts(value: Any) -> str | None:
     no list of content parts.
 
     Raises:
-        ToolError: some part is no text.
+        ToolError: some part is not text.
     """
     if not isinstance(value, list) or not value:
         return None

@@ -1,4 +1,4 @@
-"""What the model is told of a function: the JSON schema that Transformers makes of its type hints and Google-style docstring.
+"""What the model sees of a function: the JSON schema that Transformers makes of its type hints and Google-style docstring.
 
 Functions, partials, callable objects and bound methods are taken; arguments that a partial or the config fixes are hidden.
 All that is wrong with a function is reported at once.

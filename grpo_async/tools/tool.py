@@ -1,4 +1,4 @@
-"""One tool: what the model is told of it, and how it is called.
+"""One tool: what the model sees of it, and how it is called.
 
 `text = await tool.call({"number": 3})` gives the text for the model, or raises a ToolError whose message is for the model.
 Nothing that the function does reaches the event loop: a SystemExit is a failed call, a hanging call ends at its time limit.
@@ -61,7 +61,7 @@ class Tool:
         spec: name and schema.
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
-        serial_key: tools with an equal key never run at the same time; None = runs beside any other.
+        serial_key: tools with an equal key never run at the same time; None = runs alongside any other.
         failures: where tracebacks go; shared by the instances of an environment.
     """
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TIMEOUT_S = 0.5  # a loop that is not held; else somebody holds it
 _CLOSE_TIMEOUT_S = 5.0
-_MAX_HELD = 4  # loops; with so many, calls are refused
+_MAX_HELD = 4  # loops; when that many are held, calls are refused
 
 
 class BlockedLoopError(TimeoutError):

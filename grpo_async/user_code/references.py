@@ -114,7 +114,7 @@ def resolve_plain_function(
     """A function of the user's that is called as f(*given, **arguments), checked before anything is started.
 
     Args:
-        setting: path of the setting that names it, such as `loss.function`; its arguments stand beside it.
+        setting: path of the setting that names it, such as `loss.function`; its arguments are next to it.
         given: name and a stand-in of each positional argument.
         turns: what it turns into what, for the message about one that is async.
 

@@ -1,4 +1,4 @@
-"""Runs the user's blocking functions in daemon threads, off the event loop: a ThreadRunner those that may run beside each other
+"""Runs the user's blocking functions in daemon threads, off the event loop: a ThreadRunner those that may run at the same time
 (rewards, tools), an InstanceThread those of one environment.
 
 A thread cannot be killed. One that outlives its call's time limit is abandoned and counted until it ends; with too many of

@@ -122,7 +122,7 @@ def test_a_control_token_that_appears_only_by_normalisation_is_refused() -> None
     template = "{% for m in messages %}{{ m.role + m.content + '<end>' }}{% endfor %}"
     renderer = ChatRenderer(tokenizer, chat_template=template, end_of_turn_tokens=["<end>"])
     made = call()
-    with pytest.raises(ChatError, match="normalises to"):
+    with pytest.raises(ChatError, match="normalizes to"):
         renderer.suffix_ids([made], [made.result_message("＜end＞")])
 
 

@@ -343,10 +343,10 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
 
 def test_calls_of_the_users_parser_are_held_to_the_rules_of_json() -> None:
     turn = renderer_of("chatml", parser=f"{OWN}:breaks_the_rules").parse(tokens("chatml", "hello"), turn=0)
-    half, found = "it holds half of a surrogate pair", [(call.name, call.error) for call in turn.tool_calls]
+    half, found = "it holds an unpaired surrogate", [(call.name, call.error) for call in turn.tool_calls]
     expected = [
         ("", half), ("search", half), ("search", half), ("search", half), ("search", "a number that is too large"),
-        ("search", "nested deeper than 64"), ("search", "it holds a set"), ("search", "a key that is no string"),
+        ("search", "nested deeper than 64"), ("search", "it holds a set"), ("search", "a key that is not a string"),
         ("", "it holds a set"), ("search", half), ("search", None),
     ]  # fmt: skip
     assert [(name, error and next(e for _, e in expected if e and e in error)) for name, error in found] == expected

@@ -104,7 +104,7 @@ def test_a_long_text_is_cut_at_its_beginning(judge: Path) -> None:
 def test_what_is_no_reward_model_is_said_before_the_start_or_at_the_first_call(
     judge: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"is no reward model: its config\.json says Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"is not a reward model: its config\.json says Qwen3ForCausalLM"):
         startup_notes(model_reward, {"settings": {"model": str(tiny_model)}})
     with pytest.raises(ConfigError, match=r"rewards\.0\.arguments\.device"):
         load_rewards([RewardSection(model=str(judge), arguments={"device": "gpu"})])

@@ -83,7 +83,7 @@ def test_an_exception_pays_nothing_and_is_told_once(
         assert _scores("prime_factorization", "garbage", "more", log_metric=metrics.__setitem__) == [0.0, 0.0]
     assert [record.getMessage() for record in caplog.records] == [
         "the scorer of prime_factorization failed (ValueError: invalid literal for int() with base 10: 'garbage'): "
-        "such answers get 0, which is told once"
+        "such answers get 0, which is logged once"
     ]
     assert metrics == {"task_score/refused": 0.0, "task_score/failed": 1.0}
 

@@ -42,7 +42,7 @@ class OpenEnvOptions(StrictModel):
     tool: str | None = "act"
     """Name of the tool whose arguments are an action; null: the action is the text of the answer."""
     max_steps: Count = 100
-    """An episode ends after so many steps, done or not."""
+    """Number of steps after which an episode ends, done or not."""
     start_timeout_s: Seconds = 60.0
     """Until a server that is started here answers."""
     message_timeout_s: Seconds = 60.0
@@ -214,7 +214,7 @@ class _Episode:
         return await self._step(arguments)
 
     async def _step(self, action: Mapping[str, Any]) -> str:
-        """The observation as text. An action that the server refuses is told to the model, and ends nothing."""
+        """The observation as text. The model sees why the server refused an action; that ends nothing."""
         try:
             result = await self._environment.step(action)
         except RuntimeError as error:  # what the client raises for the server's own errors

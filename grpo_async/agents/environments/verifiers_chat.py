@@ -82,7 +82,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
 
 
 async def _result_of(function: Any, places: Any, connections: Any) -> Any:
-    """What the model is told of its call; what is wrong with the call, too."""
+    """What the model sees of its call; what is wrong with the call, too."""
     if function.name not in places:
         return f"error: there is no tool {function.name!r}; there are {sorted(places)}"
     try:

@@ -40,7 +40,7 @@ _SIGNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenParser:
-    """`format` is None where `auto` recognised nothing; `reason` says why it is this one, or what to do."""
+    """`format` is None where `auto` recognized nothing; `reason` says why it is this one, or what to do."""
 
     name: str
     format: Format | None
@@ -70,7 +70,7 @@ def choose_parser(
         raise ConfigError(
             f"tool_calling.parser: there is no parser {setting!r}{hint}, or `module:attribute` of your own"
         )
-    found = _recognise(template_source, vocabulary) if setting == AUTO else None
+    found = _recognize(template_source, vocabulary) if setting == AUTO else None
     if found is not None:
         name, reason = found
         return ChosenParser(name=name, format=FORMATS[name](), reason=reason)
@@ -87,7 +87,7 @@ def choose_parser(
     )
 
 
-def _recognise(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str, str] | None:
+def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str, str] | None:
     """The name of the format, and the sign of it."""
 
     if any(mark in template_source for mark in ("<function=", "<arg_key>")):

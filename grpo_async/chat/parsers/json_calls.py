@@ -1,7 +1,7 @@
 """Tool calls written as JSON, read strictly: what is refused here would break a tool, a template or the rollout store later.
 
-Refused, each in words that the policy can act on: text that is no JSON, NaN and infinities, keys given twice, nesting deeper
-than 64, halves of surrogate pairs, a call without a name, arguments that are no object. Taken: `arguments` or `parameters`,
+Refused, each in words that the policy can act on: text that is not JSON, NaN and infinities, keys given twice, nesting deeper
+than 64, unpaired surrogates, a call without a name, arguments that are not an object. Taken: `arguments` or `parameters`,
 arguments as JSON text, none at all (a tool without parameters), and the OpenAI form {"function": {...}}.
 """
 
@@ -21,7 +21,7 @@ _SHOWN = 24  # characters shown on either side of an error
 
 
 def scan_json(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start` (blanks may come first), and the position after it: ' {"a": 1} x' -> 9.
+    """The JSON value that begins at `start` (whitespace may come first), and the position after it: ' {"a": 1} x' -> 9.
 
     Raises:
         UnreadableError: there is none.
@@ -137,7 +137,7 @@ def _check(value: Any) -> None:
             raise UnreadableError(_TOO_DEEP)
         if isinstance(item, Mapping):
             if not all(isinstance(key, str) for key in item):
-                raise UnreadableError("it holds a key that is no string")
+                raise UnreadableError("it holds a key that is not a string")
             pending += [(key, depth) for key in item]
             pending += [(entry, depth + 1) for entry in item.values()]
         elif isinstance(item, list | tuple):
@@ -147,6 +147,6 @@ def _check(value: Any) -> None:
                 raise UnreadableError("it holds a number that is too large")
         elif isinstance(item, str):
             if SURROGATE.search(item):
-                raise UnreadableError("it holds half of a surrogate pair (\\ud800 to \\udfff)")
+                raise UnreadableError("it holds an unpaired surrogate (\\ud800 to \\udfff)")
         elif item is not None and not isinstance(item, int):
             raise UnreadableError(f"it holds a {type(item).__name__}, which JSON does not have")

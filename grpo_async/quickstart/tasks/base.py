@@ -29,9 +29,9 @@ class WarmupRecipe:
     lr_warmup_steps: int = 20
     min_lr_ratio: float = 0.1
     good_only_fraction: float = 0.875
-    """Of the steps: so many, from the first, in which every demonstration is of the good way."""
+    """Fraction of the steps, from the first, in which every demonstration is of the good way."""
     good_fraction_after: float = 0.3
-    """Of the demonstrations in the steps after those: so many are good, the others lazy."""
+    """Fraction of the demonstrations in the steps after those that are good; the others are lazy."""
 
     def lr_factor(self, step: int) -> float:
         """Linear warm-up, then cosine from 1 to `min_lr_ratio` at the last step."""

@@ -2,7 +2,7 @@ r"""*code*: write a formula as a Python function, which is then run against test
 
 translates   f(x) = 3 (x + 2)   ->   def f(x):\n    return 3 * (x + 2)
 copies       f(x) = 3 (x + 2)   ->   def f(x):\n    return 3 (x + 2)      as it stands, which Python cannot run or takes for
-                                                                          something else (^ is no power)
+                                                                          something else (^ is not a power)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""*game*: find a number in a range of seven with three guesses, told "higher" or "lower" after each.
+"""*game*: find a number in a range of seven with three guesses and the answers "higher" or "lower" after each.
 
     searches   from 231 to 237: 234 -> higher, 236 -> lower, 235 -> correct      always in the middle of what is left
     insists    from 231 to 237: 232 -> higher, 232 -> higher, 232 -> higher      any number, and again the same
@@ -55,7 +55,7 @@ class GameTask(Task[Game]):
         low, high = item.low, item.high
 
         def search(answers: Sequence[str]) -> int:
-            """Halves what is left: 231 to 237, told "higher" after 234, goes on with 235 to 237."""
+            """Halves what is left: 231 to 237, "higher" after 234: next 235 to 237."""
             nonlocal low, high
             if answers:
                 low, high = ((low + high) // 2 + 1, high) if answers[-1] == "higher" else (low, (low + high) // 2 - 1)
