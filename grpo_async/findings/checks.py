@@ -153,7 +153,8 @@ def zero_variance(evidence: Evidence) -> Finding | None:
         rest = (
             "the prompts are solved (harder ones or a stricter reward leave something to learn), or the function pays for all"
             if value > 0.0
-            else "this policy cannot earn it (take easier prompts, or a reward with partial credit), or the function is wrong"
+            else "the prompts are too hard for this policy (take easier ones, or a reward with partial credit), or the "
+            "function does not recognize right answers"
         )
         return Finding(
             key="zero-variance", severity=ERROR, title=f"All rewards are {format_number(value)}", numbers={"reward": value},
@@ -275,7 +276,7 @@ def held_out(evidence: Evidence) -> Finding | None:
         return _few_evaluations(evidence, results)
     first, last, change = results[0], results[-1], evidence.between(results[0], results[-1])
     baseline = last.metrics.get("majority_baseline")
-    against = "" if baseline is None else f" Always the most frequent answer would get {format_number(baseline)}."
+    against = "" if baseline is None else f" Always giving the most frequent answer scores {format_number(baseline)}."
     text = f"Between steps {first.step} and {last.step} it goes {change}.{against}"
     numbers = change.numbers | ({} if baseline is None else {"baseline": baseline})
 
@@ -288,9 +289,7 @@ def held_out(evidence: Evidence) -> Finding | None:
     if change.has_risen and is_no_better_than_baseline(last, change):
         why = "No more was learned than that, as far as can be told."
         fix = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
-        return found(
-            WARNING, "The held-out reward rose no further than that of always the most frequent answer", why, fix
-        )
+        return found(WARNING, "The held-out reward is no better than always giving the most frequent answer", why, fix)
     if change.has_risen:
         return found(GOOD, "The held-out reward rose")
     training = evidence.trend("reward")

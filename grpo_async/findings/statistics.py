@@ -39,7 +39,7 @@ class Change:
         return found | {"count": float(self.count)}
 
     def __str__(self) -> str:
-        """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, each with itself)"."""
+        """ "from 0.2 to 0.8: +0.600 (95 %: +0.500 to +0.700; 100 prompts, paired)"."""
         count = f"{self.count} " if self.count else ""
         interval = f"95 %: {self.low:+.3f} to {self.high:+.3f}"
         return f"from {format_number(self.first)} to {format_number(self.last)}: {self.value:+.3f} ({interval}; {count}{self.of})"
@@ -125,7 +125,7 @@ def held_out_change(
             differences = [after - before for before, after in pairs]
             stderr = max(stdev(differences) / math.sqrt(len(pairs)), 0.5 * scale / len(pairs))
             before, after = fmean(before for before, _ in pairs), fmean(after for _, after in pairs)
-            return _change(before, after, stderr, len(pairs) - 1, len(pairs), "prompts, each with itself")
+            return _change(before, after, stderr, len(pairs) - 1, len(pairs), "prompts, paired")
     count = int(min(each.get("num_prompts", 0.0) for each in (first, last)))
     stderr = math.hypot(first.get("reward_stderr", 0.0), last.get("reward_stderr", 0.0))
     stderr = max(stderr, 0.5 * scale / count if count > 2 else 0.0)

@@ -26,6 +26,7 @@ from grpo_async.cluster.rendezvous import NodeInfo
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
+from grpo_async.findings.messages import equal_value
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan
@@ -262,7 +263,9 @@ class Supervisor:
         return f"{cause}\nlog: {trainer.log}"
 
     def _failed(self, what: str) -> RunOutcome:
-        return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, self._how_to_continue()])))
+        # where all rewards are equal, a resume of the same run would end in the same way
+        how = "" if equal_value(what) is not None else self._how_to_continue()
+        return RunOutcome(exit_code=1, error="\n".join(filter(None, [what, how])))
 
     def _how_to_continue(self) -> str:
         if self._assignment.purpose != "train":

@@ -281,7 +281,8 @@ class RolloutWorker:
             return
         raise NothingToLearnError(
             f"{self._without_signal_in_a_row} consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. "
-            "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step"
+            "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step "
+            f"({self._section.max_rounds_without_signal} x {self._section.groups_per_step})"
         )
 
     async def _hand_over(self, scored: ScoredGroup) -> None:
@@ -391,7 +392,19 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
             return equal_rewards(
                 rewards[0], f"every tool call failed; the last, {last.name}: {clipped(last.result, 200)}"
             )
-        return equal_rewards(rewards[0], "the task is solved, too hard for this policy, or the policy has collapsed")
+        return equal_rewards(rewards[0], _why_equal(rewards[0]))
     return (
         "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
     )
+
+
+def _why_equal(reward: float) -> str:
+    """What a reward that all answers get can mean."""
+    if reward <= 0.0:
+        return (
+            "the task is too hard for this policy, the policy has collapsed, or the reward function does not recognize "
+            "right answers"
+        )
+    if reward >= 1.0:
+        return "the task is solved, or the reward function pays for every answer"
+    return "the answers are equally good, or the reward function does not tell them apart"

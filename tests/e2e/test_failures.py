@@ -83,7 +83,10 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_cause(tmp_path: Path)
 @pytest.mark.nightly
 def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_path: Path) -> None:
     run = _run(tmp_path, "rollout.max_rounds_without_signal=2", rewards("user_rewards:always_zero"))
-    assert "8 groups in a row had nothing to learn from" in run.fail()  # 2 rounds of 4
+    error = run.fail()
+    assert "8 consecutive groups had nothing to learn from" in error
+    assert "(2 x 4)" in error
+    assert "--resume" not in error
     assert run.checkpoints() == [0]
 
 

@@ -97,7 +97,7 @@ def _nothing_to_learn(reward: float) -> str:
     """As a run ends in which every group has the same rewards."""
     group = RolloutGroup(group_id=1, prompt=make_prompt(), completions=[make_completion("a"), make_completion("b")])
     scored = ScoredGroup(group=group, samples=[], rewards=[reward, reward], reward_parts=[{}, {}])
-    return f"80 groups in a row had nothing to learn from; the last one: {why_no_signal(scored)}. Look at `inspect-rollouts`"
+    return f"80 consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. Look at `inspect-rollouts`"
 
 
 RAISES = str(RewardError("exact_answer", "raised KeyError: 'answer' (rewards.py:12)"))
@@ -206,7 +206,8 @@ def _judged(name: str, folder: Path, seed: int = 0) -> tuple[Evidence, Verdict]:
 
 
 SAID = {
-    "all rewards 0": "All rewards are 0", "all rewards 1": "All rewards are 1", "learning rate 1e-9, synchronous": "optimizer.lr",
+    "all rewards 0": "All rewards are 0", "all rewards 0, trained all the same": "the function does not recognize right answers",
+    "all rewards 1": "All rewards are 1", "learning rate 1e-9, synchronous": "optimizer.lr",
     "all rewards 1, trained all the same": "All rewards are 1", "a reward raises, no evaluation": RAISES,
     "a reward raises in the first evaluation": RAISES, "truncated": "rollout.max_completion_tokens is 16",
     "before its first step": "No optimizer step has ended yet", "learns, the last evaluation failed": "The evaluation failed",

@@ -400,7 +400,9 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
     setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance=mode)
 
     _stops_with_nothing_to_learn(
-        setup, r"12 consecutive groups had nothing to learn from; the last one: all rewards are 0"
+        setup,
+        r"12 consecutive groups had nothing to learn from; the last one: all rewards are 0: the task is too hard for this policy, "
+        r".*does not recognize right answers\. Look .* \(6 x 2\)",
     )
     counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12

@@ -58,12 +58,19 @@ def _outcome(run: RunData, wall_s: float) -> str:
     """One sentence: what happened."""
     planned = f" of {run.max_steps}" if run.max_steps else ""
     steps = f"{run.last_step}{planned} steps{f' in {duration(round(wall_s))}' if wall_s else ''}"
+    has_all = (
+        run.max_steps is not None and run.last_step >= run.max_steps
+    )  # evaluation and export come after the last step
+    then = ", before its end; --resume does the rest." if has_all else "; --resume continues it."
+    stopped = f"The run was stopped after {steps}{then}"
+    if has_all and (run.summary.get("status"), run.summary.get("steps")) == (FINISHED, run.last_step):
+        stopped = f"The run finished after {steps}; it was stopped while it ended."
     how = {
         FINISHED: f"The run finished after {steps}.",
-        STOPPED: f"The run was stopped after {steps}; --resume continues it.",
+        STOPPED: stopped,
         FAILED: f"The run failed after {steps}.",
         RUNNING: f"The run is in progress: {steps} so far.",
-        KILLED: f"The run was killed after {steps}; --resume continues it.",
+        KILLED: f"The run was killed after {steps}{then}",
         SILENT: f"The run has {steps}; its launcher, on another machine, has written nothing for a while.",
         UNFINISHED: f"The run has {steps}. It is still running, or it was killed.",
     }

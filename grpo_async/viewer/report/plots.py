@@ -22,6 +22,7 @@ MAX_POINTS = 500
 
 _MAX_SERIES = 8  # colours that keep apart
 _STALENESS = "async/staleness/"
+_LABELS = {"majority_baseline": "always the most frequent answer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +202,10 @@ def held_out_plots(runs: Sequence[RunData]) -> list[Drawing]:
         key=lambda name: int(name.removeprefix("pass@") or 0),
     )
     drawings = [
-        _evaluations("held-out", "Held-out reward", "mean over the prompts, band ± one standard error", runs, ["reward"]),
+        _evaluations(
+            "held-out", "Held-out reward", "mean over the prompts, band ± one standard error", runs,
+            ["reward", "majority_baseline"] if len(runs) == 1 else ["reward"],
+        ),
         _evaluations(
             "pass", "Held-out pass rate", "pass@k: chance that one of k samples passes", runs,
             [passes[0], passes[-1]] if len(passes) > 1 else passes,
@@ -219,11 +223,11 @@ def _evaluations(name: str, title: str, unit: str, runs: Sequence[RunData], metr
             known = sorted((each for each in run.evaluations if metric in each.metrics), key=lambda each: each.step)
             if not known:
                 continue
-            plain = metric.replace("_", " ")
+            plain = _LABELS.get(metric, metric.replace("_", " "))
             label = plain if len(runs) == 1 else run.label if len(metrics) == 1 else f"{run.label}: {plain}"
             values = [each.metrics[metric] for each in known]
             drawn = _points(label, [each.step for each in known], values, place if len(runs) > 1 else number)
-            drawn["dash"] = number if len(runs) > 1 else 0
+            drawn["dash"] = number if len(runs) > 1 or metric in _LABELS else 0
             errors = [each.metrics.get("reward_stderr", 0.0) for each in known]
             if metric == "reward" and any(errors):
                 pairs = list(zip(values, errors, strict=True))

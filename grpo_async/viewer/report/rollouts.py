@@ -60,18 +60,33 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeforeAfter:
-    """The held-out prompts in two evaluations: how many got better, worse, or stayed; `changes`: what changed most comes first, the
-    gains before the losses, or where the mean fell the losses before the gains."""
+    """The held-out prompts in two evaluations. `changes`: what changed most comes first, the gains before the losses, or where the
+    mean fell the losses before the gains."""
 
     first_step: int
     last_step: int
-    num_better: int
-    num_worse: int
     changes: Sequence[PromptChange]
 
     @property
-    def num_same(self) -> int:
-        return len(self.changes) - self.num_better - self.num_worse
+    def has_fallen(self) -> bool:
+        return sum(each.change for each in self.changes) < 0.0
+
+    @property
+    def outcome(self) -> str:
+        """How many got better, worse, or stayed. Rewards before -> after 0 -> 1, 1 -> 1, 0 -> 0: "1 better, 0 worse, 1 right both
+        times, 1 wrong both times"; where rewards are not just right or wrong: "1 better, 0 worse, 2 unchanged"."""
+        better, worse = (sum(sign * each.change > 0.0 for each in self.changes) for sign in (1, -1))
+        same = [each.last.reward_mean for each in self.changes if each.change == 0.0]
+        right, wrong = same.count(1.0), same.count(0.0)
+        rewards = {reward for each in self.changes for reward in (each.first.reward_mean, each.last.reward_mean)}
+        is_known = bool(same) and rewards <= {0.0, 1.0}
+        stayed = f"{right} right both times, {wrong} wrong both times" if is_known else f"{len(same)} unchanged"
+        return f"{better} better, {worse} worse, {stayed}"
+
+    @property
+    def order(self) -> str:
+        """Of `changes`, in words."""
+        return f"the largest {'losses first, then the gains' if self.has_fallen else 'gains first, then the losses'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,18 +158,13 @@ def before_and_after(first: RolloutTable, last: RolloutTable, first_step: int, l
         for key, each in before.items()
         if key in after
     ]
-    has_fallen = sum(each.change for each in changes) < 0.0
+    found = BeforeAfter(first_step=first_step, last_step=last_step, changes=changes)
+    has_fallen = found.has_fallen
     # what went as the whole did, the largest change first; then what did the opposite; then what stayed
     changes.sort(
         key=lambda each: (each.change == 0.0, (each.change < 0.0) != has_fallen, -abs(each.change), each.first.group_id)
     )
-    return BeforeAfter(
-        first_step=first_step,
-        last_step=last_step,
-        num_better=sum(each.change > 0.0 for each in changes),
-        num_worse=sum(each.change < 0.0 for each in changes),
-        changes=changes,
-    )
+    return found
 
 
 def store_evidence(table: RolloutTable) -> dict[str, Any]:

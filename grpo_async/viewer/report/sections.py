@@ -47,6 +47,11 @@ class Learning:
     level: str
     findings: Sequence[Finding]
 
+    @property
+    def text(self) -> str:
+        """The verdict after its question."""
+        return f"Does it learn? {self.verdict.text}"
+
 
 def learning(run: RunData) -> Learning:
     found = find(run)

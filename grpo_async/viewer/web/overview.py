@@ -16,6 +16,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
 from grpo_async.tracking.catalog import describe
 from grpo_async.utils.safe_text import tail
+from grpo_async.utils.text import count
 from grpo_async.viewer.format import conversation, prompt_of
 from grpo_async.viewer.report.headline import Headline, headline
 from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
@@ -59,7 +60,7 @@ def _card(run_dir: RunDir, run: RunData, learns: Learning, top: Headline) -> dic
         "max_steps": run.max_steps,
         "model": run.setting("model.path"),
         "updated_at": modified_at(run_dir),
-        "verdict": {"level": learns.level, "key": learns.verdict.key, "text": learns.verdict.text},
+        "verdict": {"level": learns.level, "key": learns.verdict.key, "text": learns.text},
         "curve": curve(run.metrics, "reward", max_points=_CARD_POINTS),
         "held_out": [results[0].metrics["reward"], results[-1].metrics["reward"]] if len(results) > 1 else None,
         "num_evaluations": len(run_dir.evaluation_steps()),
@@ -211,7 +212,9 @@ def before_after(source: Source, first: int, last: int, offset: int, limit: int)
     return {
         "steps": steps,
         "asked": asked,
-        "counts": {"better": found.num_better, "worse": found.num_worse, "same": found.num_same},
+        "total": len(found.changes),
+        "outcome": f"{count(len(found.changes), 'held-out prompt')}: {found.outcome}",
+        "order": found.order,
         "rows": [
             {
                 "prompt": conversation(prompt_of(each.last.group, each.last.rollout)),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from grpo_async.config.diff import flat
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
@@ -137,3 +139,16 @@ def test_the_vendored_library_is_what_its_note_says() -> None:
     script = Path(__file__).parents[3] / "scripts" / "update-uplot"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores() -> None:
+    evaluations = [
+        EvaluationRecord(step=step, due=step, when="step", metrics={"reward": reward, "majority_baseline": 0.2})
+        for step, reward in ((0, 0.1), (10, 0.9))
+    ]
+    run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
+    reward, baseline = held_out_plots([run])[0].data["series"]
+    assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
+    assert baseline["label"] == "always the most frequent answer"
+    other = replace(run, label="b")
+    assert [each["label"] for each in held_out_plots([run, other])[0].data["series"]] == ["a", "b"]

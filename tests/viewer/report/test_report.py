@@ -87,6 +87,11 @@ def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_pa
         "Reward 0 → 1 mean of its group, step 0 and step 20 prompt why? answer = so step 0, reward 0 I guess"
     )
     assert text.index("Before and after") < first < text.index("Reward 1 → 0 mean of its group") < text.index("Rewards")
+    write_store(
+        run.evaluation(30),
+        [Group(rewards=[0.0], prompt="why?", step=30), Group(rewards=[1.0], prompt="else?", step=30)],
+    )
+    assert "0 better, 0 worse, 1 right both times, 1 wrong both times." in _text(_page(run))
     later = [Group(rewards=[0.5], prompt="why?", step=40), Group(rewards=[0.0], prompt="else?", step=40)]
     write_store(run.evaluation(40), later)
     assert "1 better, 1 worse, 0 unchanged. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
@@ -96,7 +101,7 @@ def test_why_a_run_does_not_learn_stands_there_with_the_command_that_shows_it(tm
     metrics = steps(20, first=0.0, last=0.0, frac_reward_zero_std=1.0, reward_max=0.0)
     run = write_run(tmp_path, metrics=metrics, groups=[Group(rewards=[0.0, 0.0])])
     text = _text(_page(run))
-    assert "No. All rewards are 0." in text
+    assert "Does it learn? No. All rewards are 0." in text
     assert f"grpo-async inspect-rollouts {run.root} group_std=0 --sort step" in text
 
 
@@ -157,6 +162,16 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     text = _text(_page(run))
     for part in ("The run was killed after 8 of 8 steps", "torn", "2 rollouts in 1 groups"):
         assert part in text
+
+
+def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
+    """The export and the last evaluation come after it; with a summary of them nothing is left."""
+    run = write_run(tmp_path, metrics=steps(20), state="stopped")
+    assert "The run was stopped after 20 of 20 steps in 40 s, before its end; --resume does the rest." in _text(
+        _page(run)
+    )
+    run.summary.write_text(json.dumps({"status": "finished", "steps": 20}))
+    assert "The run finished after 20 of 20 steps in 40 s; it was stopped while it ended." in _text(_page(run))
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])

@@ -495,14 +495,14 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
     with opened(browser, learned, "#/home") as watched:
         page = watched.page
         verdicts = {name: page.inner_text(f"article[aria-label={name}] .verdict") for name in ("good", "flat")}
-        assert verdicts["good"].startswith("Yes. The held-out reward rose.")
-        assert verdicts["flat"].startswith("No. All rewards are 0.")
+        assert verdicts["good"].startswith("Does it learn? Yes. The held-out reward rose.")
+        assert verdicts["flat"].startswith("Does it learn? No. All rewards are 0.")
         line = page.locator("article[aria-label=good] .spark polyline").bounding_box()
         assert line is not None
         assert line["width"] > 50
         assert line["height"] > 20
         page.click("article[aria-label=good] >> text=Before and after")
-        page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 unchanged")
+        page.wait_for_selector("text=2 held-out prompts: 1 better, 0 worse, 1 right both times, 0 wrong both times")
         first = page.locator(".pairs > .panel").first
         assert [each.inner_text() for each in first.locator(".sides .block").all()] == ["I guess 3", "1 + 1 = 2"]
         assert first.locator(".sides > .good .badge").inner_text() == "reward 1"
@@ -575,10 +575,14 @@ def test_a_trace_has_each_call_once_with_its_result_and_what_is_chosen_is_rememb
         go(page, "#/rollouts?run=run")
         page.wait_for_selector(".grid-row:has-text('add(')")
         assert "it is three" not in page.inner_text(".grid-row")
+        assert (
+            page.get_attribute("button.chip:has-text('clipped')", "title") == "at least one of its tokens was clipped"
+        )
         go(page, "#/rollout?run=run&id=g0-r0")
         main = page.inner_text("main")
         assert main.count("it is three") == 1
         assert page.locator(".message-policy .tool[open] .tool-body:has-text('it is three')").count() == 1
+        assert page.inner_text(".message-policy strong >> nth=0") == "assistant"
         assert "({})" not in main
         assert '{"id":"c2"}' in main
         page.click("button:has-text('Tokens')")

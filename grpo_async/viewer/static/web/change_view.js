@@ -17,27 +17,21 @@ export async function changeView({ main, parameters, signal }) {
     return { title };
   }
   const [from, to] = found.asked;
-  const { better, worse, same } = found.counts;
   const steps = found.steps.map((step) => [String(step), `step ${step}`]);
   const choose = (name, value) => select({ "aria-label": name }, steps, String(value), (step) => go("change", { ...parameters, first: from, last: to, [name]: step }));
   const list = h("div", { class: "pairs" }, found.rows.map(pair));
-  const total = better + worse + same;
   const more = button("Show more", async () => {
     list.append(...(await ask(list.children.length)).rows.map(pair));
-    more.hidden = list.children.length >= total;
+    more.hidden = list.children.length >= found.total;
   });
-  more.hidden = found.rows.length >= total;
+  more.hidden = found.rows.length >= found.total;
   fill(
     main,
-    heading(title, choose("first", from), "vs.", choose("last", to), hint(counted(found.counts)), spacer(), copyLink()),
+    heading(title, choose("first", from), "vs.", choose("last", to), hint(`${found.outcome} (${found.order})`), spacer(), copyLink()),
     list,
     more,
   );
   return { title };
-}
-
-export function counted({ better, worse, same }) {
-  return `${plural(better + worse + same, "held-out prompt")}: ${number(better)} better, ${number(worse)} worse, ${number(same)} unchanged`;
 }
 
 /** One prompt, and what was said to it in two evaluations; a row of /api/change. */

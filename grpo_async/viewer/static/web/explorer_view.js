@@ -132,7 +132,8 @@ class Explorer {
   quick() {
     const chip = (term) => {
       const is = (this.parameters.q || "") === term;
-      return button(term, () => this.leaveTo({ q: is ? null : term }), { class: "chip", "aria-pressed": String(is) });
+      const title = this.app.names.find(({ name }) => name === term)?.help || "all rewards of the group are equal";
+      return button(term, () => this.leaveTo({ q: is ? null : term }), { class: "chip", title, "aria-pressed": String(is) });
     };
     return h("div", { class: "row quick", role: "group", "aria-label": "Common queries" }, QUICK[this.kind].map(chip));
   }

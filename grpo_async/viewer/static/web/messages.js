@@ -3,7 +3,7 @@
 import { button, copyButton, h, hint, oneLine, plural, text, visible } from "./dom.js";
 
 const FOLD_CHARACTERS = 6000; // a longer text shows its beginning first
-const SPEAKERS = ["policy", "tool", "environment"]; // else its role says who wrote it
+const SPEAKERS = ["tool", "environment"]; // else its role says who wrote it
 
 /** The prompt of a rollout, which an environment's reset may have changed. */
 export function promptOf(group, rollout) {
@@ -24,7 +24,7 @@ export function trace(rollout) {
     const asked = each.tool_calls.filter((call) => !made.has(call.id)).map(callNotMade);
     const since = turn.started_at && rollout.started_at ? turn.started_at - rollout.started_at : 0;
     return message(each, {
-      about: `${since > 0.01 ? `at ${Charts.duration(since)}, ` : ""}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
+      about: `${since > 0.01 ? `starts at ${Charts.duration(since)}, ` : ""}${plural(turn.num_tokens, "token")} in ${Charts.duration(turn.generation_duration_s)}${turn.finish_reason === "stop" ? "" : `, ended by ${turn.finish_reason}`}`,
       below: [
         turn.parse_error ? h("p", { class: "level bad said" }, `Tool calls were not parsed: ${oneLine(turn.parse_error, 400)}`) : null,
         turn.tool_calls.map((call) => toolCall(call, true)),
@@ -40,7 +40,7 @@ export function message(each, { about = "", below = null } = {}) {
   const isSilent = each.content === "" && (below || each.tool_calls.length);
   return h(
     "section",
-    { class: `message message-${SPEAKERS.includes(each.origin) ? each.origin : "other"}` },
+    { class: `message message-${each.origin}` },
     h("header", {}, h("strong", {}, visible(speaker)), each.name ? h("code", {}, oneLine(each.name, 60)) : null, h("span", { class: "hint spacer" }, about), copyButton("text", () => each.content)),
     isSilent ? null : longText(each.content),
     below || each.tool_calls.map(callNotMade),

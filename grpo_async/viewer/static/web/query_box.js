@@ -15,7 +15,7 @@ export class QueryBox {
       id: "query",
       type: "text",
       value,
-      placeholder: "reward<0.2 and truncated",
+      placeholder: "e.g. reward<0.2 and truncated",
       autocomplete: "off",
       autocapitalize: "off",
       spellcheck: "false",

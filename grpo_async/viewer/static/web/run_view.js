@@ -2,7 +2,7 @@
 
 import { address, get, reportAddress } from "./api.js";
 import { arrange, badge, copyLink, h, heading, hint, link, panel, part, spacer, statistics } from "./dom.js";
-import { counted, pair } from "./change_view.js";
+import { pair } from "./change_view.js";
 import { Plots } from "./plots.js";
 
 export async function runView({ main, parameters, signal }) {
@@ -21,9 +21,9 @@ export async function runView({ main, parameters, signal }) {
     error ? h("pre", { class: "lined filled bad said" }, error) : null,
   ]);
   const place = h("div", { class: "tiles overview" });
-  const example = part(({ rows, counts }) =>
+  const example = part(({ rows, outcome }) =>
     rows.length
-      ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), counted(counts))), rows.map(pair)]
+      ? [h("div", { class: "row heading" }, h("h2", {}, "The same held-out prompt before and after"), link(address("change", { run }), outcome)), rows.map(pair)]
       : null,
   );
   const findings = part((all) => [h("h2", {}, "What the numbers say"), h("ul", { class: "findings bare" }, all.map((each) => finding(each, run)))]);
