@@ -30,7 +30,7 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.agents.subreaper import CANNOT_START
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus, has_loopback
 from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import find_interpreter

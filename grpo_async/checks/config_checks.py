@@ -30,9 +30,9 @@ from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
-from grpo_async.inference.api import token_from_environment
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.monitor import why_hopeless
+from grpo_async.inference.token import token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt

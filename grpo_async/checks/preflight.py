@@ -30,11 +30,12 @@ from grpo_async.errors import (
     InferenceError,
     RequestRejectedError,
 )
-from grpo_async.inference.api import TOKEN_VARIABLE, GenerateRequest, ServerInfo
+from grpo_async.inference.api import GenerateRequest, ServerInfo
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.router import FixedServers
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically

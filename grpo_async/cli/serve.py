@@ -74,7 +74,7 @@ def _serve_replicas(config: ExperimentConfig, engine: EngineName, port: int) -> 
 
 def _ensure_token(host: str) -> None:
     """Nobody else on this machine may steer a server that was started by hand without thinking of it."""
-    from grpo_async.inference.api import TOKEN_VARIABLE, token_from_environment
+    from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 
     if token_from_environment() is None and is_loopback(host):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)

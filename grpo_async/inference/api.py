@@ -41,7 +41,6 @@ was sampled until then.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -49,18 +48,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from grpo_async.config.base import ComputeDtype, EngineName, MinP, RepetitionPenalty, Seconds, TopP, TransportKind
 from grpo_async.records import FinishReason
 
-TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 GENERATE_PATH = "/rollout/generate"
 INFO_PATH = "/rollout/info"
 PARAMETERS_PATH = "/rollout/parameters"
 SCORE_PATH = "/rollout/score"
 
 PauseMode = Literal["keep", "drain", "abort"]
-
-
-def token_from_environment() -> str | None:
-    """The run's bearer token, or None. It travels by environment only: argv is visible to every user of a machine."""
-    return os.environ.get(TOKEN_VARIABLE) or None
 
 
 class ApiModel(BaseModel):

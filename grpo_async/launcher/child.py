@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from grpo_async.errors import RunError
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.tree import TAG_VARIABLE, ProcessTree, adopting_orphans
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE

@@ -23,7 +23,7 @@ from grpo_async.cluster.nodes import Rendezvous, socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
     GpuShares,
     assumed_gpus,

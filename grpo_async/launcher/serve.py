@@ -16,7 +16,7 @@ from grpo_async.config.loader import dump_config
 from grpo_async.config.sections import NodesSection
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
-from grpo_async.inference.api import token_from_environment
+from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.child import KILL_TIMEOUT_S, ending_children
 from grpo_async.launcher.gpus import share_gpus
 from grpo_async.launcher.plan import ProcessSpec, common_environment, own_urls, server_specs

@@ -25,7 +25,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import NodesSection
 from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import token_from_environment
+from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.follower import follow
 from grpo_async.launcher.gpus import assumed_gpus, share_gpus, with_dtypes
 from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display

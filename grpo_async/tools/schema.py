@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic.errors import PydanticSchemaGenerationError
+
 from grpo_async.tools.arguments import Arguments, arguments_of
 from grpo_async.user_code.calls import own_name, unwrap_partial
 from grpo_async.utils.text import backticked
@@ -93,14 +95,17 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         view.__annotations__ = typing.get_type_hints(view, globalns=getattr(target, "__globals__", {}))
         _add_return_hint(view, signature, getattr(target, "__globals__", {}))
         schema = get_json_schema(view)
+        resolved = {key: hint for key, hint in view.__annotations__.items() if key != "return"}
+        required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+        arguments = arguments_of(name, resolved, required)
     except (NameError, AttributeError, SyntaxError) as error:
         raise UnusableError([f"has a type hint that cannot be resolved: {error}"]) from error
+    except PydanticSchemaGenerationError as error:
+        raise UnusableError([f"cannot be described to the model: {error.message.partition('. ')[0]}"]) from error
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UnusableError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
     _refuse_media(schema)
-    resolved = {key: hint for key, hint in view.__annotations__.items() if key != "return"}
-    required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
-    return ToolSpec(name, schema, arguments_of(name, resolved, required))
+    return ToolSpec(name, schema, arguments)
 
 
 def _signed(function: Callable[..., Any]) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import InferenceError
-from grpo_async.inference.api import token_from_environment
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.inference.router import Servers
+from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.control import ControlClient
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.retry import RetryPolicy

@@ -27,8 +27,8 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.inference.api import token_from_environment
 from grpo_async.inference.fleet import Server
+from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient

@@ -19,8 +19,9 @@ from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import RunError
-from grpo_async.inference.api import TOKEN_VARIABLE, ScoreAnswer
+from grpo_async.inference.api import ScoreAnswer
 from grpo_async.inference.control import ServerControl
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir
 from grpo_async.training.load import load_policy

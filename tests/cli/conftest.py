@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 
 
 @pytest.fixture(autouse=True)

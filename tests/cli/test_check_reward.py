@@ -70,7 +70,7 @@ def test_several_functions_are_reported_in_their_order_and_json_holds_everything
     substring, form = report["rewards"]
     assert substring["gold"] == {"lowest": 1.0, "mean": 1.0, "highest": 1.0}
     assert [finding["severity"] for finding in form["findings"]] == ["note"]
-    garbage = next(finding for finding in substring["findings"] if "garbage" in finding["what"])
+    garbage = next(finding for finding in substring["findings"] if "garbage" in finding["title"])
     assert (garbage["severity"], garbage["inputs"], garbage["rows"]) == ("error", ["counting"], [0, 1, 2])
     assert report["notes"] == []
 

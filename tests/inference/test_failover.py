@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.inference.api import TOKEN_VARIABLE, GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
 from grpo_async.inference.fleet import ServerState
 from grpo_async.inference.router import FixedServers, Servers
+from grpo_async.inference.token import TOKEN_VARIABLE
 from tests.inference.fleet_support import Watch, watched
 from tests.support.ports import free_port
 from tests.support.waiting import until

@@ -87,8 +87,8 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
         ([left], "only one of its factors"),
         ([left, _spec(WEIGHT + RIGHT, 3, 64)], "have the shapes"),
         ([_spec(WEIGHT + LEFT, 32, 4), right], "have the shapes"),
-        ([_spec("unknown.left", 4, 4), _spec("unknown.right", 4, 4)], "no factor of a weight"),
-        ([_spec(WEIGHT, 64, 64)], "no factor of a weight"),
+        ([_spec("unknown.left", 4, 4), _spec("unknown.right", 4, 4)], "not a factor of a weight"),
+        ([_spec(WEIGHT, 64, 64)], "not a factor of a weight"),
         ([_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), right], "not float32"),
         ([left, _spec(WEIGHT + LEFT, 64, 4), right], "sent twice"),
     ]:

@@ -22,7 +22,8 @@ import torch
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import GENERATE_PATH, TOKEN_VARIABLE, GenerateChunk
+from grpo_async.inference.api import GENERATE_PATH, GenerateChunk
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.servers.embedded.main import (
     bind_listener,
     check_certificate,

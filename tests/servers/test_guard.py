@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_async.inference.api import TOKEN_VARIABLE
 from grpo_async.inference.guard import TokenGuard
+from grpo_async.inference.token import TOKEN_VARIABLE
 
 Headers = list[tuple[bytes, bytes]]
 RIGHT = (b"authorization", b"Bearer secret")

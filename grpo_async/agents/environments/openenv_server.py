@@ -26,7 +26,7 @@ from grpo_async.agents.agent import REWARD, AgentError
 from grpo_async.agents.function import AgentClient
 from grpo_async.config.base import Count, Seconds, StrictModel, read_arguments
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 
 _OWN_FIELDS = ("done", "reward", "metadata")
 """Of every observation."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE, ServerInfo, token_from_environment
+from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.network import family_of, host_in_url, is_loopback, server_certificates
 

@@ -18,7 +18,7 @@ from typing import Literal, NoReturn
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
 from grpo_async.utils.cpus import is_cpu_build
 from grpo_async.utils.lifetime import die_with_launcher

@@ -26,15 +26,16 @@ function queryString(parameters) {
 
 export async function get(name, parameters = {}, signal = undefined) {
   let answer;
+  let body;
   try {
     answer = await fetch(`api/${name}${queryString(parameters)}`, { signal, credentials: "same-origin" });
+    body = await (answer.ok ? answer.json() : answer.json().catch(() => ({}))); // that of an error may be another server's page
   } catch (error) {
     if (error.name === "AbortError") {
       throw error;
     }
     throw new ApiError(0, { error: "the inspector is not responding; if it has stopped, start it again: grpo-async inspect" });
   }
-  const body = await answer.json().catch(() => ({}));
   if (!answer.ok) {
     throw new ApiError(answer.status, body);
   }
