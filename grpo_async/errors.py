@@ -4,7 +4,6 @@
     |- ConfigError            the user's input is wrong; nothing was started        -> exit 2
     |- RunError               a run cannot go on                                    -> exit 1
     |  |- DeadlineError       a wait outlived its deadline
-    |  |- ProcessFailedError  a child process ended; carries its last log lines
     |  |- NothingToLearnError all rewards have been equal for a long time
     |  |- RolloutContractError a custom rollout function returned something unusable (also a ValueError, as in TRL)
     |  |- WeightPushError     new weights did not reach the server
@@ -46,10 +45,6 @@ class DeadlineError(RunError):
         self.what, self.waited_s, self.setting = what, waited_s, setting
         tail = f" {hint}" if hint else ""
         super().__init__(f"waited {waited_s:.0f} s for {what}; raise `{setting}` if this is expected.{tail}")
-
-
-class ProcessFailedError(RunError):
-    """A child process ended when it should not have; the message carries its last log lines."""
 
 
 class NothingToLearnError(RunError):

@@ -37,6 +37,7 @@ from grpo_async.records import (
     no_tokens,
     oldest_of,
 )
+from grpo_async.utils.safe_text import safe_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -205,7 +206,7 @@ def _plain(value: Any) -> Any:
     if callable(item) and getattr(value, "ndim", 0) == 0:
         return item()
     tolist = getattr(value, "tolist", None)
-    return tolist() if callable(tolist) else repr(value)
+    return tolist() if callable(tolist) else safe_repr(value)
 
 
 def _record_from(content: dict[str, Any]) -> Any:
@@ -222,7 +223,7 @@ def _storable(value: Any) -> Any:
     try:
         json.dumps(value, default=_plain)
     except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference
-        return repr(value)
+        return safe_repr(value)
     return value
 
 

@@ -217,7 +217,7 @@ class SampleBuffer:
                     f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
                     waited_s=watch.timeout_s,
                     setting=watch.setting,
-                    hint="With groups in flight the server or a reward function hangs; look into server.log.",
+                    hint="With groups in flight the server or a reward function hangs; look into the servers' logs.",
                 )
             if now - last_heartbeat >= watch.heartbeat_s:
                 watch.heartbeat()

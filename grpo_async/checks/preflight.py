@@ -361,7 +361,7 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
 
 
 def check_disk(context: PreflightContext) -> Iterator[Found]:
-    """See run_place."""
+    """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     yield disk_room(context.config, context.run_dir, size)
 

@@ -76,7 +76,7 @@ def train(
     130 or 143 stopped by SIGINT or SIGTERM.
 
     With several machines in launch.nodes, run this same command on every one of them; run.dir has to be on a file system that
-    they share. Which machine it is, and where node 0 is met, says what starts it: Slurm (a task of srun), a Kubernetes Indexed
+    they share. What starts it says which machine it is and where node 0 is: Slurm (a task of srun), a Kubernetes Indexed
     Job, or $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun has them; by hand --node-rank, and
     launch.rdzv or --master-addr. `grpo-async launch` writes the files for the schedulers. Node 0 decides about --resume and
     --clean. A machine that trains and ends, ends all of them.

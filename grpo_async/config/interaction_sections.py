@@ -83,10 +83,10 @@ class AgentSection(StrictModel):
     reward_weight: Weight = 1.0
     """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
     sampling: Literal["run", "call"] = "run"
-    """Whose settings of sampling hold in calls that bring their own (`temperature`, `top_p`, `top_k`, `min_p`, `seed`,
+    """Which sampling settings hold in calls that bring their own (`temperature`, `top_p`, `top_k`, `min_p`, `seed`,
     `repetition_penalty`, `response_format`). run: the run's; a call's are ignored with a warning, and a form is refused. call: the
     call's, as its API says; then the loss has to correct for it (docs/howto/sampling.md), and what is asked with temperature 0 is
-    the same in all rollouts of a group. A form takes vLLM."""
+    the same in all rollouts of a group. A form requires vLLM."""
     host: Host = "127.0.0.1"
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)
@@ -97,7 +97,7 @@ class AgentSection(StrictModel):
     sandbox: bool = False
     """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
     files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
-    packages. Takes Linux with user namespaces."""
+    packages. Requires Linux with user namespaces."""
     read_paths: list[FilePath] = Field(default_factory=list)
     """Further files and folders that a command in the sandbox may read, under the same paths."""
     memory_mb: int | None = Field(default=None, ge=16)

@@ -17,13 +17,13 @@ class LoraSection(StrictModel):
     alpha: float = Field(default=32.0, gt=0.0)
     """The product B A is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Ends of the names of the layers that get adapters; all-linear = every linear layer but the head."""
+    """Layers that get adapters, by the ends of their names; all-linear = every linear layer but the head."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
     and not on servers. So policy and sampler differ by it."""
     modules_to_save: list[str] = Field(default_factory=list)
-    """Ends of the names of modules that are trained whole beside the adapters, such as [embed_tokens, lm_head]; of tied ones both.
-    They are pushed and exported with the rest (peft's setting of this name)."""
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, lm_head]; of tied ones
+    both. They are pushed and exported with the rest (peft's setting of this name)."""
     quantization: Literal["nf4"] | None = None
     """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
     merged."""
@@ -89,12 +89,12 @@ class OptimizerSection(StrictModel):
     schedule: Literal[
         "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"
     ] = "constant"
-    """Shape after the warm-up, as transformers' schedules of these names; all but constant and inverse_sqrt end with the run."""
+    """Shape after the warmup, as transformers' schedules of these names; all but constant and inverse_sqrt end with the run."""
     schedule_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of transformers' schedule, such as {num_cycles: 3} (cosine_with_restarts), {power: 2} (polynomial),
     {num_decay_steps: 50, decay_type: linear} (warmup_stable_decay), {timescale: 1000} (inverse_sqrt)."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warmup from 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """linear, cosine, polynomial and warmup_stable_decay end at this x lr."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)

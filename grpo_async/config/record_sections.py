@@ -44,7 +44,7 @@ class RecordSection(StrictModel):
     report: bool = True
     """Write report.html at the end of the run, also of one that failed."""
     advise_every_steps: int = Field(default=20, ge=0)
-    """Every so many steps say in one sentence what bounds the run and which setting to change; 0 = only in the report."""
+    """Say in one sentence every N steps what bounds the run and which setting to change; 0 = only in the report."""
 
 
 class TensorboardTracker(StrictModel):

@@ -154,7 +154,7 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
         )
     if config.launch.world_size > rollout.groups_per_step * rollout.group_size:
         yield (
-            f"launch.num_trainer_ranks: {config.launch.world_size} on all machines is more than the samples of a step "
+            f"launch.num_trainer_ranks x launch.nodes.train: {config.launch.world_size} is more than the samples of a step "
             f"({rollout.groups_per_step} groups x {rollout.group_size})"
         )
     if training.max_steps is not None and config.optimizer.warmup_steps > training.max_steps:

@@ -173,7 +173,7 @@ class CheckpointSection(StrictModel):
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints of steps that are multiples of this are never removed."""
     keep_best: int = Field(default=0, ge=0)
-    """So many checkpoints with the best evaluation are kept, too."""
+    """Number of checkpoints with the best evaluation that are kept besides."""
     best_metric: str = "reward"
     """Metric of the evaluation that `keep_best` goes by; larger is better."""
 
@@ -210,7 +210,8 @@ class KubernetesSection(StrictModel):
 
 class NodesSection(StrictModel):
     """The machines of a run. On each of them the same command is started, `grpo-async train CONFIG`, with `run.dir` on a file
-    system that they share. Which machine it is says the scheduler, or --node-rank: 0 leads, those that train come first."""
+    system that they share. The scheduler, or
+    --node-rank, says which machine it is: 0 leads, those that train come first."""
 
     train: int = Field(default=1, ge=1, le=65_536)
     """Machines that train."""
@@ -235,7 +236,7 @@ class LaunchSection(StrictModel):
     """Machines that train, and machines that serve."""
     colocate: bool = False
     """Put the servers on the GPUs of the trainer's ranks, which share their memory. false: each has GPUs of its own, and where
-    there are too few it is an error. Without GPUs it says nothing."""
+    there are too few it is an error. Without GPUs it has no effect."""
     rdzv: str | None = None
     """`host:port` of the machine with node rank 0, where the others meet it. null = what the scheduler says (see `train --help`).
     Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a password: use a

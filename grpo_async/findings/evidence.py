@@ -1,7 +1,7 @@
 """What the findings of a run are made of: its metrics, evaluations, counts of its rollouts and its settings.
 
 `Evidence.read` takes them from the files of a run directory, also while the run writes them. Nothing raises because of what a file
-contains: what cannot be read is a sentence in `problems`, and the rest is used.
+contains: what cannot be read is left out, and the rest is used.
 """
 
 from __future__ import annotations

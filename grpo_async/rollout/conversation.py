@@ -13,6 +13,8 @@ How a rollout ends:
     a turn is cut by its token limit                               truncated
     the last allowed turn calls a tool                             truncated; the call is not made
     no token is left after the tools' results                      truncated; the results are kept as messages, not as tokens
+
+A request, a tool server or an environment that fails raises; the producer then makes the rollout one that failed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from grpo_async.records import (
     TurnRecord,
 )
 from grpo_async.store.schema import SCHEMA
-from grpo_async.utils.safe_text import escape_surrogates
+from grpo_async.utils.safe_text import escape_surrogates, safe_repr
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _MAX_DEPTH = 100  # of a user's value; what is nested deeper, or holds itself, becomes its repr
@@ -249,7 +249,7 @@ def _turn(turn: TurnRecord) -> dict[str, Any]:
 def _dumps(value: Any, option: int = 0) -> bytes:
     """JSON; with what it cannot hold made into text."""
     try:
-        return orjson.dumps(value, default=_repr, option=_OPTIONS | option)
+        return orjson.dumps(value, default=safe_repr, option=_OPTIONS | option)
     except TypeError:  # orjson's encode error: an integer above 64 bits, half a surrogate pair, an odd key
         return orjson.dumps(_storable(value), option=_OPTIONS | option)
 
@@ -269,12 +269,5 @@ def _storable(value: Any, depth: int = 0) -> Any:
     try:
         orjson.dumps(value, option=_OPTIONS)
     except TypeError:
-        return _storable(_repr(value))
+        return _storable(safe_repr(value))
     return value
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception as error:  # noqa: BLE001 - a user's own type; a broken repr must not end the run
-        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"

@@ -54,10 +54,6 @@ class StepResult:
         count = len(self.updates) // self.num_iterations
         return tuple(any(self.updates[index::count]) for index in range(count))
 
-    @property
-    def num_skipped(self) -> int:
-        return self.updates.count(False)
-
 
 def train_step(
     policy: Policy,

@@ -25,6 +25,14 @@ _BREAKS = re.compile(r"\s*[\n\t]\s*")
 _TAIL_BYTES = 64 * 1024
 
 
+def safe_repr(value: object) -> str:
+    """`repr(value)` of a user's own type, whose repr may be broken: what is stored or shown must not end the run."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 - a user's code
+        return f"<{type(value).__name__}: its repr raised {type(error).__name__}>"
+
+
 def plain(text: str) -> str:
     """`text` without terminal escapes and control characters, so that a log cannot move the cursor."""
     return _ESCAPES.sub("", text)

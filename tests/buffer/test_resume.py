@@ -98,14 +98,18 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
         def __repr__(self) -> str:
             return "Own()"
 
+    class Broken:
+        def __repr__(self) -> str:
+            raise RuntimeError("no repr")
+
     scored = replace(
         make_scored(1),
-        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2)], "k": [{(1, 2): 3}]},
+        extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2), Broken()], "k": [{(1, 2): 3}]},
     )
     state = replace(_state(), queued=[QueuedGroup(scored=scored, tokens=1)], in_progress=[], noted=[])
     assert _through_files(state).queued[0].scored.extra_columns == {
         "n": [0.5, 3],
-        "o": ["Own()", [1.0, 1.0]],
+        "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>"],
         "k": ["{(1, 2): 3}"],
     }
 
