@@ -261,7 +261,7 @@ class PlainSide:
 
 
 def split(samples: Sequence[RolloutSample], num_minibatches: int) -> list[Sequence[RolloutSample]]:
-    """Neighbours, in parts of equal size (the last one may be smaller)."""
+    """Neighbors, in parts of equal size (the last one may be smaller)."""
     size = -(-len(samples) // num_minibatches)
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 

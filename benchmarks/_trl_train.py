@@ -56,7 +56,7 @@ def build_trainer(setting: Setting) -> Any:
 
 
 def no_peak_flops(accelerator: Any, dtype: str) -> None:
-    """TRL's "not known for this device", which it logs no utilisation for; its own asks CUDA for the device's name."""
+    """TRL's "not known for this device", which it logs no utilization for; its own asks CUDA for the device's name."""
 
 
 def trainer_options(setting: Setting) -> dict[str, Any]:

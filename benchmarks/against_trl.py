@@ -1,6 +1,6 @@
 """Against TRL's AsyncGRPOTrainer on one vLLM CPU server: trained samples/s, split of the step, CPU seconds per sample.
 
-    python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warm-up 5] [--json FILE]
+    python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warmup 5] [--json FILE]
 
 Both sides train the same Qwen3 (6.4 M random weights) on the same prompts with the same batch, completion length, temperature,
 learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over tokens) and number of steps, one thread each,
@@ -15,7 +15,7 @@ requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --
 limits (--our-staleness, --in-flight). Staleness is counted from the policy that a rollout began with. The server takes as many at
 once as either side may have in flight.
 
-Measured is the steady state, between the end of the warm-up's last step and that of the last step. A group without a signal
+Measured is the steady state, between the end of the warmup's last step and that of the last step. A group without a signal
 counts as trained on TRL's side, which computes it, and as thrown away on ours, which does not. Target: in every round our side
 trains at least 1.5 times as many samples a second.
 """
@@ -56,8 +56,8 @@ _NUM_PROMPTS = 512
 
 def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
-    if options.warm_up < 1 or options.steps < 1 or options.rounds < 1:
-        raise SystemExit("--rounds, --steps and --warm-up are at least 1")
+    if options.warmup < 1 or options.steps < 1 or options.rounds < 1:
+        raise SystemExit("--rounds, --steps and --warmup are at least 1")
     python = ensure_environment(options.environment)
     report = Report("against_trl", options)
     outcomes: dict[str, list[Outcome]] = {OURS: [], TRL: []}
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="each side once a round")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps measured")
-    parser.add_argument("--warm-up", type=int, default=5, help="steps before those")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before those")
     parser.add_argument("--groups", type=int, default=2, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--completion-tokens", type=int, default=64)
@@ -113,7 +113,7 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         max_model_len=options.completion_tokens + 64,
         max_staleness=options.trl_staleness,
         max_in_flight=options.trl_in_flight,
-        warm_up=options.warm_up,
+        warm_up=options.warmup,
         steps=options.steps,
         learning_rate=1e-6,
         seed=options.seed,
@@ -278,7 +278,7 @@ class Outcome:
     """Steady state of one run."""
 
     steps: list[Step]
-    """Those that were measured, without the warm-up."""
+    """Those that were measured, without the warmup."""
     cpu: CpuUse
     thrown_away: float
     """Samples, in the steps measured."""
@@ -314,7 +314,7 @@ class Outcome:
 
 
 def outcome(steps: Sequence[Step], cpu: CpuUse, setting: Setting) -> Outcome:
-    """The steady state of a run: its steps after the warm-up, without those at the end.
+    """The steady state of a run: its steps after the warmup, without those at the end.
 
     Raises:
         ValueError: there are fewer steps than that.
@@ -346,7 +346,7 @@ def _run(setting: Setting, side: str, python: Path, server_pid: int) -> Outcome:
 
 
 def run_metered(command: Sequence[str], setting: Setting, *, steps_file: Path, server_pid: int) -> CpuUse:
-    """Run a command to its end, and measure from the end of the warm-up to that of the last step, by the lines of `steps_file`.
+    """Run a command to its end, and measure from the end of the warmup to that of the last step, by the lines of `steps_file`.
 
     Raises:
         RuntimeError: the command failed, took longer than RUN_TIMEOUT_S, or made fewer steps.

@@ -121,7 +121,7 @@ PARTS: dict[int, tuple[str, ...]] = {
     ),
     5: ("-m pytest -q tests/e2e/test_gpu.py",),
 }
-"""Arguments of Python, in the checkout; {runs} is a folder that goes afterwards."""
+"""Arguments of Python, in the checkout; {runs} is a folder that goes afterward."""
 
 
 def _prove(report: Report, part: int) -> int:
@@ -255,7 +255,7 @@ def _report_generation(
 
 
 def _train(size: ModelSize, options: argparse.Namespace) -> dict[str, Any]:
-    """What `_train_here` measures in a process of its own: its memory is free again afterwards."""
+    """What `_train_here` measures in a process of its own: its memory is free again afterward."""
     settings = {
         **{key: value for key, value in vars(options).items() if key != "json"},
         "minibatches": 1, "group_size": 1, "chunk": 1024, "vocab": size.vocab, "hidden": size.hidden, "layers": size.layers,

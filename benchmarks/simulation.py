@@ -211,7 +211,7 @@ def simulate(setup: Setup) -> Outcome:
     """Run `setup.steps` steps in virtual time.
 
     Raises:
-        StandstillError: worker and trainer wait for each other for ever.
+        StandstillError: worker and trainer wait for each other forever.
         AssertionError: the ledger does not add up, or something staler than allowed was trained.
     """
     loop = VirtualLoop()
@@ -365,7 +365,7 @@ def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
     size = SIZES[scenario.size]
     lengths = Lengths(mean=scenario.tokens, sigma=scenario.sigma, longest=scenario.longest)
     drawn = [lengths.draw(seed) for seed in range(2000)]
-    # a row that is met at any moment is rather a long one, half-way
+    # a row that is met at any moment is rather a long one, halfway
     context = scenario.prompt + sum(each**2 for each in drawn) / (2 * sum(drawn))
     flops = _H100.flops * _MFU
     splits = options.servers or range(scenario.unit, scenario.gpus, scenario.unit)

@@ -25,7 +25,7 @@ Layers; imports go down only, packages of one line do not import each other:
     trainer | cluster                             the trainer's process: connects everything below; several machines
     display                                       what a terminal shows of a run
     checks | evaluation | quickstart              before step 1; beside training; the tasks that need no data
-    rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterwards
+    rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterward
     scoring | servers | envs | processes | agents what the processes of a run say to each other; the endpoint for agents
     data | chat | tools | rewards | buffer | batching | weights | store
     inference                                     requests to the servers, and which of those are up

@@ -56,7 +56,7 @@ def _config() -> str:
     for old, new in RENAMED_KEYS.items():
         lines.append(
             f"- **`{'.'.join(map(str, old))}`**: "
-            + (f"now `{'.'.join(map(str, new))}`" if new else "has no effect any more")
+            + (f"now `{'.'.join(map(str, new))}`" if new else "no longer has any effect")
         )
     lines += ["", "## What other trainers have and this one does not", ""]
     lines += [f"- `{other.name}` ({other.trainer}) {other.why}." for other in OTHER_NAMES if other.here is None]

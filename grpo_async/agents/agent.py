@@ -45,7 +45,7 @@ class Agent(Protocol):
     """Makes rollouts by calling the model through a session."""
 
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
-        """One rollout. When this ends, however it ends, nothing of the agent runs any more (a thread excepted, which cannot be
+        """One rollout. When this ends, however it ends, nothing of the agent runs anymore (a thread excepted, which cannot be
         killed).
 
         Args:
@@ -57,7 +57,7 @@ class Agent(Protocol):
         ...
 
     def notes(self) -> list[str]:
-        """What the user should know at start-up."""
+        """What the user should know at startup."""
         ...
 
     async def aclose(self) -> None:

@@ -116,7 +116,7 @@ class PrefixMemo(Generic[Made]):
 
     def __call__(self, items: list[Any]) -> list[Made]:
         """What `make` makes of each item, or made of an equal one after equal ones. In `items` older ones take the places of
-        those that equal them; neither list is to be changed any more."""
+        those that equal them; neither list is to be changed anymore."""
         made: list[Made] = []
         others = []
         for given, found in self._newest:

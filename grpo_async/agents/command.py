@@ -93,7 +93,7 @@ class CommandAgent:
             try:
                 if not subreaper.stdin.is_closing():  # it was killed at once: uvloop takes no write then
                     subreaper.stdin.write(stdin)
-                    subreaper.stdin.close()  # once all of it is written, or nobody reads it any more
+                    subreaper.stdin.close()  # once all of it is written, or nobody reads it anymore
                 async with asyncio.timeout(section.timeout_s):
                     await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
                     if not reading.done() or reading.result():

@@ -1,7 +1,7 @@
 """Agents that are a function of the user: `run(row, client, **arguments) -> float | dict | None`.
 
 A plain function runs in a thread, an async one on an event loop that all calls of it share, apart from the run's, so that it may
-block without holding up the rollouts of others. What it has in hand when its time is up is of no use any more: its key is refused.
+block without holding up the rollouts of others. What it has in hand when its time is up is of no use anymore: its key is refused.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ one after the other, and nothing is padded. Every rank gets the same number of m
 in lockstep. The m-th ones of all ranks run at the same time, and all wait for the most expensive of them.
 
 There are as few micro-batches as first-fit by decreasing length needs. Samples go, longest first, each into the cheapest one that
-still has room (where that leaves one without: as first-fit had them). Micro-batches then are sorted by cost: neighbours run at the
+still has room (where that leaves one without: as first-fit had them). Micro-batches then are sorted by cost: neighbors run at the
 same time, and of them the rank with the least work so far gets the most expensive one.
 
 Worked example: lengths [5, 3, 4, 2], 2 ranks, 8 tokens per micro-batch. First-fit needs two, 5 + 3 and 4 + 2: one a rank. The

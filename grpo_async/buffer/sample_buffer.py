@@ -280,7 +280,7 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Nothing will be put any more: the data is at its end."""
+        """Nothing will be put anymore: the data is at its end."""
         with self._condition:
             self._has_ended = True
             self._condition.notify_all()

@@ -37,7 +37,7 @@ class Guarded:
 
 
 class Encoder:
-    """Tokenises rendered conversations.
+    """Tokenizes rendered conversations.
 
     Control tokens are the tokenizer's special tokens, and its other added tokens as far as the chat template writes them
     (`<tool_response>`, `<think>` in Qwen3). Blanks are never control tokens, even where they are added tokens (Gemma).

@@ -257,7 +257,7 @@ def eos_ids(eos_token_id: int | Sequence[int] | None) -> list[int]:
 
 
 def load_renderer(config: ExperimentConfig) -> ChatRenderer:
-    """The chat renderer of a run, the same in the start-up check, the rollout thread and the exported model: tokenizer, template,
+    """The chat renderer of a run, the same in the startup check, the rollout thread and the exported model: tokenizer, template,
     end-of-turn tokens and tool-call parser as the configuration says.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The start-up check: can tools work with this chat template, and how?
+"""The startup check: can tools work with this chat template, and how?
 
 Every step really renders. What cannot work is a ConfigError that says what to do; what is worth knowing becomes a note of the plan.
 """
@@ -25,7 +25,7 @@ _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCheck:
-    """One start-up check, with what the rollouts use. `end_of_turn_ids`: tokens at which the policy's turn ends."""
+    """One startup check, with what the rollouts use. `end_of_turn_ids`: tokens at which the policy's turn ends."""
 
     template: ChatTemplate
     encoder: Encoder

@@ -11,7 +11,7 @@ from grpo_async.records import ToolCall
 
 
 class ChatError(GrpoAsyncError):
-    """These messages cannot be turned into token ids; only the rollout they belong to is lost. At start-up the same problem is
+    """These messages cannot be turned into token ids; only the rollout they belong to is lost. At startup the same problem is
     a ConfigError."""
 
 

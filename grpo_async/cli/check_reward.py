@@ -46,7 +46,7 @@ def check_reward(
 ) -> None:
     """Try the reward functions on right answers, nothing, garbage, the prompt again, very long text and more.
 
-    Reports exceptions and time-outs, garbage that is rewarded, right answers that are not, scores that change from call to
+    Reports exceptions and timeouts, garbage that is rewarded, right answers that are not, scores that change from call to
     call or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings
     alone: 0), 2 if the configuration is wrong.
 

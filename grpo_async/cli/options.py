@@ -34,7 +34,7 @@ SupersededOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--superseded",
-        help="Also what a resume left behind, which is not part of the run any more.",
+        help="Also what a resume left behind, which is no longer part of the run.",
     ),
 ]
 QuietOption: TypeAlias = Annotated[
@@ -58,7 +58,7 @@ _JSON_LOGS_HELP = """\
               steps the best and the worst completion of a prompt
   evaluation  when: before|after|"step N", metrics
   servers     servers: [{index, url, state, version, running, waiting,
-              kv_usage, restarts, words: what is wrong with one that
+              kv_usage, restarts, reason: what is wrong with one that
               is not up, ...}], when a state changes
   advice      step, bound_by, text, setting, current, suggested
   learning    is_learning: true|false|null, key, text, numbers

@@ -103,7 +103,7 @@ class NodeHub:
                 messages = await exchange(self._launchers)
             except (RunError, RuntimeError, TimeoutError) as error:
                 self._fail(
-                    self._members[min(self._members)], f"the store of the launchers does not work any more: {error}"
+                    self._members[min(self._members)], f"the store of the launchers does not work anymore: {error}"
                 )
                 return
             for message in messages:
@@ -131,7 +131,7 @@ class NodeHub:
             return
 
     async def end(self, exit_code: int, error: str | None) -> None:
-        """Tell every machine that the run is over and how it went; call it when nothing watches any more."""
+        """Tell every machine that the run is over and how it went; call it when nothing watches anymore."""
         for rank in self._members:
             self._launchers.post(rank, "end", exit_code=exit_code, error=error)
         left = range(1, self._assignment.node.count)

@@ -113,11 +113,11 @@ def _head(config: ExperimentConfig, config_path: Path, num_gpus: int) -> Iterato
 
 
 _BODY = r"""# ---- what Slurm sends to this script, it passes on to the tasks: `srun` itself would kill them
-signalled=""   # a signal cut the `wait` short
+signaled=""   # a signal cut the `wait` short
 out_of_time="" # Slurm has said that the time is nearly over
 # shellcheck disable=SC2329  # by traps
 stop() {
-  signalled=yes
+  signaled=yes
   scancel --signal=TERM "$SLURM_JOB_ID"
 }
 trap 'out_of_time=yes; stop' USR1
@@ -131,10 +131,10 @@ step=$!
 # ---- until all have ended: node 0 decides how the run went
 code=0
 while true; do
-  signalled=""
+  signaled=""
   code=0
   wait "$step" || code=$?
-  if [ -z "$signalled" ]; then break; fi
+  if [ -z "$signaled" ]; then break; fi
 done
 if [ -n "$out_of_time" ] && ((code == 143)); then
   echo "the time is over: queued again, to continue from the checkpoint"

@@ -119,7 +119,7 @@ class GeneratorSource(DataSource):
 
 class EnvironmentSource(DataSource):
     type: Literal["environment"]
-    """No data set: the environment's `reset` gives the task. Each row is a `seed`, which `reset` receives."""
+    """No dataset: the environment's `reset` gives the task. Each row is a `seed`, which `reset` receives."""
     num_prompts: Count
     """Number of rows."""
     prompt: str = ""
@@ -200,7 +200,7 @@ class EvaluationSection(StrictModel):
     """true: no weights are pushed while an evaluation runs, so that one policy version answers; training goes on until
     `rollout.max_staleness` makes it wait. false: pushes go on, and a result that several versions made is marked as mixed."""
     leak_check: Literal["error", "warn", "off"] = "error"
-    """What happens when a prompt to evaluate on is also trained on (letter case and white space aside)."""
+    """What happens when a prompt to evaluate on is also trained on (letter case and whitespace aside)."""
     baseline_column: str | None = None
     """If set, the report also states the fraction of the most frequent value of this column: the score of always giving it."""
 

@@ -156,7 +156,7 @@ class RewardSection(StrictModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Extra keyword arguments of every call."""
     run_in: Literal["thread", "process"] = "thread"
-    """process: in a pool of worker processes that are killed on time-out. For CPU-heavy functions, patterns that may backtrack, and
+    """process: in a pool of worker processes that are killed on timeout. For CPU-heavy functions, patterns that may backtrack, and
     functions that use signals. thread, because it may share objects with environments, tools and its own earlier calls (as in TRL),
     and loads a model once; one that holds the interpreter there ends the run after launch.heartbeat_timeout_s."""
     timeout_s: Seconds = 60.0

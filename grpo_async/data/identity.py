@@ -1,6 +1,6 @@
 """When two rows are the same task: what duplicates, the held-out split and the leak check mean by "the same".
 
-The key is the conversation without its system messages, letter case and white space aside, and the values of the task columns.
+The key is the conversation without its system messages, letter case and whitespace aside, and the values of the task columns.
 Worked example: "What is  2+2?" and [{system: Be brief.}, {user: what is 2+2?}] have one key. A prompt without any text says
 nothing about its task (an environment's reset does), so there every column counts.
 
@@ -36,7 +36,7 @@ def task_key(row: Row, columns: Collection[str]) -> str:
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     said: list[list[Any]] = [
-        [message["role"], _normalised(message["content"]), message.get("tool_calls", [])]
+        [message["role"], _normalized(message["content"]), message.get("tool_calls", [])]
         for message in messages
         if message["role"] != "system"
     ]
@@ -59,7 +59,7 @@ def describe_duplicates(rows: Rows, keys: list[str]) -> list[str]:
     ]
 
 
-def _normalised(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

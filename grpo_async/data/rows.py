@@ -1,6 +1,6 @@
 """What a row is, and the words in which errors speak of it.
 
-A row is a dict of JSON-like values (dates, decimals and bytes too, which Parquet and data sets know). Its place is what the
+A row is a dict of JSON-like values (dates, decimals and bytes too, which Parquet and datasets know). Its place is what the
 user finds it by: `train.jsonl:7` is a line counted from 1, as editors do; `train.parquet, row 7` is counted from 0, as
 `dataset[7]` does.
 """

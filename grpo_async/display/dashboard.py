@@ -340,7 +340,7 @@ def server_text(server: ServerStatus, *, has_host: bool) -> Text:
             line.append(f"  KV {server.kv_usage:.0%}", style=style)
     if server.restarts:
         line.append(f"  restarts {server.restarts}", style="yellow")
-    return line.append(f"  {server.words}" if server.words else "", style="red")
+    return line.append(f"  {server.reason}" if server.reason else "", style="red")
 
 
 def _run(progress: Progress, now: float, width: int) -> list[Row]:

@@ -218,7 +218,7 @@ class JsonView(View):
 
 
 class LiveView(View):
-    """The dashboard on a terminal: the whole screen during the run, and its messages below each other afterwards.
+    """The dashboard on a terminal: the whole screen during the run, and its messages below each other afterward.
 
     Drawn by its own thread, on every event (at most four times a second) and every second; nothing of the run waits for a slow
     terminal. The size is asked for each picture, so a resized window is right again within a second.

@@ -81,7 +81,7 @@ class ServerStatus:
     max_running: int | None = None
     kv_usage: float | None = None
     restarts: int = 0
-    words: str = ""
+    reason: str = ""
     """What is wrong with one that is not up."""
 
     @classmethod

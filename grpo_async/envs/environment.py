@@ -2,7 +2,7 @@
 
 Calls of one instance never overlap. Plain methods run in the instance's own thread, async ones on the event loop, each with
 the environment's time limit. A cancelled caller does not interrupt a call: what is cut off in the middle (a request whose
-answer was not read) would spoil the next rollout. After a time-out the instance is `broken`: every further call is refused,
+answer was not read) would spoil the next rollout. After a timeout the instance is `broken`: every further call is refused,
 and its pool throws it away.
 """
 
@@ -55,7 +55,7 @@ class Environment:
     def __init__(self, instance: Any, kind: EnvironmentKind, thread: InstanceThread) -> None:
         self.instance = instance
         self.broken: str | None = None
-        """Why the instance cannot be used any more."""
+        """Why the instance can no longer be used."""
         self._kind = kind
         self._thread = thread
         self._caller = TimedCaller(thread, kind.timeout_s, loop=ASYNC_LOOP)
@@ -217,7 +217,7 @@ class Environment:
 
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
-            raise EnvironmentCallError(self.name, f"this instance cannot be used any more: {self.broken}")
+            raise EnvironmentCallError(self.name, f"this instance can no longer be used: {self.broken}")
 
 
 class _BadResultError(Exception):

@@ -52,7 +52,7 @@ class Environments:
 
     @property
     def notes(self) -> list[str]:
-        """What the user may want to know at start-up."""
+        """What the user may want to know at startup."""
         return [note for pool in self.pools.values() for note in pool.kind.notes]
 
     def for_row(self, columns: Mapping[str, Any]) -> EnvironmentPool:

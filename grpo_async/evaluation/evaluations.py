@@ -44,7 +44,7 @@ class Listeners:
     """Who hears of evaluations, and what the main thread does while it waits for one.
 
     tell: ("before", "step 20" or "after", metrics), for the display.
-    track: (step, metrics) of a result that no step reports any more.
+    track: (step, metrics) of a result that no step reports anymore.
     phase: what rank 0 does.
     heartbeat: called now and then.
     on_change: called when the servers have changed.
@@ -316,7 +316,7 @@ class RunEvaluations:
             store.seal_rest(wait_s=wait_s)
 
     def _await_last(self, step: int) -> None:
-        """Training is over: a failure does not matter to it, and no step reports the result any more."""
+        """Training is over: a failure does not matter to it, and no step reports the result anymore."""
         running = self._running
         try:
             self._await()

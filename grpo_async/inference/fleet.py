@@ -4,7 +4,7 @@
                                                 monitor.py   asks the servers how they are, and judges
 
 Invariant: only a server that was pushed the current weights in its present incarnation is SERVING. A record (`Server`) is of one
-incarnation; what concerns a record that is not the current one any more changes nothing. A server that this run has started is
+incarnation; what concerns a record that is not the current one anymore changes nothing. A server that this run has started is
 restarted when it is fenced (`ask_restart`); one that others run is looked for until it answers again.
 
 All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
@@ -345,7 +345,7 @@ class Fleet:
         else:
             raise ValueError(f"the launcher said {event!r} of a server; known are exited, starting, working, given_up")
 
-    # What the monitor finds. A record that is not the current one any more is ignored.
+    # What the monitor finds. A record that is not the current one anymore is ignored.
 
     def note(self, server: Server, info: ServerInfo) -> None:
         """A server that is up answers."""
@@ -438,7 +438,7 @@ class Fleet:
 
     @contextmanager
     def _changing(self) -> Iterator[list[int]]:
-        """Holds the lock; afterwards, and without it, all listeners are notified of the servers in the list."""
+        """Holds the lock; afterward, and without it, all listeners are notified of the servers in the list."""
         changed: list[int] = []
         with self._lock:
             yield changed

@@ -5,7 +5,7 @@
 
 A heartbeat that fails:
 
-    refused or reset, twice in a row           lost at once: nobody listens any more
+    refused or reset, twice in a row           lost at once: nobody listens anymore
     no answer within heartbeat_timeout_s       lost, unless weights were loaded meanwhile: an engine that loads them is silent,
                                                and a push has its own deadlines
     answers >= 400, /health says dead          lost at once
@@ -64,7 +64,7 @@ class Monitor:
             thread.start()
 
     def close(self) -> None:
-        """End the threads; nothing is found any more. A server that does not answer is waited for for a second."""
+        """End the threads; nothing is found anymore. A server that does not answer is waited for for a second."""
         self._is_closed = True
         for wanted in self._wanted:
             wanted.set()

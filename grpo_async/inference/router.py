@@ -129,7 +129,7 @@ class Router:
 
     def _attach(self, loop: asyncio.AbstractEventLoop) -> None:
         def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: there are no requests any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed: there are no requests anymore
                 loop.call_soon_threadsafe(self._refresh)
 
         self._is_attached = True

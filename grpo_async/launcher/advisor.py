@@ -46,7 +46,7 @@ class Advisor(View):
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_MIN_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
-        # of all steps: to read the file again at each judgement would take longer and longer
+        # of all steps: to read the file again at each judgment would take longer and longer
         self._metrics = [row for row in read_metrics(run_dir, []) if row["step"] <= (resume_step or 0)]
         self._names: dict[tuple[str, ...], dict[str, int]] = {}
         with self._warning():

@@ -55,7 +55,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def _remove_orphans() -> None:
-    """Folders that a launcher and its reaper, both killed, have left: nobody holds their lock any more."""
+    """Folders that a launcher and its reaper, both killed, have left: nobody holds their lock anymore."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, locked, or being removed by somebody else
             if time.time() - folder.stat().st_mtime < _YOUNG_S:

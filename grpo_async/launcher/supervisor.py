@@ -7,7 +7,7 @@
                 preflight only: 0 when no check failed, else 1
     machines    of several, this one leads (node 0): it begins when all are there; one that trains and is lost ends the run
 
-The first failure wins: what dies after it is a consequence and not reported. Afterwards everything that was started,
+The first failure wins: what dies after it is a consequence and not reported. Afterward everything that was started,
 and everything that those started, is ended: SIGTERM with a grace, then SIGKILL.
 """
 

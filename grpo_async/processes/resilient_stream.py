@@ -14,7 +14,7 @@ _MAY_PASS = (errno.ENOSPC, errno.EDQUOT, errno.EAGAIN)
 
 
 class ResilientStream:
-    """Takes what `stream` takes. After the first write that fails for good nothing reaches it any more, and nothing fails.
+    """Takes what `stream` takes. After the first write that fails for good nothing reaches it anymore, and nothing fails.
 
     Args:
         name: of the stream, for `on_lost`.
@@ -63,9 +63,7 @@ class ResilientStream:
         if not self._is_told:
             self._is_told = True
             atexit.register(self._end)
-            self._on_lost(
-                f"{self._name} cannot be written any more ({error.strerror}); the run continues, see its logs"
-            )
+            self._on_lost(f"{self._name} can no longer be written ({error.strerror}); the run continues, see its logs")
 
     def _end(self) -> None:
         """What is still buffered is lost if it cannot be written by now: the interpreter would end with its own exit code."""

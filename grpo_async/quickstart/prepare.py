@@ -28,7 +28,7 @@ from grpo_async.quickstart.tasks.base import WarmupRecipe
 from grpo_async.utils.atomic_files import put_in_place
 from grpo_async.utils.text import backticked, did_you_mean
 
-RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warm-up changes: prepared folders are then made again
+RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warmup changes: prepared folders are then made again
 DEFAULT_TASK = "think"
 _MARKER = "prepared.json"
 
@@ -65,7 +65,7 @@ def prepare(
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
         force: make it again even if it is there.
-        recipe: of the warm-up; default the task's own.
+        recipe: of the warmup; default the task's own.
         report: gets lines of progress.
 
     Raises:

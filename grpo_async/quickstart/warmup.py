@@ -1,4 +1,4 @@
-"""The supervised warm-up that gives a task a base model worth training.
+"""The supervised warmup that gives a task a base model worth training.
 
 It must leave a behavior that is right but rare, so that reinforcement learning has something to amplify: for the first
 part of the steps every demonstration shows the good way, for the rest only some do and the others show the lazy one. The base
@@ -64,5 +64,5 @@ def warm_up(
         optimizer.zero_grad(set_to_none=True)
         if (step + 1) % _REPORT_EVERY_STEPS == 0 or step + 1 == recipe.num_steps:
             elapsed_s = time.monotonic() - started
-            report(f"warm-up step {step + 1}/{recipe.num_steps}: loss {loss.item():.3f}, {elapsed_s:.0f} s")
+            report(f"warmup step {step + 1}/{recipe.num_steps}: loss {loss.item():.3f}, {elapsed_s:.0f} s")
     model.eval()

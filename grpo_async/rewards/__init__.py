@@ -2,8 +2,8 @@
 
     config section -> load_rewards -> RewardFunction.score(...) -> RewardOutcome
                                         |- async function   on the event loop
-                                        |- run_in: thread   `user_code.threads` (abandoned on time-out)
-                                        `- run_in: process  `workers` (killed on time-out)
+                                        |- run_in: thread   `user_code.threads` (abandoned on timeout)
+                                        `- run_in: process  `workers` (killed on timeout)
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
 text:number_match, format:think_format, length:soft_overlong, length:cosine_length, code:code_tests,

@@ -1,7 +1,7 @@
 """Runs a reward function on the inputs of `fuzz` and notes what it does; `audit_report` says what that means.
 
 Every case is scored alone, which shows what raises, hangs or takes long; then the cases of a row together, in another order and
-some twice, as a group in training, which shows scores that depend on chance or on their neighbours. A time-out, an exception or
+some twice, as a group in training, which shows scores that depend on chance or on their neighbors. A timeout, an exception or
 the death of its process is an observation, not the end.
 
 `audit_report.check_reward` gives the observer a function in one worker process (`workers`), wherever its section says: a function
@@ -23,7 +23,7 @@ from grpo_async.rewards.fuzz import Case
 
 _MAX_LOST = 2  # calls of one input, on different rows, that cost a process; then it is not tried again
 _MAX_LOST_IN_ALL = 8  # then the function is left alone
-_NUM_AGAIN = 3  # calls that tell chance from neighbours
+_NUM_AGAIN = 3  # calls that tell chance from neighbors
 ROUNDING = 1e-3  # of the range of scores: smaller differences are rounding (batches of a reward model)
 
 

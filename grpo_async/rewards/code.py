@@ -1,6 +1,6 @@
 """Code, judged by the row's tests in the sandbox.
 
-    column `tests` of a row                                           data sets
+    column `tests` of a row                                           datasets
     ["assert add(1, 2) == 3", ...]                                    MBPP `test_list`
     "def check(candidate): ..." and a column `entry_point`            HumanEval `test`; also `test_...` functions, unittest
     [{"input": "1 2", "output": "3"}, ...]                            LiveCodeBench
@@ -266,7 +266,7 @@ def _slots_of_loop(count: int) -> asyncio.Semaphore:
 
 
 def is_same_output(given: str, wanted: str) -> bool:
-    """Line by line; white space at the ends of lines and empty lines at the end do not count, nor how a number is written.
+    """Line by line; whitespace at the ends of lines and empty lines at the end do not count, nor how a number is written.
 
     Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
     """

@@ -102,7 +102,7 @@ class _Examination:
             self._passes(number, step)
 
     def _load(self) -> None:
-        """The tests' global names: those of the candidate that they ask for, modules, then what the row's set-up defines."""
+        """The tests' global names: those of the candidate that they ask for, modules, then what the row's setup defines."""
         wanted = self._work["names"]
         theirs = self._peer.ask("call", 1, (wanted,))
         if type(theirs) is not dict or not any(name in theirs for name in wanted):
@@ -204,7 +204,7 @@ def _run_case(case: Any) -> None:
 def _call(names: dict[str, Any], entry_point: str, arguments: list[Any], expected: Any) -> None:
     given = _plain(_named(names, entry_point)(*arguments))
     wanted = _plain(expected)
-    # Some data sets wrap the one result in a list.
+    # Some datasets wrap the one result in a list.
     assert given == wanted or (isinstance(wanted, list) and len(wanted) == 1 and given == wanted[0]), f"got {given!r}"
 
 

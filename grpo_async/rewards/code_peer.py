@@ -16,7 +16,7 @@ Arguments that the code changed in place come back when it returned None, as fun
 could empty what the expected result is computed from. When the candidate's process ends, every test that has not passed has
 failed: no exit code, output or patched builtin of the candidate counts.
 
-Imports next to nothing: this is the start-up time of every run.
+Imports next to nothing: this is the startup time of every run.
 """
 
 from __future__ import annotations

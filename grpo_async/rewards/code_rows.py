@@ -1,4 +1,4 @@
-"""Reads a row's tests, in the forms that data sets have them, and finds the code in a completion."""
+"""Reads a row's tests, in the forms that datasets have them, and finds the code in a completion."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def _only_defines_check(tree: ast.Module) -> bool:
 
 
 def _json_or(value: Any) -> Any:
-    """Data sets keep nested values as JSON text; what is none stays as it is."""
+    """Datasets keep nested values as JSON text; what is none stays as it is."""
     if not isinstance(value, str):
         return value
     try:

@@ -41,7 +41,7 @@ class RewardFunction:
     """Calls one reward function.
 
     An async function runs on an event loop of its own, so that one that blocks holds nobody else; a plain one in a thread;
-    `run_in="process"` puts either into worker processes, which are killed on time-out.
+    `run_in="process"` puts either into worker processes, which are killed on timeout.
 
     Args:
         function: callable with TRL's signature `f(prompts, completions, completion_ids, **columns)`.
@@ -185,7 +185,7 @@ class RewardFunction:
             ) from error
         except ThreadsExhaustedError as error:
             raise RewardError(
-                self.name, f"{error}; set `run_in: process` for it: worker processes are killed on time-out"
+                self.name, f"{error}; set `run_in: process` for it: worker processes are killed on timeout"
             ) from error
         if not isinstance(result, Raised):
             return result

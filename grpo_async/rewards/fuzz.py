@@ -29,7 +29,7 @@ class CaseKind(StrEnum):
     GOLD = "gold"  # the right answer, in one of its renderings
     LOOKALIKE = "lookalike"  # a gold case with another answer of the same shape
     WRONG = "wrong"  # the answer of another row
-    EMPTY = "empty"  # nothing, or white space
+    EMPTY = "empty"  # nothing, or whitespace
     GARBAGE = "garbage"  # noise, lists of guesses, very long repetitions
     ECHO = "echo"  # the prompt
     STRESS = "stress"  # must not raise or hang; what it earns is not judged
@@ -149,7 +149,7 @@ def _noise(prompt: Prompt, gold: str | None, rng: random.Random) -> Iterator[tup
         "a very long number": "\\boxed{" + "9" * 5000 + "}",
         "very long repetition": (_word(rng) + " ") * (LONG_CHARACTERS // 8),
     }
-    for name, text in {"empty": "", "white space": " \n\t\u00a0 \n"}.items():
+    for name, text in {"empty": "", "whitespace": " \n\t\u00a0 \n"}.items():
         yield CaseKind.EMPTY, name, text, ""
     for name, text in garbage.items():
         yield CaseKind.GARBAGE, name, text, ""

@@ -4,7 +4,7 @@ What they do with text without an answer, over all 106 tasks: one pays 1.0 to an
 and nine evaluate the text as Python. Here an exception pays 0, a score that text without an answer would get as well pays 0, and
 what is evaluated (by `eval`, or by sympy's `parse_expr`, which calls it: any code, with the rights of the run) must be a list or a
 formula. Meant for `run_in: process`: importing the library takes seconds, and only the main
-thread of a process can stop a scorer that computes for ever; elsewhere only the reward's own `timeout_s` holds.
+thread of a process can stop a scorer that computes forever; elsewhere only the reward's own `timeout_s` holds.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ class _Scorer:
 
 @functools.lru_cache(maxsize=256)
 def _scorer_of(task: str, config: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The scorer belongs to a data set of the task: some look at its config. Seed and size decide about new rows only."""
+    """The scorer belongs to a dataset of the task: some look at its config. Seed and size decide about new rows only."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(task, seed=0, size=1, **ast.literal_eval(config))

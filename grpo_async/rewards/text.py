@@ -23,7 +23,7 @@ _MAX_DIGITS = 1000  # Python refuses to read whole numbers of more than 4300 dig
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any], *, ignore_case: bool = False, **_: Any
 ) -> list[float | None]:
-    """1.0 if the text after any thinking equals the `answer` column, apart from white space at both ends."""
+    """1.0 if the text after any thinking equals the `answer` column, apart from whitespace at both ends."""
     return [
         None
         if gold is None

@@ -1,5 +1,5 @@
-"""Worker processes of one reward function, both ends of them: started at the first call, killed on time-out, replaced when they
-die. A death or a time-out is an error of that call only.
+"""Worker processes of one reward function, both ends of them: started at the first call, killed on timeout, replaced when they
+die. A death or a timeout is an error of that call only.
 
     WorkerPool   calls, each of which has a worker for itself; on an event loop of its own
     Worker       one process as its owner sees it: start, exchange messages, kill
@@ -155,7 +155,7 @@ class WorkerPool:
         return worker.reap() if hung_up else worker.kill()
 
     def _closed_error(self) -> RewardError:
-        return RewardError(self._name, "was closed, and cannot be called any more")
+        return RewardError(self._name, "was closed, and can no longer be called")
 
 
 class Worker:

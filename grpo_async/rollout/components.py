@@ -67,7 +67,7 @@ class Components:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know at start-up, each line once."""
+        """What the user should know at startup, each line once."""
         found: list[str] = []
         if self.environments is not None:
             found += self.environments.notes

@@ -3,7 +3,7 @@
     prompt ids -> [generate] -> output ids -> [parse, call tools] -> suffix ids -> [generate] -> ...
 
 Invariant: token-in/token-out. The next turn's prompt is prompt ids + output ids + suffix ids; nothing sampled is decoded and
-tokenised again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
+tokenized again, so nothing but the bytes of a request grows with the history. A turn without tool calls ends the rollout.
 What a stop string ended keeps all of its tokens, and calls are read from all of them; only the text of its message is cut.
 
 How a rollout ends:

@@ -7,7 +7,7 @@ policy, 0 = from elsewhere) becomes the loss mask. The function runs in a thread
 block without holding the run's). Groups that are admitted together go into one call, and every token is stamped with the policy
 version that was served when the call began, the oldest it can be.
 
-Invariant: a call that nobody waits for any more (time-out, its groups cancelled, the run stops) sends nothing more: its `trainer`
+Invariant: a call that nobody waits for anymore (timeout, its groups cancelled, the run stops) sends nothing more: its `trainer`
 is closed. The thread itself cannot be ended.
 """
 

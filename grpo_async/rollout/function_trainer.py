@@ -5,7 +5,7 @@
     state              global_step (steps done), max_steps
     generate(...)      completions of the served policy; `agenerate` for async functions
 
-Lives as long as its call: afterwards it sends nothing more.
+Lives as long as its call: afterward it sends nothing more.
 """
 
 from __future__ import annotations

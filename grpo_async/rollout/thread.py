@@ -1,6 +1,6 @@
 """Hosts an asyncio loop in a thread of the trainer's rank 0.
 
-Invariant: stop() ends in bounded time, also if every task retries for ever; the thread is a daemon, so it never keeps the
+Invariant: stop() ends in bounded time, also if every task retries forever; the thread is a daemon, so it never keeps the
 process alive.
 """
 

@@ -316,7 +316,7 @@ async def _launcher(
     )
     with contextlib.closing(transport), contextlib.closing(await _start(job, base, report_in)) as process:
         process.stdin.write(job.stdin.encode("utf-8", "replace"))
-        process.stdin.close()  # once all of it is written, or nobody reads it any more
+        process.stdin.close()  # once all of it is written, or nobody reads it anymore
         reading = [
             asyncio.create_task(reads)
             for reads in (report.read(lines), stdout.read(process.stdout), stderr.read(process.stderr))

@@ -19,7 +19,7 @@ _MAX_ANSWER = 64  # characters; a longer line is prose
 
 
 def read_answer(completion: RolloutCompletion, extra: Mapping[str, Any]) -> str | None:
-    r"""The answer in a normal form (letter case, white space, `$` and a full stop at the end aside); None where there is none.
+    r"""The answer in a normal form (letter case, whitespace, `$` and a full stop at the end aside); None where there is none.
 
     `extra` holds what reward functions noted of this completion: where it has a column of ANSWER_COLUMNS, that is the answer, and
     None, "" or a text in brackets such as "[none]" means that there is none. Else the final text decides:

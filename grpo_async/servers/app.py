@@ -75,7 +75,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def failure(self) -> str | None:
-        """Why the engine does not run any more, or None."""
+        """Why the engine does not run anymore, or None."""
 
     @property
     @abstractmethod

@@ -86,7 +86,7 @@ class RequestTracker:
         self._update_busy()
 
     def leave(self, request: object) -> None:
-        """The engine has ended `request`, or nobody waits for it any more. May be called twice."""
+        """The engine has ended `request`, or nobody waits for it anymore. May be called twice."""
         self.in_engine.pop(request, None)
         if not self.in_engine:
             self._empty.set()

@@ -89,7 +89,7 @@ class RolloutStore(Writer):
         self._thread: threading.Thread | None = None
         self._file: LineFile | None = None  # only the thread's
         self._rest: Path | None = None  # the last block, where it was not sealed
-        self._outage = Outage(folder, meanwhile="rollouts wait for room", afterwards="what waited is written")
+        self._outage = Outage(folder, meanwhile="rollouts wait for room", afterward="what waited is written")
         self._metadata = MetadataFile(folder)
         self._sealer = Sealer(folder, self._settings, self._metadata)
 
@@ -107,7 +107,7 @@ class RolloutStore(Writer):
         scored: ScoredGroup | None = None,
         stats: Mapping[str, TokenStats] | None = None,
     ) -> None:
-        """Have one group written, soon. It must not be changed any more.
+        """Have one group written, soon. It must not be changed anymore.
 
         Args:
             step: the optimizer step that used or dropped the group, None when no step saw it.

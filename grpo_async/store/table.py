@@ -355,7 +355,7 @@ class RolloutTable:
         ]
 
     def column_names(self) -> list[str]:
-        """Names of the data set's further columns, for columns['NAME']: those of the newest groups."""
+        """Names of the dataset's further columns, for columns['NAME']: those of the newest groups."""
         seqs = [seq for (seq,) in self._index.fetch(Sql("SELECT seq FROM groups ORDER BY seq DESC LIMIT 8"))]
         keys = self._read("DISTINCT ON (seq) seq, rollout_index, json_keys(columns)", seqs)
         return sorted({name for _, _, names in keys for name in names or ()})

@@ -116,7 +116,7 @@ class EventWriter:
         self._descriptor: int | None = None
         self._size = 0
         self._outage = Outage(
-            path, meanwhile="the run continues without it", afterwards="events that are lost are counted in it"
+            path, meanwhile="the run continues without it", afterward="events that are lost are counted in it"
         )
         self._makes_room_at = 0.0  # not before; by time.monotonic()
 

@@ -118,7 +118,7 @@ class StatusPublisher:
             "url": server.url,
             "state": str(server.state),
             "restarts": self._fleet.restarts(server.index),
-            "words": "" if server.state.is_member else self._fleet.last_message(server.index),
+            "reason": "" if server.state.is_member else self._fleet.last_message(server.index),
             **known,
         }
 

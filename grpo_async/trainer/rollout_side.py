@@ -182,7 +182,7 @@ def build_rollout_side(
         admission=admission,
         errors=errors,
         advantages=scorer.advantages,
-        # servers that others run may come and go for ever
+        # servers that others run may come and go forever
         server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
         closing=[reward.close for reward in inputs.rewards],
         closing_on_loop=[components.aclose],

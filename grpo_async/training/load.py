@@ -22,7 +22,7 @@ from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.families import check_family
-from grpo_async.training.lora import add_adapters, initialise_adapters, saved_modules
+from grpo_async.training.lora import add_adapters, initialize_adapters, saved_modules
 from grpo_async.training.model import Policy, recompute_activations
 from grpo_async.training.nf4 import quantize_layers
 from grpo_async.training.parameters import NamedTensor, TensorRead, list_sources, plan_reads
@@ -112,7 +112,7 @@ def load_weights(
     Raises:
         ConfigError: files are missing or broken, or hold other tensors than the model has.
     """
-    _materialise(policy, device)
+    _materialize(policy, device)
     files = CheckpointFiles.of(path, revision=revision)
     model: Any = policy.model
     sources = {source.name: source for source in list_sources(model)}
@@ -126,7 +126,7 @@ def load_weights(
     missing = sorted(set(sources) - filled)
     if missing:
         raise ConfigError(f"model.path: {path!r} lacks {shortlist(missing, ', ')}; copy the model again")
-    initialise_adapters(model, seed=seed)
+    initialize_adapters(model, seed=seed)
 
 
 def _build_model(section: ModelSection, config: Any) -> Any:
@@ -168,7 +168,7 @@ def _keep_some_in_float32(model: Any, dtype: torch.dtype) -> None:
 
 
 def _compute_buffers(model: Any, path: str) -> None:
-    """Rotary tables and the like, which no checkpoint holds: the model's own initialisation, which does nothing on "meta", is run
+    """Rotary tables and the like, which no checkpoint holds: the model's own initialization, which does nothing on "meta", is run
     with only the buffers in memory."""
     computed = []
     for name, module in model.named_modules():
@@ -190,7 +190,7 @@ def _compute_buffers(model: Any, path: str) -> None:
         )
 
 
-def _materialise(policy: Policy, device: torch.device) -> None:
+def _materialize(policy: Policy, device: torch.device) -> None:
     """Memory for every parameter on "meta", tied ones once. FSDP takes the new ones over in its first forward pass."""
     made: dict[int, nn.Parameter] = {}
     for module in policy.modules():

@@ -121,7 +121,7 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer._disable_adapters = value
 
 
-def initialise_adapters(model: Any, *, seed: int) -> None:
+def initialize_adapters(model: Any, *, seed: int) -> None:
     """peft's first values: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero; of an embedding A zero and B normal. Each
     tensor has its own generator, so they are the same on any number of ranks."""
     for name, layer in _adapter_layers(model).items():

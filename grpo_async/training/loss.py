@@ -1,4 +1,4 @@
-"""The loss: what a training step minimises. See `Objective` for the whole, the functions above it for its terms.
+"""The loss: what a training step minimizes. See `Objective` for the whole, the functions above it for its terms.
 
     policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
         + beta x KL                                             weighted by the reduction (batching.weights), summed

@@ -252,7 +252,7 @@ class PipelineMeter:
         self.totals = totals or Totals()
 
     def restart(self, now: CounterSnapshot) -> None:
-        """Leave out what happened since the last reading (evaluation, start-up)."""
+        """Leave out what happened since the last reading (evaluation, startup)."""
         self._last = now
 
     def step(

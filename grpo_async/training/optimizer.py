@@ -139,7 +139,7 @@ class Muon(torch.optim.Optimizer):
         rows, offset = rows_of(parameter)
         if whole.ndim == 3:  # experts are sharded whole
             whole, offset = whole[offset : offset + rows.shape[0]], 0
-        direction = orthogonalise(whole)[offset : offset + rows.shape[0]]
+        direction = orthogonalize(whole)[offset : offset + rows.shape[0]]
         scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
         rows.mul_(1 - group["lr"] * group["weight_decay"])
         rows.add_(direction.to(rows.dtype), alpha=-group["lr"] * scale)
@@ -171,7 +171,7 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def orthogonalise(update: torch.Tensor) -> torch.Tensor:
+def orthogonalize(update: torch.Tensor) -> torch.Tensor:
     """About U V^T of the singular value decomposition of each matrix, (..., rows, columns): five Newton-Schulz steps X <- a X +
     (b X X^T + c (X X^T)^2) X, in bfloat16, which leave singular values between about 0.7 and 1.2."""
     is_tall = update.shape[-2] > update.shape[-1]

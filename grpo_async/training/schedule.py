@@ -1,4 +1,4 @@
-"""The learning rate over the steps of a run: a warm-up, then one of transformers' schedules."""
+"""The learning rate over the steps of a run: a warmup, then one of transformers' schedules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 
-_USUAL_TIMESCALE = 10_000  # of transformers, without a warm-up
+_USUAL_TIMESCALE = 10_000  # of transformers, without a warmup
 
 
 def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
     """Gives the factor on `optimizer.lr` at a 0-based step; a function of the step alone, so a resume needs no state of it.
 
-    Warm-up: (step + 1) / warmup_steps. (transformers begins at 0, and so gives the first step away.) Then the schedule begins, and
-    ends at the run's last step. With 10 steps, 2 of warm-up and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
+    Warmup: (step + 1) / warmup_steps. (transformers begins at 0, and so gives the first step away.) Then the schedule begins, and
+    ends at the run's last step. With 10 steps, 2 of warmup and `linear`: 0.5, 1, 1, 0.875, 0.75, ..., 0.125.
 
     Raises:
         ConfigError: `optimizer.schedule_kwargs` does not fit the schedule.
@@ -26,7 +26,7 @@ def lr_factors(config: ExperimentConfig) -> Callable[[int], float]:
 
 
 def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
-    """The factor by the number of steps after the warm-up."""
+    """The factor by the number of steps after the warmup."""
     optimizer, name = config.optimizer, config.optimizer.schedule
     if name == "constant" or (name == "linear" and optimizer.min_lr_ratio == 1.0):
         return lambda step: 1.0

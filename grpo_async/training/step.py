@@ -129,7 +129,7 @@ def train_step(
                 collector.begin_copy()  # before the transfer of this update, which so waits for both
             with clock.part("clip gradients"):
                 metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
-            clock.synchronised()
+            clock.synchronized()
             with clock.part("optimizer"):
                 if metrics.is_finite:
                     clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)

@@ -20,7 +20,7 @@ class StepClock:
     """Times the parts of a step for the timeline. Used by the training thread.
 
     CPU: by the wall clock. GPU: the host runs ahead of it, so a part is timed by a pair of CUDA events, in the track "gpu". Nothing
-    waits for them: they are read when the host has waited for the GPU anyway (`synchronised`), and an event that the GPU passed at
+    waits for them: they are read when the host has waited for the GPU anyway (`synchronized`), and an event that the GPU passed at
     that moment ties its clock to the host's. (torch.profiler.record_function would name the parts for a profiler alone.)
 
     Args:
@@ -43,7 +43,7 @@ class StepClock:
             return self._on_gpu(name, details)
         return self._timeline.span(name, "trainer", **details)
 
-    def synchronised(self) -> None:
+    def synchronized(self) -> None:
         """The host has just read a result of the GPU, which so has done all before it. Also before the first part."""
         if not self._is_on_gpu:
             return
@@ -105,7 +105,7 @@ class Activity:
 
     @contextmanager
     def during(self, what: str, span: str, kind: str, **details: int) -> Iterator[None]:
-        """The thread is `what` in this block, `span` in the timeline; afterwards what it was before, for as long as it was."""
+        """The thread is `what` in this block, `span` in the timeline; afterward what it was before, for as long as it was."""
         before = self._now
         self._count()
         self._now = what, self._clock()

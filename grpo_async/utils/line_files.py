@@ -54,13 +54,13 @@ class Outage:
     """The time in which nothing can be written to `path`: logged as it begins and as it ends.
 
     Args:
-        meanwhile, afterwards: what becomes of what is to be written, and what became of it.
+        meanwhile, afterward: what becomes of what is to be written, and what became of it.
     """
 
-    def __init__(self, path: Path, *, meanwhile: str, afterwards: str = "nothing is missing") -> None:
+    def __init__(self, path: Path, *, meanwhile: str, afterward: str = "nothing is missing") -> None:
         self._path = path
         self._meanwhile = meanwhile
-        self._afterwards = afterwards
+        self._afterward = afterward
         self._since: float | None = None
 
     def lasts(self, error: OSError) -> float:
@@ -75,7 +75,7 @@ class Outage:
         """A write has succeeded."""
         if self._since is not None:
             self._since = None
-            logger.warning("%s can be written again; %s", self._path, self._afterwards)
+            logger.warning("%s can be written again; %s", self._path, self._afterward)
 
 
 class Writer(ABC):

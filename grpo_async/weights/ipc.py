@@ -89,7 +89,7 @@ class CudaMemory:
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def release(self) -> None:
-        """Give back what was shared or mapped and has no reference any more."""
+        """Give back what was shared or mapped and has no reference anymore."""
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
 

@@ -100,7 +100,7 @@ class Rendezvous:
 
         Raises:
             RendezvousAbortedError: `abort` was called meanwhile, from another thread.
-            RuntimeError: a worker did not come within the time-out.
+            RuntimeError: a worker did not come within the timeout.
         """
         workers = [_member(rank) for rank in range(1, self.world_size)]
         self.store.wait(workers, self._timeout)
@@ -123,7 +123,7 @@ class Rendezvous:
             self._caller.set(_member(rank), "")
 
     def close(self) -> None:
-        """Remove the store's file. Whoever waits in it at this moment waits until its own time-out."""
+        """Remove the store's file. Whoever waits in it at this moment waits until its own timeout."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -127,7 +127,7 @@ def _refuse_unsupported(machine: Machine) -> None:
         case "Darwin", "arm64":
             problem = "" if machine.macos >= 14 else f"torch 2.13 needs macOS 14 or later, this is {machine.macos}"
         case "Darwin", _:
-            problem = "torch has no build for Macs with Intel processors any more; use a Linux machine or container"
+            problem = "torch has no build for Macs with Intel processors anymore; use a Linux machine or container"
         case "Windows", _:
             problem = "Windows is not supported; run this inside WSL 2 (wsl --install), which is Linux"
         case system, architecture:

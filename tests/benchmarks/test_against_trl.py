@@ -120,7 +120,7 @@ def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypa
 
 
 def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
-    setting = _setting(tmp_path, "--warm-up", "2", "--steps", "3", "--our-staleness", "1")
+    setting = _setting(tmp_path, "--warmup", "2", "--steps", "3", "--our-staleness", "1")
     assert setting.max_steps == 2 + 3 + 2
     steps = [_step(thrown_away=4.0 * number, wall_s=1.0 + number) for number in range(7)]
     found = outcome(steps, CpuUse(trainer_s=4.8, server_s=2.4), setting)

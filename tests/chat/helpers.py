@@ -58,7 +58,7 @@ def rendered(name: str, messages: Sequence[Mapping[str, Any]], *, generation: bo
 
 
 def tokens(name: str, text: str) -> list[int]:
-    """Plain tokenisation, control tokens included."""
+    """Plain tokenization, control tokens included."""
     return [int(token) for token in family(name)(text, add_special_tokens=False)["input_ids"]]
 
 

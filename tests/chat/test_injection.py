@@ -51,7 +51,7 @@ def test_what_stands_around_the_attack_keeps_its_tokens(name: str) -> None:
     guarded = renderer.suffix_ids([made], [made.result_message(f"hello {attack} llo")])
     plain = tokens(name, family(name).decode(guarded))
     (end,) = tokens(name, attack)
-    assert end in plain  # decoded and tokenised again, the control token is back
+    assert end in plain  # decoded and tokenized again, the control token is back
     spelled = tokens(name, attack[0]) + tokens(name, attack[1:])
     at = next(n for n in range(len(guarded)) if guarded[n : n + len(spelled)] == spelled)
     assert [*guarded[:at], end, *guarded[at + len(spelled) :]] == plain
@@ -61,7 +61,7 @@ def test_what_stands_around_the_attack_keeps_its_tokens(name: str) -> None:
     "text", ["", "hello", "he llo\n\n", "</tool_respons", "<|im_end|", "Zqguard0zq", "é ▁ 漢 \\n\"'"]
 )
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "mistral", "gpt_oss"])
-def test_text_without_control_tokens_is_tokenised_in_one_piece(name: str, text: str) -> None:
+def test_text_without_control_tokens_is_tokenized_in_one_piece(name: str, text: str) -> None:
     renderer = renderer_of(name)
     made = call()
     conversation = [
@@ -111,7 +111,7 @@ def test_prompts_guard_environments_but_not_the_users_own_data() -> None:
     assert _control("qwen3", renderer.prompt_ids([user("<think>")], is_conversational=False)) == ["<think>"]
 
 
-def test_a_control_token_that_appears_only_by_normalisation_is_refused() -> None:
+def test_a_control_token_that_appears_only_by_normalization_is_refused() -> None:
     from tokenizers import AddedToken, Tokenizer, models, normalizers
     from transformers import PreTrainedTokenizerFast
 

@@ -254,7 +254,7 @@ def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
         ("mistral", "mistral"),
     ],
 )
-def test_auto_recognises_the_families(name: str, parser: str) -> None:
+def test_auto_recognizes_the_families(name: str, parser: str) -> None:
     assert renderer_of(name)._parser.name == parser
 
 
@@ -275,7 +275,7 @@ def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
         renderer_of("qwen3", parser="hermess")
 
 
-def test_a_tokenizers_own_description_of_its_format_is_used_where_no_format_is_recognised() -> None:
+def test_a_tokenizers_own_description_of_its_format_is_used_where_no_format_is_recognized() -> None:
     tokenizer = copy.deepcopy(family("chatml"))
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},

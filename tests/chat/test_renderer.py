@@ -1,4 +1,4 @@
-"""Prompts, end-of-turn tokens, loading; and the start-up check of tools."""
+"""Prompts, end-of-turn tokens, loading; and the startup check of tools."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_end_of_turn_token_must_be_one_token() -> None:
         renderer_of("qwen3", end_of_turn_tokens=["<|im_ends|>"])
 
 
-# --- the start-up check
+# --- the startup check
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,13 @@ PRESERVING = ("qwen2_5", "llama3", "mistral", "mistral_args")
         ("mistral_args", '[TOOL_CALLS]search[ARGS]{"query": "', '"}</s>'),
     ],
 )
-def test_sampled_tokens_are_never_tokenised_again(name: str, before: str, after: str) -> None:
+def test_sampled_tokens_are_never_tokenized_again(name: str, before: str, after: str) -> None:
     """R4.5: "he" + "llo", sampled as two tokens, are read as "hello" and stay two tokens in the next prompt."""
     renderer = renderer_of(name)
     spelled = tokens(name, "he") + tokens(name, "llo")
     sampled = tokens(name, before) + spelled + tokens(name, after)
     assert len(spelled) == 2
-    assert tokens(name, before + "hello" + after) != sampled  # what tokenising again would give
+    assert tokens(name, before + "hello" + after) != sampled  # what tokenizing again would give
     prompt = renderer.prompt_ids([user("what is the answer?")], tools=TOOLS)
     turn = renderer.parse(sampled, turn=0)
     assert [(made.name, dict(made.arguments)) for made in turn.tool_calls] == [("search", {"query": "hello"})]

@@ -1,4 +1,4 @@
-"""What the start-up finds in data, tools and environments before any process is started."""
+"""What the startup finds in data, tools and environments before any process is started."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_check_that_hangs_is_left_after_its_limit(setting: str | None, words: 
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_the_table_shows_text_as_text_and_colours_on_a_terminal_only(terminal: bool) -> None:
+def test_the_table_shows_text_as_text_and_colors_on_a_terminal_only(terminal: bool) -> None:
     console = Console(
         file=StringIO(), width=120, force_terminal=terminal, color_system="standard" if terminal else None, _environ={}
     )

@@ -53,7 +53,7 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
     lines = [line.split() for line in result.stdout.splitlines()]
     assert [line[1] for line in lines[1:4]] == ["2", "1", "0"]
     assert lines[4] == ["3", "of", "3", "matching", "groups,", "3", "in", "the", "run"]
-    assert "\x1b" not in result.stdout  # into a pipe: no colours, no screen
+    assert "\x1b" not in result.stdout  # into a pipe: no colors, no screen
     assert _invoke("demo", "--plain").stdout == result.stdout
 
 
@@ -132,7 +132,7 @@ def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
         file.write(b'{"schema":4,"group_')  # another line, half written
     assert _groups() == [3, 2, 1, 0]
     assert "note:" not in _invoke("demo").stdout
-    store.close()  # nobody writes any more: the line stays torn
+    store.close()  # nobody writes anymore: the line stays torn
     assert "note: the last line of block-" in _invoke("demo").stdout
     assert _groups() == [3, 2, 1, 0]
 

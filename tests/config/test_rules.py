@@ -1,4 +1,4 @@
-"""Settings that make no sense together are refused, each with its reason; their neighbours are allowed."""
+"""Settings that make no sense together are refused, each with its reason; their neighbors are allowed."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"rollout": {"agent": {"environment": "verifiers:wordle"}}, "rewards": []},
     ],
 )
-def test_its_neighbours_are_allowed(sections: dict[str, Any]) -> None:
+def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
 
 

@@ -33,7 +33,7 @@ def _progress(num_servers: int = 2) -> Progress:
     progress.phase = "training"
     for step in range(1, 13):
         progress.add_step(step, 60, {**STEP, "reward": 0.1 + 0.04 * step})
-    down = _server(1, state="down", words="killed by SIGKILL", restarts=1, running=None, kv_usage=None)
+    down = _server(1, state="down", reason="killed by SIGKILL", restarts=1, running=None, kv_usage=None)
     progress.set_servers([_server(index) if index != 1 else down for index in range(num_servers)])
     progress.push = LastPush(at=NOW - 4, seconds=0.2, step=12, num_bytes=3.1e9, bytes_per_s=1.5e9)
     progress.checkpoints = Checkpoints(step=10, at=NOW - 75, writing=20)
@@ -129,7 +129,7 @@ def test_hostile_text_stays_inside_the_frame(width: int, height: int) -> None:
     progress = _progress(1)
     bad = "a\x1b]0;x\x07b\x1b[2Jc\rd\n\u202ee" + "w" * 500
     progress.phase = bad
-    progress.set_servers([_server(0, state="down", url=bad, words=bad, kv_usage=float("nan"))])
+    progress.set_servers([_server(0, state="down", url=bad, reason=bad, kv_usage=float("nan"))])
     progress.add_message(bad, is_warning=True)
     progress.evaluations = {bad: {"reward": 1.0}}
     progress.example = Example.of({"step": 1, "prompt": bad, "completions": [{"reward": 0.5, "text": bad}]})

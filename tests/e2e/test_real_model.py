@@ -22,8 +22,8 @@ from tests.e2e.support import finish, make_run, rewards
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("needs_vllm")]
 
 BEGINNINGS = (
-    "My favourite food is", "Every morning I like to", "The best thing about summer is", "In the middle of the forest",
-    "She opened the door and", "Scientists have found that", "A good friend is someone who", "Last year we travelled to",
+    "My favorite food is", "Every morning I like to", "The best thing about summer is", "In the middle of the forest",
+    "She opened the door and", "Scientists have found that", "A good friend is someone who", "Last year we traveled to",
     "The old man looked at", "When the rain stopped,", "The secret of a long life is", "On the table there was",
     "The children ran down to", "Nobody in the village knew", "The train arrived late, so", "To bake bread you need",
 )  # fmt: skip

@@ -197,9 +197,9 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
             == f"`{method}` took longer than 0.3 s; raise `environments.only.timeout_s` if this is expected"
         )
         for refused in (environment.is_done(), environment.reset({})):
-            with pytest.raises(EnvironmentCallError, match=r"cannot be used any more: `wait"):
+            with pytest.raises(EnvironmentCallError, match=r"can no longer be used: `wait"):
                 await refused
-        assert "cannot be used any more" in (await call(environment, "wait")).result
+        assert "can no longer be used" in (await call(environment, "wait")).result
 
     with_one("Gated", use, timeout_s=0.3)
 

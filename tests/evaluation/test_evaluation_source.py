@@ -78,7 +78,7 @@ def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperatu
     async def counting(request: Request) -> AsyncIterator[bytes]:
         nonlocal running, most
         if not _is_evaluation(request):
-            await asyncio.Event().wait()  # training's requests hold their places for ever
+            await asyncio.Event().wait()  # training's requests hold their places forever
         running += 1
         most = max(most, running)
         await asyncio.sleep(0.02)
@@ -120,7 +120,7 @@ async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:
 def test_whoever_waits_for_samples_is_woken_when_an_evaluation_ends_and_its_tokens_are_a_sign_of_life(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """The trainer may be waiting for the push that the evaluation holds back: no stall while that runs, one afterwards."""
+    """The trainer may be waiting for the push that the evaluation holds back: no stall while that runs, one afterward."""
     config = _config(tmp_path, tiny_model, training={"queue_timeout_s": 2.0}, rollout={"max_completion_tokens": 16})
     with local_server(_slow_evaluation) as server, open_side(config, server) as side:
         side.source.start()

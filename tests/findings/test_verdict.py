@@ -1,4 +1,4 @@
-"""Is it learning? A labelled set of runs, as the files that they leave; each with the numbers that it was made from."""
+"""Is it learning? A labeled set of runs, as the files that they leave; each with the numbers that it was made from."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_labelled_run_is_judged_by_its_label_by_how_much_and_with_the_cause(tmp_path: Path, name: str) -> None:
+def test_a_labeled_run_is_judged_by_its_label_by_how_much_and_with_the_cause(tmp_path: Path, name: str) -> None:
     run, key, is_learning = RUNS[name]
     evidence, verdict = _judged(name, tmp_path)
     assert (verdict.key, verdict.is_learning) == (key, is_learning), verdict.text

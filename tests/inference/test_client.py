@@ -26,7 +26,7 @@ Answer = Sequence[bytes | Exception]
 
 
 def _scripted(*answers: Answer) -> Script:
-    """The n-th answer for the n-th request; the last one for ever."""
+    """The n-th answer for the n-th request; the last one forever."""
     left = list(answers)
 
     async def script(request: Request) -> AsyncIterator[bytes]:

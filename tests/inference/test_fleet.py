@@ -140,7 +140,7 @@ def test_while_weights_are_loaded_silence_is_no_death_and_a_refused_connection_i
 
 
 def test_a_heartbeat_that_such_a_load_has_overlapped_does_not_count_either() -> None:
-    """The load was longer than the time-out, and is over before the heartbeat that it held up."""
+    """The load was longer than the timeout, and is over before the heartbeat that it held up."""
     with local_server() as server, watched([server.url], timeout_s=1.0, interval_s=600.0) as watch:
         watch.serve_all()
         server.hangs.add("/is_paused")
@@ -170,7 +170,7 @@ def test_a_server_that_will_never_take_part_is_given_up_at_once(status: int, fix
 def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It answers every probe; without a delay it would be pushed to several times a second, for ever."""
+    """It answers every probe; without a delay it would be pushed to several times a second, forever."""
     delays = [fleet_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 50)]
     assert delays == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
     monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_lost: 0.0 if num_lost < 2 else 3600.0)

@@ -46,7 +46,7 @@ def test_a_server_that_ends_early_ends_the_trainer_and_is_named_with_its_last_li
         assert launcher.left() == {}
         assert "the inference server (pid " in launcher.output
         assert "ended with exit code 3" in launcher.output
-        assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the colour's escape codes
+        assert "  KV cache does not fit\n  giving up\n" in launcher.output  # without the color's escape codes
         assert "there is no checkpoint yet" in launcher.output
 
 
@@ -107,7 +107,7 @@ def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path)
 
 @pytest.mark.clock  # heartbeats of seconds
 def test_a_trainer_whose_interpreter_is_held_is_named_with_the_place_in_the_code(tmp_path: Path) -> None:
-    """A regular expression that backtracks, in a thread: nothing within the process can say anything any more. The warning
+    """A regular expression that backtracks, in a thread: nothing within the process can say anything anymore. The warning
     comes after 4 s: several looks lie between it and the end, so a busy machine cannot skip it."""
     with LauncherProcess(tmp_path, trainer="hold", launch={"heartbeat_timeout_s": 8.0}) as launcher:
         assert launcher.end() == 1, launcher.output

@@ -1,4 +1,4 @@
-"""prepare(): once, whole, reproducible, and never over somebody else's files. A warm-up of two steps stands for the real one."""
+"""prepare(): once, whole, reproducible, and never over somebody else's files. A warmup of two steps stands for the real one."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     def fails(line: str) -> None:
-        if line.startswith("warm-up"):
+        if line.startswith("warmup"):
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):

@@ -16,7 +16,7 @@ from grpo_async.rewards.function import load_reward
 from grpo_async.rewards.fuzz import cases_of
 
 AUDITED = "tests.rewards.audited_rewards"
-ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a colour.", "blue")]
+ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a color.", "blue")]
 
 
 def _report(

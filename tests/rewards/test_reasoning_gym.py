@@ -143,7 +143,7 @@ def test_the_list_of_evaluated_tasks_is_complete() -> None:
         "basic_arithmetic",  # its own expression
         "bf",  # compiles its own program
         "bitwise_arithmetic",  # its own expression
-        "codeio",  # runs the code of its data set when rows are made; the answer is JSON
+        "codeio",  # runs the code of its dataset when rows are made; the answer is JSON
         "number_sorting",  # the known answer
         "polynomial_equations",  # float()
         "propositional_logic",  # a parser of its own

@@ -140,7 +140,7 @@ class FakeTools:
 
 @dataclass
 class FakeEnvironment:
-    """`is_done` gives the answers in turn; the last one for ever. An exception is raised."""
+    """`is_done` gives the answers in turn; the last one forever. An exception is raised."""
 
     answers: list[bool | Exception]
     asked: int = 0

@@ -49,7 +49,7 @@ def test_without_tools_one_turn_is_the_rollout() -> None:
     assert completion.tool_metrics() == {}
 
 
-def test_the_next_turn_continues_the_ids_and_never_re_tokenises() -> None:
+def test_the_next_turn_continues_the_ids_and_never_re_tokenizes() -> None:
     """R4.5: next prompt ids = prompt ids + output ids + suffix ids."""
     client = ScriptedClient(stop(5, CALL, EOS), stop(6, EOS))
     tools = FakeTools()

@@ -196,7 +196,7 @@ print(libc.capget(header, data), list(data), libc.prctl(39, 0, 0, 0, 0))
     assert run(code).stdout == "-1 1\n" * 5 + "-1\n" + "0 [0, 0, 0, 0, 0, 0] 1\n"
 
 
-def test_processes_outside_can_be_neither_signalled_nor_read_nor_limited(
+def test_processes_outside_can_be_neither_signaled_nor_read_nor_limited(
     run: Run, victim: subprocess.Popen[bytes]
 ) -> None:
     """Those of this user, the owner, the launcher and init too: init would end with its CPU time, and a run that ends so looks like

@@ -72,14 +72,14 @@ def test_the_std_of_a_batch_is_that_of_scored_rewards_only() -> None:
     assert batch_advantages([[None], []]) == [[0.0], []]
 
 
-def test_each_reward_is_normalised_before_they_are_added() -> None:
+def test_each_reward_is_normalized_before_they_are_added() -> None:
     # a: 0.5 / (0.7071068 + 1e-4) = 0.7070068; b: 10 / (14.1421356 + 1e-4) = 0.7071018; 0.7070068 + 0.5 x 0.7071018 = 1.0605577
     rows: list[dict[str, float | None]] = [{"a": 1.0, "b": 30.0}, {"a": 0.0, "b": 10.0}]
     assert normalize_each(rows, {"a": 1.0, "b": 0.5}) == pytest.approx([1.0605577, -1.0605577])
     assert normalize_each([*rows, {"a": None, "b": None}], {"a": 1.0, "b": 0.5})[2] is None
 
 
-def test_what_is_normalised_is_divided_by_the_std_of_the_step() -> None:
+def test_what_is_normalized_is_divided_by_the_std_of_the_step() -> None:
     # 1, -1, 0, 0: std = sqrt(2 / 3) = 0.8164966; 1 / 0.8165966 = 1.2245949; the unscored one does not count
     first, second = normalized_over_step([[1.0, -1.0, None], [0.0, 0.0]])
     assert first == pytest.approx([1.2245949, -1.2245949, 0.0])

@@ -93,7 +93,7 @@ def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weigh
 
 
 def test_rewards_that_cancel_out_but_for_float_noise_are_no_signal() -> None:
-    # b = 1 - a: normalised and added they are 0, or 2e-16, which must not be trained as an advantage
+    # b = 1 - a: normalized and added they are 0, or 2e-16, which must not be trained as an advantage
     step = _Step([{"a": [0.1, 0.7, 0.2], "b": [0.9, 0.3, 0.8]}], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"})
     assert step.final() == [[]]
 

@@ -234,7 +234,7 @@ def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_diffe
 
 @pytest.mark.parametrize("num_slots", [3, 40])
 def test_tokens_and_logprobs_are_the_same_to_the_last_bit_alone_and_among_others(model: Any, num_slots: int) -> None:
-    """What a synchronous run needs to be bit-exact: arrival, slots and neighbours change nothing."""
+    """What a synchronous run needs to be bit-exact: arrival, slots and neighbors change nothing."""
     requests = [
         make_request(prompt(2 + (i * 11) % 40, start=i // 3), seed=i, max_tokens=1 + (i * 7) % 40) for i in range(40)
     ]

@@ -46,7 +46,7 @@ def test_tokens_follow_the_tempered_distribution_over_seeds_and_over_positions(v
     assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
 
 
-def test_numbers_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
+def test_numbers_of_neighboring_seeds_and_positions_do_not_correlate() -> None:
     states = mix_seeds(range(5000))
     numbers = uniforms(states, np.zeros(5000, dtype=np.uint64))
     assert numbers.min() >= 0.0
@@ -65,7 +65,7 @@ def test_numbers_of_neighbouring_seeds_and_positions_do_not_correlate() -> None:
         ({"min_p": 0.25}, [0.5 / 0.95, 0.0, 0.3 / 0.95, 0.15 / 0.95]),  # the floor is 0.25 x 0.5 = 0.125: 0.05 goes
     ],
 )
-def test_a_filter_keeps_the_most_likely_and_renormalises(setting: dict[str, float], expected: list[float]) -> None:
+def test_a_filter_keeps_the_most_likely_and_renormalizes(setting: dict[str, float], expected: list[float]) -> None:
     kept = filter_logits(PROBABILITIES.log()[None], _batch(setting)).softmax(-1)[0]
     assert torch.allclose(kept, torch.tensor(expected))
 
@@ -80,7 +80,7 @@ def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distri
     assert _chi_squared(tokens, expected + 1e-12) < 15.1  # 1 degree of freedom, one in 10 000
 
 
-def test_a_token_that_is_there_already_is_penalised_by_the_sign_of_its_logit_and_a_new_one_from_then_on() -> None:
+def test_a_token_that_is_there_already_is_penalized_by_the_sign_of_its_logit_and_a_new_one_from_then_on() -> None:
     logits = torch.tensor([[2.0, -1.0, 0.5, 1.8]])
     batch = _batch({"repetition_penalty": 2.0, "temperature": 0.0}, tokens=[[0, 1, 0]])
     token, logprob = sample(logits, batch, np.zeros(1, dtype=np.uint64))

@@ -64,7 +64,7 @@ def test_a_client_that_disconnects_frees_its_slot(model: Any) -> None:
         ({"top_p": 1e-320}, "top_p"),
         ({"structured_outputs": {"choice": ["a"]}}, "set inference.engine: vllm"),
         ({"stop": ["END"]}, "the model's tokenizer cannot be loaded"),
-        ({"colour": "red"}, "colour"),
+        ({"color": "red"}, "color"),
         ({"max_tokens": None}, "max_tokens"),
     ],
 )

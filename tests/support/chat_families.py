@@ -1,6 +1,6 @@
 """Small tokenizers with the special tokens, merges and chat templates of known model families, trained here in milliseconds.
 
-The byte-level BPE has no pre-tokenisation, so its merges cross every border of words and tags: "he" + "llo" -> "hello", and
+The byte-level BPE has no pre-tokenization, so its merges cross every border of words and tags: "he" + "llo" -> "hello", and
 a newline with the "<tool_response>" after it. `mistral` is of the sentencepiece kind instead: a blank before every piece of text.
 """
 

@@ -71,7 +71,7 @@ def one_step(
     one_by_one: bool = False,
     loss_scale: float = 1.0,
 ) -> StepResult:
-    """One step on this rank's part of the samples, cut into minibatches of neighbours. `one_by_one`: every sample is a micro-batch;
+    """One step on this rank's part of the samples, cut into minibatches of neighbors. `one_by_one`: every sample is a micro-batch;
     ranks take turns."""
     section = loss or ClippedLoss()
     size = -(-len(samples) // num_minibatches)

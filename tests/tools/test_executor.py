@@ -137,7 +137,7 @@ def test_a_cancelled_turn_cancels_its_calls() -> None:
         started, cancelled = threading.Event(), threading.Event()  # set on the loop of the tools
 
         async def waits() -> None:
-            """Waits for ever."""
+            """Waits forever."""
             started.set()
             try:
                 await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""The metrics' catalogue: reductions worked by hand; that it is whole is tested with a real run in tests/e2e/test_train.py."""
+"""The metrics' catalog: reductions worked by hand; that it is whole is tested with a real run in tests/e2e/test_train.py."""
 
 from __future__ import annotations
 

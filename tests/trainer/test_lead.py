@@ -341,7 +341,7 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """R1.4: /health answers 503 for ever; the request time-out and the queue wait are much longer."""
+    """R1.4: /health answers 503 forever; the request timeout and the queue wait are much longer."""
     _Stub(monkeypatch)
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(

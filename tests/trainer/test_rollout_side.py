@@ -74,9 +74,9 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
 def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have_deadlines_of_their_own(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    """R1.4: the request time-out ends a silent request, the queue wait ends the step's wait; neither stands for the other.
+    """R1.4: the request timeout ends a silent request, the queue wait ends the step's wait; neither stands for the other.
 
-    The start-up time-out is in test_lead.
+    The startup timeout is in test_lead.
     """
     request = side_config(
         tmp_path,
@@ -98,7 +98,7 @@ def test_a_server_that_never_gets_ready_a_silent_request_and_an_empty_queue_have
 
 
 def test_an_empty_queue_goes_on_waiting_while_the_server_generates(tiny_model: Path, tmp_path: Path) -> None:
-    """R1.4: 12 tokens with 0.25 s between them outlast a queue time-out of 2 s, because every token is a sign of health."""
+    """R1.4: 12 tokens with 0.25 s between them outlast a queue timeout of 2 s, because every token is a sign of health."""
 
     async def slow(request: Request) -> AsyncIterator[bytes]:
         for _ in range(11):

@@ -166,7 +166,7 @@ def test_checkpoints_after_the_resumed_step_are_set_aside_not_taken_for_its_own(
         patched.setattr("os.replace", replace)
         with pytest.raises(OSError, match="killed here"):
             set_aside_later_checkpoints(run_dir, 5)
-    assert run_dir.checkpoint_steps() == [5, 10]  # newest first: 15, of another branch, is not the newest any more
+    assert run_dir.checkpoint_steps() == [5, 10]  # newest first: 15, of another branch, is not the newest anymore
     set_aside_later_checkpoints(run_dir, 5)
     assert run_dir.checkpoint_steps() == [5]
     assert sorted(path.name for path in run_dir.checkpoints.glob("replaced_*")) == [

@@ -24,7 +24,7 @@ BUCKET_BYTES = 3000  # several buckets, and layers that are split over two
 
 
 def build(kind: str) -> Any:
-    """A randomly initialised model, the same for the same `kind`: dense, untied, moe, or lora with adapters that are not zero."""
+    """A randomly initialized model, the same for the same `kind`: dense, untied, moe, or lora with adapters that are not zero."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)

@@ -55,7 +55,7 @@ def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: str) -> None:
-    """Neither a neighbour in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores
+    """Neither a neighbor in the row, nor padding, nor a later token changes them, in every family: windows, soft-capped scores
     and logits, scaled logits, grouped queries, experts."""
     model = build_family(family)
     policy = Policy(copy.deepcopy(model), temperature=0.7, chunk_tokens=16)

@@ -51,7 +51,7 @@ def test_a_schedule_is_that_of_transformers_behind_its_warm_up(schedule: str, ar
 
 
 def test_a_floor_is_where_a_schedule_ends() -> None:
-    """Nine steps behind the warm-up: the last one is at 8/9 of the way."""
+    """Nine steps behind the warmup: the last one is at 8/9 of the way."""
     assert _factors(schedule="linear", min_lr_ratio=0.1, warmup_steps=3)[-1] == pytest.approx(1 - 0.9 * 8 / 9)
     assert _factors(schedule="polynomial", min_lr_ratio=0.1)[-1] == pytest.approx(1 - 0.9 * 11 / 12)
     assert _factors(schedule="linear", min_lr_ratio=1.0) == [1.0] * STEPS

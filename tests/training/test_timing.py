@@ -61,20 +61,20 @@ def test_a_part_whose_end_the_gpu_has_not_passed_is_read_the_next_time(tmp_path:
     began = time.time()
     with Timeline(path, max_mb=1) as timeline:
         clock = StepClock(timeline, torch.device("cuda"))
-        clock.synchronised()
+        clock.synchronized()
         gpu.run_to(10.0)
         with clock.part("forward", micro_batch=0):
             gpu.run_to(11.0)
         gpu.run_to(12.0)
         with clock.part("clip gradients"):
             gpu.run_to(13.0)
-        clock.synchronised()  # the host has read the norm; the event behind it is on its way
+        clock.synchronized()  # the host has read the norm; the event behind it is on its way
         assert len(clock._pending) == 1
         gpu.run_to(14.0)
         with clock.part("optimizer"):
             pass
         gpu.run_to(15.0)
-        clock.synchronised()
+        clock.synchronized()
         assert clock._pending == []
     events = list(read_events(path))
     assert [event.name for event in events] == ["forward", "clip gradients", "optimizer"]

@@ -94,7 +94,7 @@ print(json.dumps([compat.VLLMClientError.__name__, asyncio.run(repeats())]))
     ("version", "missing", "caught"),
     [("0.26.0+cpu", "vllm.exceptions.VLLMClientError", "ValueError"), ("0.29.0", "", "VLLMClientError")],
 )
-def test_continuations_sample_from_the_policy_and_a_wrong_request_is_recognised_in_every_version(
+def test_continuations_sample_from_the_policy_and_a_wrong_request_is_recognized_in_every_version(
     version: str, missing: str, caught: str
 ) -> None:
     """vLLM would start the noise of a request anew with each continuation."""

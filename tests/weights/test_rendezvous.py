@@ -99,7 +99,7 @@ def test_a_group_on_one_machine_listens_on_loopback_only_and_leaves_no_file(tmp_
     try:
         transport.connect(servers)
         assert folders[0].parent == tmp_path  # which the launcher removes, whoever is killed
-        assert list(tmp_path.iterdir()) == []  # nobody needs it any more
+        assert list(tmp_path.iterdir()) == []  # nobody needs it anymore
         push(transport, servers, Parameters())
         assert {address for address, _ in _listening() - before} == {"127.0.0.1"}  # gloo's own, for the pairs
     finally:

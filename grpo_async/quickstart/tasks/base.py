@@ -1,6 +1,6 @@
 """What a task of the quickstart gives: its items, how one is asked, and two ways to answer it.
 
-The *good* way earns the reward, the *lazy* way mostly does not. The warm-up teaches both, the good one thoroughly but as the
+The *good* way earns the reward, the *lazy* way mostly does not. The warmup teaches both, the good one thoroughly but as the
 rarer habit, so that reinforcement learning has something to amplify.
 """
 
@@ -20,7 +20,7 @@ from grpo_async.quickstart.demonstration import Demonstration
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupRecipe:
-    """The numbers of a warm-up. The marker of a prepared folder holds them, so that other numbers make the folder again."""
+    """The numbers of a warmup. The marker of a prepared folder holds them, so that other numbers make the folder again."""
 
     num_steps: int = 280
     batch_size: int = 32
@@ -34,7 +34,7 @@ class WarmupRecipe:
     """Fraction of the demonstrations in the steps after those that are good; the others are lazy."""
 
     def lr_factor(self, step: int) -> float:
-        """Linear warm-up, then cosine from 1 to `min_lr_ratio` at the last step."""
+        """Linear warmup, then cosine from 1 to `min_lr_ratio` at the last step."""
         if step < self.lr_warmup_steps:
             return (step + 1) / self.lr_warmup_steps
         progress = (step - self.lr_warmup_steps) / max(1, self.num_steps - self.lr_warmup_steps)
@@ -45,7 +45,7 @@ HELD_OUT_ONE_IN = 8
 
 
 def is_held_out(key: str) -> bool:
-    """About one key in eight, the same ones everywhere and for ever."""
+    """About one key in eight, the same ones everywhere and forever."""
     digest = hashlib.sha256(key.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 

@@ -1,7 +1,7 @@
 r"""Three tasks of sums and differences such as "3 + 4 - 2 + 1", each answered the good way, or by a guess: the answer +- 0..9.
 
 *think*: four numbers from 1 to 5, worked out step by step. Only expressions whose every intermediate result is a single digit, 0 to
-9: that leaves 2012 of 5000, and a task that a model of 0.37 million parameters learns to work out in half a minute of warm-up.
+9: that leaves 2012 of 5000, and a task that a model of 0.37 million parameters learns to work out in half a minute of warmup.
 
     3 + 4 - 2 + 1 =   ->   <think>3 + 4 = 7\n7 - 2 = 5\n5 + 1 = 6</think>6       or   <think></think>9
 

@@ -1,4 +1,4 @@
-"""Draws the next token of every running row with one vectorised pass.
+"""Draws the next token of every running row with one vectorized pass.
 
 A row's random number is a hash of (seed, position) and the token is found on the cumulative distribution, so tokens
 depend on seed, context and weights only, never on what else is in flight; a request that is continued after a lost
@@ -117,8 +117,8 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, positions: Uint64s) -> tu
     logits = logits.float()
     if batch.penalty is not None:
         assert batch.seen is not None
-        penalised = torch.where(logits > 0, logits / batch.penalty, logits * batch.penalty)
-        logits = torch.where(batch.seen, penalised, logits)
+        penalized = torch.where(logits > 0, logits / batch.penalty, logits * batch.penalty)
+        logits = torch.where(batch.seen, penalized, logits)
     if batch.temperature is not None:
         logits = logits / batch.temperature
     logits = filter_logits(logits, batch)

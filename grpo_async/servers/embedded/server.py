@@ -160,7 +160,7 @@ class EmbeddedEngine(Engine):
     """The embedded engine as the HTTP application sees it.
 
     Args:
-        engine: handed over; nobody else may touch it any more.
+        engine: handed over; nobody else may touch it anymore.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
         tokenizer_options: of the model's, such as `revision`.
         on_failure: called in the event loop after the engine failed and every request got the error.

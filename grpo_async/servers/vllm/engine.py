@@ -36,7 +36,7 @@ logger = logging.getLogger("vllm.grpo_async")
 _DEAD = "the engine is dead; see the server's log"
 _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 _HANDOUT_TIMEOUT_S = 30.0  # the tokens are already in this process; only a stuck event loop takes longer
-_NUM_AT_ONCE = 4  # of the warm-up
+_NUM_AT_ONCE = 4  # of the warmup
 _FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "min_p": 0.01, "repetition_penalty": 1.1}
 
 
@@ -179,7 +179,7 @@ class VllmEngine(Engine):
 
     async def _generate_once(self, name: str, **fields: Any) -> None:
         request = GenerateRequest(
-            request_id=f"warm-up, {name}", token_ids=[0, 0], max_tokens=2, temperature=1.0, ignore_eos=True, **fields
+            request_id=f"warmup, {name}", token_ids=[0, 0], max_tokens=2, temperature=1.0, ignore_eos=True, **fields
         )
         async with self.stream(request) as next_chunk:
             while (chunk := await next_chunk()).finish_reason is None:

@@ -2,7 +2,7 @@
 for.
 
 `plugin` makes those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM that `command`
-names, and those of torch and uvicorn that pyproject.toml names. tests/vllm fails where one has no effect any more,
+names, and those of torch and uvicorn that pyproject.toml names. tests/vllm fails where one no longer has any effect,
 scripts/check_vllm_versions.py where vLLM has changed what is used here. No supported version has a hook in their place.
 """
 

@@ -77,7 +77,7 @@ class EngineRequest:
             self._receive(self._entry, error)
 
     async def leave(self) -> None:
-        """Nobody wants it any more."""
+        """Nobody wants it anymore."""
         self._has_left = True
         if self._abort is not None and not self._has_ended:
             await self._abort()

@@ -1,6 +1,6 @@
 """The data of the plots, as charts.js takes it. Pure. Which plots of metrics there are: `chapters`.
 
-With one run each metric of a plot has its colour; with several runs each run has its colour, and metrics differ by dashes. A long
+With one run each metric of a plot has its color; with several runs each run has its color, and metrics differ by dashes. A long
 run is cut into few enough points to open fast, without losing peaks.
 """
 
@@ -20,7 +20,7 @@ from grpo_async.viewer.report.run_data import RunData
 MAX_POINTS = 500
 """Of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's reduction."""
 
-_MAX_SERIES = 8  # colours that keep apart
+_MAX_SERIES = 8  # colors that keep apart
 _STALENESS = "async/staleness/"
 _LABELS = {"majority_baseline": "always the most frequent answer"}
 
@@ -250,8 +250,8 @@ def _by_group(run: RunData) -> Drawing | None:
     return _held_out("held-out-groups", title, unit, series, (), include=[0.0])
 
 
-def _points(label: str, steps: Sequence[int], values: Sequence[float], colour: int) -> dict[str, Any]:
-    return {"label": label, "x": steps, "values": values, "points": True, "color": colour + 1}
+def _points(label: str, steps: Sequence[int], values: Sequence[float], color: int) -> dict[str, Any]:
+    return {"label": label, "x": steps, "values": values, "points": True, "color": color + 1}
 
 
 def _held_out(

@@ -5,7 +5,7 @@
    Charts.histogram(element, {edges, counts})                  bins of any width
 
    Each gives an object with destroy(); those of line and stacked also have update(options): new values, while the zoom, the series
-   that were switched off, the cursor and the open table stay. Colours come from theme.css and follow it: light, dark, print. Every chart has a name for
+   that were switched off, the cursor and the open table stay. Colors come from theme.css and follow it: light, dark, print. Every chart has a name for
    screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the values under the cursor, and its
    numbers as a table. Text is only ever set as text. Needs uPlot and theme.css.
 
@@ -28,30 +28,30 @@ var Charts = (() => {
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
   const TABLE_ROWS = 500;
   const alive = new Set(); // what has redraw(), for when the theme changes
-  let colours = new Map();
+  let colors = new Map();
 
   // -- theme
 
   /** "rgb(0, 105, 180)" of "--series-1" as it is now. */
-  function colour(name) {
-    if (!colours.has(name)) {
+  function themeColor(name) {
+    if (!colors.has(name)) {
       const probe = document.body.appendChild(document.createElement("span"));
       probe.style.color = `var(${name})`;
-      colours.set(name, getComputedStyle(probe).color);
+      colors.set(name, getComputedStyle(probe).color);
       probe.remove();
     }
-    return colours.get(name);
+    return colors.get(name);
   }
 
   const seriesName = (index) => `--series-${((index - 1) % COLOURS) + 1}`;
-  const seriesColour = (index) => colour(seriesName(index));
+  const seriesColor = (index) => themeColor(seriesName(index));
 
   function translucent(rgb, alpha) {
     return rgb.replace("rgb(", "rgba(").replace(")", `, ${alpha})`);
   }
 
   function redrawAll() {
-    colours = new Map();
+    colors = new Map();
     alive.forEach((chart) => chart.redraw());
   }
 
@@ -195,8 +195,8 @@ var Charts = (() => {
 
   function axes(format, isWhole) {
     const font = `12px ${getComputedStyle(document.body).fontFamily}`;
-    const line = { stroke: () => colour("--grid"), width: 1 };
-    const common = { stroke: () => colour("--text-muted"), font, grid: line, ticks: { ...line, size: 4 }, gap: 4 };
+    const line = { stroke: () => themeColor("--grid"), width: 1 };
+    const common = { stroke: () => themeColor("--text-muted"), font, grid: line, ticks: { ...line, size: 4 }, gap: 4 };
     const shown = (write) => (_plot, ticks) => ticks.map((tick) => (tick === null ? null : write(tick)));
     const size = (_plot, values) => 16 + 7 * Math.max(3, ...(values || []).map((value) => (value || "").length));
     const horizontal = { ...common, size: 30, space: 60, values: shown(number), ...(isWhole ? { incrs: WHOLE_STEPS } : {}) };
@@ -369,9 +369,9 @@ var Charts = (() => {
 
     /** uPlot's series and the bands between them: first one for each of ours, then the edges of their bands. */
     lines() {
-      const fill = (each, alpha) => () => translucent(seriesColour(each.color), alpha);
+      const fill = (each, alpha) => () => translucent(seriesColor(each.color), alpha);
       const series = this.series.map((each, index) => {
-        const stroke = () => seriesColour(each.color);
+        const stroke = () => seriesColor(each.color);
         each.isSparse = Boolean(each.points) || each.values.filter(isNumber).length === 1;
         return {
           label: each.label,
@@ -624,7 +624,7 @@ var Charts = (() => {
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
     alive,
-    colour,
+    themeColor,
     duration,
   };
 })();

@@ -10,7 +10,7 @@
    view      update(data), show(start, end), window() -> {start, end}, spanAt(x, y), destroy()
 
    Wheel: scroll. Ctrl + wheel, W S, + -: zoom. Drag, Shift + wheel, A D, arrows: move. F, 0: everything. A group's title: fold.
-   Text comes from models too; it is only ever drawn, or set as textContent. Colours are the variables of theme.css. Needs charts.js. */
+   Text comes from models too; it is only ever drawn, or set as textContent. Colors are the variables of theme.css. Needs charts.js. */
 "use strict";
 
 const Timeline = (() => {
@@ -99,12 +99,12 @@ const Timeline = (() => {
     let hovered = null, drag = null, frame = 0, told = 0, theme = {}, hits = [];
 
     function readTheme() {
-      const { colour } = Charts;
+      const { themeColor } = Charts;
       theme = {
-        surface: colour("--surface"), raised: colour("--surface-raised"), text: colour("--text"), muted: colour("--text-muted"),
-        border: colour("--border"), strong: colour("--border-strong"), grid: colour("--grid"), bad: colour("--bad"),
+        surface: themeColor("--surface"), raised: themeColor("--surface-raised"), text: themeColor("--text"), muted: themeColor("--text-muted"),
+        border: themeColor("--border"), strong: themeColor("--border-strong"), grid: themeColor("--grid"), bad: themeColor("--bad"),
         font: getComputedStyle(box).fontFamily,
-        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => colour(`--series-${number}`)),
+        series: [1, 2, 3, 4, 5, 6, 7, 8].map((number) => themeColor(`--series-${number}`)),
       };
       theme.ink = theme.series.map(inkOn);
       theme.inkOnBad = inkOn(theme.bad);
@@ -120,8 +120,8 @@ const Timeline = (() => {
       theme.stripes = context.createPattern(stripes, "repeat");
     }
 
-    function inkOn(colour) {  // black or white, whichever is read better
-      context.fillStyle = colour;
+    function inkOn(color) {  // black or white, whichever is read better
+      context.fillStyle = color;
       const [r, g, b] = [1, 3, 5].map((at) => parseInt(String(context.fillStyle).slice(at, at + 2), 16) / 255)
         .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
       return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
@@ -240,10 +240,10 @@ const Timeline = (() => {
       context.fillRect(0, RULER - 1, width, 1);
     }
 
-    function label(text, x, y, most, colour) {
+    function label(text, x, y, most, color) {
       const fits = Math.floor((text.length * most) / context.measureText(text).width);  // characters, about
       if (most < 14 || fits < 3) return;
-      context.fillStyle = colour;
+      context.fillStyle = color;
       context.fillText(fits >= text.length ? text : `${text.slice(0, fits - 1)}…`, x, y);
     }
 

@@ -212,7 +212,7 @@ def _head(group: GroupRow, shown: range, reference: int | None) -> Text:
 
 
 def _prompt(group: GroupRow) -> Text:
-    """The last message of the prompt, and what else the data set has."""
+    """The last message of the prompt, and what else the dataset has."""
     text = Text()
     if said := prompt_of(group):
         text.append(f"{visible_line(said[-1].role, 20)}: ", style="bold cyan")

@@ -426,7 +426,7 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         Route(REPORT_PATH, report, methods=["GET"]),
         Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
         Route("/api/{view}", view, methods=["GET"]),
-        Route("/static/token-colours.css", lambda _: Response(token_style_sheet(), media_type="text/css")),
+        Route("/static/token-colors.css", lambda _: Response(token_style_sheet(), media_type="text/css")),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={404: _missing}), token=token, host=host)

@@ -203,7 +203,7 @@ def test_the_other_screens_are_reached_and_left(run: Path) -> None:
         for expected in (
             "reward < 0.2 and truncated",
             "group_status",
-            "further columns of the data set",
+            "further columns of the dataset",
             "True or false",
         ):
             assert expected in page

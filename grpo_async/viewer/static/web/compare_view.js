@@ -57,7 +57,7 @@ export async function compareView({ main, parameters, signal }) {
   return { title: `Compare ${left.id} and ${right.id}`, up: () => address("prompt", { run: left.run, hash: left.summary.prompt_hash }) };
 }
 
-/** What only one of them said is coloured by its reward, whichever side it stands on. */
+/** What only one of them said is colored by its reward, whichever side it stands on. */
 function rank({ reward: own }, { reward: other }) {
   return own === null || other === null || own === other ? "" : own > other ? "good" : "bad";
 }

@@ -8,7 +8,7 @@ const SHORTEST_MS = 2000;
 const LONGEST_MS = 20000;
 
 export class Pulse {
-  /** `onLocked` is called when the server does not know this page any more: it was restarted, with another token. */
+  /** `onLocked` is called when the server does not know this page anymore: it was restarted, with another token. */
   constructor(onLocked) {
     this.onLocked = onLocked;
     this.isLocked = false;

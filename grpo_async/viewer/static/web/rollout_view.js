@@ -1,4 +1,4 @@
-/* One rollout, turn by turn: its tokens in colours, its tool calls folded, its statistics at the side. */
+/* One rollout, turn by turn: its tokens in colors, its tool calls folded, its statistics at the side. */
 
 import { address, get, memory, note, place } from "./api.js";
 import {
@@ -27,13 +27,13 @@ export async function rolloutView({ main, parameters, signal }) {
   let turnChosen = -1;
 
   const remember = () => note("rollout", { run, id, seq, superseded, color, show: isTrace ? "trace" : "tokens" });
-  const colourBy = (mode) => {
-    color = colours.value = mode;
+  const colorBy = (mode) => {
+    color = colors.value = mode;
     memory.set("color", mode);
-    tokens.colour(mode);
+    tokens.color(mode);
     remember();
   };
-  const colours = select({ id: "color" }, data.modes.map((mode) => [mode.name, mode.label]), color, colourBy);
+  const colors = select({ id: "color" }, data.modes.map((mode) => [mode.name, mode.label]), color, colorBy);
   const showTrace = (wanted) => {
     isTrace = wanted;
     memory.set("show", wanted ? "trace" : "tokens");
@@ -44,14 +44,14 @@ export async function rolloutView({ main, parameters, signal }) {
   function drawBody() {
     tokens.hide(); // the token that it is about goes
     const toggle = (label, wanted) => button(label, () => showTrace(wanted), { class: "chip", "aria-pressed": String(isTrace === wanted) });
-    const legend = isTrace ? null : [h("label", { for: "color" }, "Color by"), colours, tokens.legend];
+    const legend = isTrace ? null : [h("label", { for: "color" }, "Color by"), colors, tokens.legend];
     fill(tools, toggle("Tokens", false), toggle("Trace", true), legend);
     if (isTrace) {
       fill(body, h("div", { class: "panel" }, prompt.map((each) => message(each)), trace(rollout)));
     } else {
       tokens.spans.clear();
       fill(body, drawTurns());
-      tokens.colour(color);
+      tokens.color(color);
     }
   }
 
@@ -115,9 +115,9 @@ export async function rolloutView({ main, parameters, signal }) {
   }
 
   const goTo = (by) => {
-    const neighbour = summaries[at + by];
-    if (neighbour) {
-      location.hash = address("rollout", { run, id: neighbour.rollout_id, seq: group.seq, superseded, color });
+    const neighbor = summaries[at + by];
+    if (neighbor) {
+      location.hash = address("rollout", { run, id: neighbor.rollout_id, seq: group.seq, superseded, color });
     }
   };
   const moveTurn = (by) => {
@@ -149,7 +149,7 @@ export async function rolloutView({ main, parameters, signal }) {
   return {
     title: `Rollout ${oneLine(rollout.rollout_id, 60)}`,
     keys: {
-      c: () => !isTrace && colourBy(modes[(modes.indexOf(color) + 1) % modes.length]),
+      c: () => !isTrace && colorBy(modes[(modes.indexOf(color) + 1) % modes.length]),
       m: () => showTrace(!isTrace),
       "[": () => goTo(-1),
       "]": () => goTo(1),

@@ -1,4 +1,4 @@
-/* Tokens in their colours, and a box with every value of the one under the pointer or the focus. */
+/* Tokens in their colors, and a box with every value of the one under the pointer or the focus. */
 
 import { fill, h, number, visible } from "./dom.js";
 
@@ -50,7 +50,7 @@ export class Tokens {
     return `token token-${this.data.palette[this.data.classes[this.mode][index]]}`;
   }
 
-  colour(mode) {
+  color(mode) {
     this.mode = mode;
     this.spans.forEach((span, index) => (span.className = this.classOf(index)));
     const { legend } = this.data.modes.find((each) => each.name === mode);
