@@ -97,7 +97,9 @@ def _next_commands(summary: Mapping[str, Any], run_dir: Path, report: Path | Non
         yield f"{report}    # open it in a browser: does it learn, and why not"
     yield f"grpo-async inspect-rollouts {run_dir}    # read what was generated, and its rewards"
     if summary.get("status") == STOPPED:
-        yield f"grpo-async train {RunDir(run_dir).config} --resume latest    # continue from the checkpoint"
+        # it has a model when only the last evaluation is left
+        what = "make the evaluation after training" if summary.get("model") else "continue from the checkpoint"
+        yield f"grpo-async train {RunDir(run_dir).config} --resume latest    # {what}"
 
 
 def _print_evaluation(console: Console, evaluation: Mapping[str, Any]) -> None:

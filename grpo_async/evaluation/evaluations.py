@@ -103,6 +103,8 @@ class RunEvaluations:
         self._completions: list[Mapping[str, str | float | None]] = []
         self._num_skipped = 0
         self._num_failed = 0
+        self.owes_the_last = False
+        """Whether a stop broke off the evaluation after training; a resume makes it."""
         if evaluator is not None:
             _drop_later(run_dir, start)
 
@@ -284,6 +286,9 @@ class RunEvaluations:
         """None: it was cancelled because the run stops. It is not recorded, so a resume makes it again."""
         if result is None:
             self._release(running)
+            if running.when == "end":
+                self.owes_the_last = True
+                self._listeners.phase("stopped during the evaluation after training; --resume makes it")
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})

@@ -25,10 +25,10 @@ class EvaluationLog:
         self._write()
 
     def end_with(self, step: int) -> EvaluationRecord | None:
-        """The result of `step`, with which the run turned out to end, as that of the end; None when the last record has no such
-        result."""
+        """The result of `step`, with which the run turned out to end, as that of the end, which it is already where the run was
+        killed after it; None when the last record has no such result."""
         last = self.records[-1] if self.records else None
-        if last is None or last.step != step or last.when != "step" or not last.metrics:
+        if last is None or last.step != step or last.when == "start" or not last.metrics:
             return None
         self.records[-1] = replace(last, when="end")
         self._write()

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any, Protocol, TypeAlias
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -34,14 +35,18 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import host_in_url, is_loopback
-from grpo_async.utils.safe_text import visible_line
+from grpo_async.utils.safe_text import visible
+from grpo_async.utils.text import both_ends
 
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
 _MLFLOW_TABLES = "mlflow.loggedArtifacts"
-_MAX_CELL = 1000  # characters of a text in TensorBoard, which shows all of a table at once
+_MAX_TEXT, _CODE_WIDTH = (
+    2000,
+    120,
+)  # characters of a text, and of a line, in TensorBoard, which shows all completions at once
 
 
 Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
@@ -79,9 +84,7 @@ class Tensorboard:
         self._writer.flush()
 
     def log_completions(self, step: int, rows: Rows) -> None:
-        lines = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
-        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        self._writer.add_text(_COMPLETIONS, text, global_step=step)
+        self._writer.add_text(_COMPLETIONS, "\n\n".join(map(_block, rows)), global_step=step)
         self._writer.flush()
 
     def log_verdict(self, step: int, key: str, text: str) -> None:
@@ -92,9 +95,22 @@ class Tensorboard:
         self._writer.close()
 
 
-def _cell(value: str | float | None) -> str:
-    """Of a table in Markdown: one line, and no mark that ends it."""
-    return visible_line("" if value is None else str(value), _MAX_CELL).replace("|", "\\|")
+def _block(row: Mapping[str, str | float | None]) -> str:
+    """A row in Markdown: its numbers as a heading, each text below its name as code, where lines stay and nothing is a mark."""
+    texts = [f"**{name}**\n\n{_code(value)}" for name, value in row.items() if isinstance(value, str)]
+    numbers = [
+        f"{name} {'none' if value is None else f'{value:g}'}"
+        for name, value in row.items()
+        if not isinstance(value, str)
+    ]
+    return "\n\n".join([f"### {', '.join(numbers)}", *texts])
+
+
+def _code(text: str) -> str:
+    """Indented, which no text can end, and in lines that fit: TensorBoard does not wrap code."""
+    wrapper = TextWrapper(width=_CODE_WIDTH, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False)
+    lines = [part for line in visible(both_ends(text, _MAX_TEXT)).splitlines() for part in wrapper.wrap(line) or [""]]
+    return "\n".join(f"    {line}" for line in lines)
 
 
 class Wandb:

@@ -463,11 +463,11 @@ class _Leader:
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
         run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
-        is_finished = self._loop.is_complete
+        has_model = self._loop.is_complete
         summary = {
-            "status": FINISHED if is_finished else STOPPED,
+            "status": FINISHED if has_model and not self._evaluations.owes_the_last else STOPPED,
             "steps": steps,
-            "model": str(run_dir.model) if is_finished else None,
+            "model": str(run_dir.model) if has_model else None,
             "num_devices": self._assignment.world_size,
             "engine": self._engine,
             "on_gpu": memory.pop("on_gpu"),

@@ -211,6 +211,11 @@ def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation
     summary = run.evaluations.summary()
     assert summary is not None
     assert (summary["after"]["reward"], summary["during"]) == (0.5, [])
+    resumed = _Run(tmp_path, start=8)  # after a kill between the evaluation and the summary
+    resumed.evaluations.before_training()
+    resumed.evaluations.after_training(8)
+    assert resumed.source.begun == []
+    assert [when for when, _ in resumed.heard] == ["after"]
 
 
 def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import re
@@ -19,7 +20,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.record_sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking import Trackers, open_trackers
+from grpo_async.tracking import Trackers, backends, open_trackers
 from grpo_async.tracking.backends import Prometheus, Rows
 from tests.support.waiting import wait_for
 
@@ -78,7 +79,7 @@ def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
     assert b"policy_loss" not in content
 
 
-def test_tensorboard_gets_a_table_of_completions_and_the_verdict(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_completion_as_it_was_written_and_the_verdict(tmp_path: Path) -> None:
     trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
     trackers.log_completions(4, [])  # no evaluation has ended
     trackers.log_completions(5, ROWS)
@@ -86,9 +87,25 @@ def test_tensorboard_gets_a_table_of_completions_and_the_verdict(tmp_path: Path)
     trackers.close()
     (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
     content = file.read_bytes()
-    assert b"| step | prompt | completion | reward | rewards/exact |\n| --- |" in content
-    assert b"| 4 | 3 + 4 = | it is 7 \\| seven | 1.0 | 1.0 |\n| 4 | 1 + 1 = | eleven |  |  |" in content
+    shown = (
+        "### step 4, reward 1, rewards/exact 1\n\n**prompt**\n\n    3 + 4 =\n\n**completion**\n\n    it is\n    7 | seven\n\n"
+        "### step 4, reward none, rewards/exact none\n\n**prompt**\n\n    1 + 1 =\n\n**completion**\n\n    eleven"
+    )
+    assert shown.encode() in content
     assert VERDICT[1].encode() in content
+
+
+def test_no_mark_in_a_completion_becomes_one_in_tensorboard(tmp_path: Path) -> None:
+    """Its Text tab makes HTML of Markdown, with these extensions."""
+    markdown = pytest.importorskip("markdown")
+    written = "```\n\n# no heading\n<img src=x> *a* | b |\n| --- | --- |\n\n" + "long " * 40
+    text = backends._block({"step": 4, "completion": written})
+    page = markdown.markdown(text, extensions=["markdown.extensions.tables", "markdown.extensions.fenced_code"])
+    (code,) = re.findall(r"<pre><code>(.*?)</code></pre>", page, flags=re.DOTALL)
+    assert html.unescape(code).split() == written.split()
+    assert code.startswith("```\n\n# no heading\n&lt;img")
+    assert max(map(len, code.splitlines())) <= 120
+    assert re.findall(r"<(\w+)", page) == ["h3", "p", "strong", "pre", "code"]
 
 
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.checks.preflight import PreflightContext
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
+from grpo_async.display.summary import print_summary
 from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUnavailableError
+from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
@@ -338,6 +343,30 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
     stub.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
     assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
+
+
+def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tmp_path)
+    run_dir = RunDir(config.run_path)
+    run_dir.model.mkdir(parents=True)
+
+    def lead_from_the_last_step(result: EvaluationResult | None) -> dict[str, Any]:
+        stub = _Stub(monkeypatch)
+        monkeypatch.setattr(stub.source, "await_evaluation", lambda *_, **__: result, raising=False)
+        _lead(config, resume_step=2)
+        assert stub.events[-2:] == ["export", "evaluate 2"]
+        summary: dict[str, Any] = json.loads(run_dir.summary.read_text())
+        return summary
+
+    stopped = lead_from_the_last_step(None)
+    assert (stopped["status"], stopped["steps"], stopped["model"]) == ("stopped", 2, str(run_dir.model))
+    console = Console(file=io.StringIO(), width=200)
+    print_summary(console, stopped, run_dir.root)
+    assert "--resume latest    # make the evaluation after training" in console.file.getvalue()  # type: ignore[attr-defined]
+    finished = lead_from_the_last_step(EvaluationResult(metrics={"reward": 0.5}, by_group={}))
+    assert (finished["status"], finished["evaluation"]["after"]) == ("finished", {"reward": 0.5})
 
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
