@@ -74,7 +74,7 @@ class Run:
 
         Args:
             where: an SQL condition, as `grpo-async inspect-rollouts` takes it: "reward < 0.2 and truncated".
-            evaluation: those of an evaluation, by its step, or "last"; None: those of training.
+            evaluation: those of an evaluation, by its step, or "latest"; None: those of training.
         """
         import duckdb
 

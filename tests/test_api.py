@@ -36,7 +36,7 @@ def test_a_notebook_trains_and_looks_at_the_run(tmp_path: Path, monkeypatch: pyt
     assert (some["reward"] > 0.5).all()
     assert isinstance(everything["completion_text"][0], str)
     assert len(run.evaluations()) == 2
-    assert len(run.rollouts(evaluation="last")) == 8
+    assert len(run.rollouts(evaluation="latest")) == 8
     assert run.verdict().key in ("too-early", "unclear", "flat", "unconfirmed", "learns", "little", "baseline")
     assert "quickstart" in repr(Run(run.folder))
     with pytest.raises(ConfigError, match="resume"):

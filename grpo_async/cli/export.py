@@ -42,7 +42,7 @@ def export(
     Examples:
       grpo-async export quickstart --out rollouts.parquet
       grpo-async export quickstart "reward<0.2 and truncated" --out bad.jsonl
-      grpo-async export quickstart --evaluation last | jq .completion_text
+      grpo-async export quickstart --evaluation latest | jq .completion_text
       grpo-async export quickstart "trained and text ilike '%what is%'" --format parquet --out found.parquet
     """
     from grpo_async.store.export import SUFFIXES, export_rollouts

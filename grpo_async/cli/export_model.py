@@ -50,7 +50,7 @@ def export_model(
 
     run_dir = find_run(run)
     config = load_config(run_dir.config)
-    step = find_checkpoint(run_dir, checkpoint, best_metric=config.checkpoint.best_metric, option="--checkpoint")
+    step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
     folder = out or run_dir.root / f"model_step_{step}"
     export_checkpoint(run_dir, step, config, folder)
     typer.echo(f"step {step} -> {folder}")

@@ -83,7 +83,7 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart "reward<=0 and text ilike '%what is%'"
       grpo-async inspect-rollouts quickstart --group 17
       grpo-async inspect-rollouts quickstart --rollout g17-r3
-      grpo-async inspect-rollouts quickstart "reward<=0.5" --evaluation last
+      grpo-async inspect-rollouts quickstart "reward<=0.5" --evaluation latest
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart --web
     """

@@ -26,7 +26,7 @@ SetOption: TypeAlias = Annotated[
 PortOption: TypeAlias = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
 EvaluationOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--evaluation", metavar="STEP|last", help="Rollouts of an evaluation instead of those of training."),
+    typer.Option("--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of those of training."),
 ]
 WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", hidden=True)]
 """Another way to write QUERY, which earlier pages showed."""

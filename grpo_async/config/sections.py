@@ -96,7 +96,8 @@ class RolloutSection(StrictModel):
     """What becomes of truncated completions. train: like any other. mask: they count in the group's mean but are not trained
     (overlong filtering, DAPO, arXiv 2503.14476)."""
     max_rounds_without_signal: int = Field(default=20, ge=1)
-    """Stop the run when this many times groups_per_step groups in a row had all-equal rewards: there is nothing to learn."""
+    """The run ends with an error when this many rounds of groups_per_step groups in a row had nothing to learn from: within each
+    group all rewards were equal, or there were none."""
     rollout_timeout_s: Seconds = 600.0
     """Wall time of one rollout; then it fails and its group goes on with the survivors."""
     shutdown_timeout_s: Seconds = 10.0

@@ -49,20 +49,20 @@ def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path
     if checkpoint is None:
         if (run_dir.model / "config.json").is_file():
             return EvaluationTarget(label="model", folder=str(run_dir.model))
-        return _of_run(config, run_dir, "latest")
+        return _of_run(run_dir, "latest")
     path = Path(checkpoint).resolve()
     if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
-        return _of_run(config, run_dir, checkpoint)
+        return _of_run(run_dir, checkpoint)
     if (path / "config.json").is_file():
         label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)
         return EvaluationTarget(label=label, folder=checkpoint)
     if path.parent.name == "checkpoints":
-        return _of_run(config, RunDir(path.parent.parent), checkpoint)
+        return _of_run(RunDir(path.parent.parent), checkpoint)
     raise ConfigError(
         f"--checkpoint {checkpoint}: neither a Hugging Face folder (with a config.json) nor a folder RUN/checkpoints/step_N"
     )
 
 
-def _of_run(config: ExperimentConfig, run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
-    step = find_checkpoint(run_dir, checkpoint, best_metric=config.checkpoint.best_metric, option="--checkpoint")
+def _of_run(run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
+    step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
     return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)

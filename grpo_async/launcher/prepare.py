@@ -21,7 +21,7 @@ from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_choice import find_checkpoint
-from grpo_async.training.checkpoint_manifest import OtherFormatError, holds_tensors, problem_of, set_aside
+from grpo_async.training.checkpoint_manifest import OtherFormatError, damaged, holds_tensors, problem_of, set_aside
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import FINISHED
 
@@ -196,10 +196,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     if resume == "latest":
         step, broken = _newest_whole(run_dir, steps)
     else:
-        step, broken = (
-            find_checkpoint(run_dir, resume, best_metric=config.checkpoint.best_metric, option="--resume"),
-            {},
-        )
+        step, broken = find_checkpoint(run_dir, resume, option="--resume"), {}
         try:
             problem = _problem_at_start(run_dir.checkpoint(step))
         except OtherFormatError as error:
@@ -215,10 +212,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
             f"--resume: the run in {run_dir.root} has finished its {finished} steps; raise training.{setting} to train on"
         )
     notes = [f"{each}; whether the run had finished is not known" for each in problems]
-    notes += [
-        f"the checkpoint of step {number} is damaged and set aside as broken_step_{number}: {problem}; resuming from step {step}"
-        for number, problem in broken.items()
-    ]
+    notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
     if not run_dir.metrics.exists():
         notes.append(
             f"{run_dir.metrics} is missing: the metrics of the steps up to {step} are lost, those after it follow"

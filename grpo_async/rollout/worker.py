@@ -280,9 +280,11 @@ class RolloutWorker:
         if self._without_signal_in_a_row < self._max_without_signal:
             return
         raise NothingToLearnError(
-            f"{self._without_signal_in_a_row} consecutive groups had nothing to learn from; the last one: {why_no_signal(scored)}. "
-            "Look at `inspect-rollouts`; the limit is rollout.max_rounds_without_signal x rollout.groups_per_step "
-            f"({self._section.max_rounds_without_signal} x {self._section.groups_per_step})"
+            f"training was stopped: {self._without_signal_in_a_row} consecutive groups had nothing to learn from, as no completion "
+            f"was better than another of its group; the last one: {why_no_signal(scored)}. Read what was generated with "
+            "`grpo-async inspect-rollouts`, and change the rewards, the prompts or the sampling; or raise "
+            f"rollout.max_rounds_without_signal ({self._section.max_rounds_without_signal}; times rollout.groups_per_step, "
+            f"{self._section.groups_per_step}) to wait longer"
         )
 
     async def _hand_over(self, scored: ScoredGroup) -> None:

@@ -65,6 +65,7 @@ from grpo_async.training.checkpoint_choice import best_first
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,
     STATE,
+    damaged,
     holds_tensors,
     problem_of,
     read_manifest,
@@ -188,11 +189,11 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         if rank == 0:
             set_aside(run_dir.checkpoint(step), "broken")
         dist.broadcast_object_list(earlier, src=0)  # one answer, whatever a rank's machine sees of a shared disk
-        damaged = f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
+        said = damaged(step, problem)
         if earlier[0] is None:
-            raise CheckpointError(f"{damaged}; there is none before it: start over with --clean")
+            raise CheckpointError(f"{said}; there is none before it: start over with --clean")
         step = earlier[0]
-        notes.append(f"{damaged}; resuming from step {step}")
+        notes.append(f"{said}; resuming from step {step}")
 
 
 def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str, Any]:

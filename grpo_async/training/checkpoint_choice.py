@@ -14,15 +14,17 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations, scores_by_step
 
 
-def find_checkpoint(run_dir: RunDir, name: str, *, best_metric: str, option: str) -> int:
+def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
     """The step of the checkpoint that `name` means.
 
     Args:
-        name: "latest"; "best", by `best_metric`, of those that were kept; a step; or the path RUN/checkpoints/step_N.
+        name: "latest"; "best", by the run's own checkpoint.best_metric, of those that were kept; a step; or the path
+            RUN/checkpoints/step_N.
         option: for messages, such as "--checkpoint".
 
     Raises:
-        ConfigError: the run has no such checkpoint; the message lists those that it has.
+        ConfigError: the run has no such checkpoint; the message lists those that it has. Or its config.yaml, which "best" goes by,
+            cannot be read.
     """
     steps = run_dir.checkpoint_steps()
     if not steps:
@@ -31,6 +33,9 @@ def find_checkpoint(run_dir: RunDir, name: str, *, best_metric: str, option: str
     if name == "latest":
         return steps[-1]
     if name == "best":
+        from grpo_async.config.loader import load_config
+
+        best_metric = load_config(run_dir.config).checkpoint.best_metric
         ranked = best_first(steps, scores_by_step(read_evaluations(run_dir.evaluation_log, []), best_metric))
         if not ranked:
             raise ConfigError(

@@ -125,6 +125,11 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
     return None
 
 
+def damaged(step: int, problem: str) -> str:
+    """What is said of a checkpoint that is set aside as "broken"."""
+    return f"the checkpoint of step {step} is damaged and set aside as broken_step_{step}: {problem}"
+
+
 def set_aside(checkpoint: Path, reason: str) -> Path:
     """Rename step_N to {reason}_step_N, replacing what an earlier call left; returns the new path."""
     target = checkpoint.with_name(f"{reason}_{checkpoint.name}")

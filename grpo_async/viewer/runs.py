@@ -29,16 +29,16 @@ class EvaluationDir(RunDir):
 
 
 def find_evaluation(run: RunDir, step: str) -> EvaluationDir:
-    """The evaluation of a step of `run`; "last": the newest.
+    """The evaluation of a step of `run`; "latest": the newest.
 
     Raises:
         ConfigError: there is none; the message lists those that there are.
     """
     steps = run.evaluation_steps()
-    wanted = steps[-1] if step == "last" and steps else int(step) if step.isdecimal() else None
+    wanted = steps[-1] if step == "latest" and steps else int(step) if step.isdecimal() else None
     if wanted not in steps or wanted is None:
         known = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"--evaluation {step}: {run.root} has no evaluation of that step; it has: {known}")
+        raise ConfigError(f"--evaluation {step}: {run.root} has no such evaluation; it has: {known}")
     return EvaluationDir(run.root, wanted)
 
 

@@ -461,8 +461,12 @@ def test_an_environment_that_raises_fails_its_rollout_with_the_reason() -> None:
 def test_what_verifiers_cannot_load_or_play_is_told() -> None:
     with pytest.raises(ConfigError, match=r"rollout.agent.environment: verifiers:nowhere.*'nowhere' not found"):
         load_environment_agent(_section("verifiers:nowhere"), max_concurrent=1)
-    with pytest.raises(ConfigError, match="num_taskz"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rollout\.agent\.arguments: (taskset\.)?num_taskz: Extra inputs .*settings of the taskset '\w+'",
+    ) as raised:
         load_environment_agent(_section(TASKSET, taskset={"num_taskz": 3}), max_concurrent=1)
+    assert "pydantic" not in str(raised.value)
     with pytest.raises(AgentError, match=r"no column `task`.*agents.environments:tasks"):
         _play(_section(TASKSET), ROW)
 
@@ -485,7 +489,7 @@ def test_calls_that_an_environment_of_openenv_does_not_take_are_told_and_a_serve
         environment: Any = agent
         server = environment._environment._server
         server.kill()
-        asyncio.run_coroutine_threadsafe(server.wait(), server._loop).result(timeout=60.0)
+        server.wait(60.0)
 
     agent = load_environment_agent(section, max_concurrent=2)
     wrong = calls("calculator", expression="1 +")
@@ -554,6 +558,23 @@ def test_more_rollouts_than_a_server_of_openenv_has_sessions_are_told_what_to_se
             await agent.aclose()
 
     asyncio.run(main())
+
+
+@pytest.mark.usefixtures("openenv")
+def test_a_server_of_openenv_outlives_an_event_loop_that_was_given_up() -> None:
+    from grpo_async.agents.environments.openenv_server import OpenEnvEnvironment
+
+    environment = OpenEnvEnvironment("sums_server:app", {})
+
+    async def start() -> set[int]:
+        await asyncio.gather(environment._start(), environment._start())
+        return {child.pid for child in _children("openenv_process")}
+
+    first, second = asyncio.run(start()), asyncio.run(start())
+    asyncio.run(environment.aclose())
+    assert len(first) == 1
+    assert second == first
+    assert not _children("openenv_process")
 
 
 @pytest.mark.slow

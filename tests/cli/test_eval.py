@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher import evaluate as evaluate_module
@@ -73,6 +74,8 @@ def test_a_checkpoint_is_a_step_the_latest_the_best_or_a_folder(tmp_path: Path) 
     other = RunDir(tmp_path / "other")
     _checkpoints(other, 3)
     assert choose_target(config, checkpoint=str(other.checkpoint(3)), run=None).run == other
+    run.config.write_text(dump_config(config))
+    config = _config(tmp_path, checkpoint={"best_metric": "pass@1"})  # the run's own decides
     with pytest.raises(ConfigError, match="was evaluated by 'reward'"):
         choose_target(config, checkpoint="best", run=None)
     scores = ((5, 0.9), (10, 0.2))

@@ -53,7 +53,7 @@ def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None
 
 
 def test_an_evaluation_is_exported(run: Path) -> None:
-    for step in ("2", "last"):
+    for step in ("2", "latest"):
         code, out, _ = _export(str(run), "--evaluation", step)
         assert (code, len(out.splitlines())) == (0, 2)
     code, _, err = _export(str(run), "--evaluation", "7")

@@ -81,7 +81,7 @@ def test_training_goes_on_while_an_evaluation_runs_and_its_numbers_stay_apart(tm
     assert {f"eval/reward/{answer}" for answer in by_answer} <= lines[0].keys()
     assert "held-out at step 2" in output
     assert "held out, after training" in output
-    rows = rows_of(run.folder, "--evaluation", "last")
+    rows = rows_of(run.folder, "--evaluation", "latest")
     assert len(rows) == 12
     assert {row["step"] for row in rows} == {24}
     assert all(len(row["rollouts"]) == 4 for row in rows)

@@ -85,7 +85,7 @@ def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_p
     run = _run(tmp_path, "rollout.max_rounds_without_signal=2", rewards("user_rewards:always_zero"))
     error = run.fail()
     assert "8 consecutive groups had nothing to learn from" in error
-    assert "(2 x 4)" in error
+    assert "rollout.max_rounds_without_signal (2; times rollout.groups_per_step, 4)" in error
     assert "--resume" not in error
     assert run.checkpoints() == [0]
 

@@ -62,4 +62,4 @@ def test_a_real_run_is_looked_at_from_its_steps_down_to_its_tokens(golden_run: G
         await press(pilot, "enter", "enter")
         assert "turn 1" in shown(app)
 
-    drive(find_evaluation(folder, "last"), evaluation, texts=texts)
+    drive(find_evaluation(folder, "latest"), evaluation, texts=texts)

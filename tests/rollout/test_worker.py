@@ -401,8 +401,9 @@ def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(
 
     _stops_with_nothing_to_learn(
         setup,
-        r"12 consecutive groups had nothing to learn from; the last one: all rewards are 0: the task is too hard for this policy, "
-        r".*does not recognize right answers\. Look .* \(6 x 2\)",
+        r"training was stopped: 12 consecutive groups had nothing to learn from, as no completion was better than another of its "
+        r"group; the last one: all rewards are 0: the task is too hard for this policy, .*does not recognize right answers\. Read "
+        r"what .*inspect-rollouts.*change the rewards, .*raise rollout\.max_rounds_without_signal \(6; times .*, 2\)",
     )
     counts = setup.groups()
     assert counts["filtered"] + counts["queued"] >= 12

@@ -14,8 +14,8 @@ import importlib.util
 import json
 import os
 import socket
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,9 +74,9 @@ class OpenEnvEnvironment:
                     f"{name!r} names no server: write http://HOST:PORT, or MODULE:APP of a server's application that this "
                     "machine can import (the working directory is importable)"
                 )
-        self._server: Process | None = None
+        # none of this belongs to an event loop: one that hangs is given up, and the next goes on with the server
+        self._server: subprocess.Popen[bytes] | None = None
         self._actions: Mapping[str, Any] | None = None
-        self._starting = asyncio.Lock()
 
     def tasks(self) -> Iterator[dict[str, Any]]:
         raise ConfigError(
@@ -103,30 +103,28 @@ class OpenEnvEnvironment:
 
     async def aclose(self) -> None:
         server, self._server = self._server, None
-        if server is not None and server.returncode is None:
+        if server is not None and server.poll() is None:
             server.terminate()
             try:
-                async with asyncio.timeout(_END_TIMEOUT_S):
-                    await server.wait()
-            except TimeoutError:
+                await asyncio.to_thread(server.wait, _END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
                 server.kill()
-                await server.wait()
+                await asyncio.to_thread(server.wait)
 
     async def _start(self) -> Mapping[str, Any]:
         """Start the server, if it is to be; returns the schema of its actions."""
-        async with self._starting:
-            if self._app and (self._server is None or self._server.returncode is not None):
-                self._actions = None
-                self._server, self._url = await _serve(self._app)
-            if self._actions is None:
-                self._actions = await self._read_actions()
-            return self._actions
+        if self._app and (self._server is None or self._server.poll() is not None):
+            self._actions = None
+            self._server, self._url = _serve(self._app)
+        if (actions := self._actions) is None:
+            actions = self._actions = await self._read_actions()
+        return actions
 
     async def _read_actions(self) -> Mapping[str, Any]:
         timeout_s = self._options.start_timeout_s
         try:
             async with asyncio.timeout(timeout_s), aiohttp.ClientSession(raise_for_status=True) as http:
-                while self._server is None or self._server.returncode is None:
+                while self._server is None or self._server.poll() is None:
                     try:
                         async with http.get(f"{self._url.rstrip('/')}/schema") as response:
                             schema: Mapping[str, Any] = (await response.json())["action"]
@@ -267,20 +265,16 @@ def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
     return messages
 
 
-async def _serve(app: str) -> tuple[Process, str]:
+def _serve(app: str) -> tuple[subprocess.Popen[bytes], str]:
     """A process that serves the application at a free port of this machine's loopback."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         port = listening.getsockname()[1]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "grpo_async.agents.environments.openenv_process",
-            app,
-            str(listening.fileno()),
-            str(os.getpid()),
-            stdin=DEVNULL,
+        module = "grpo_async.agents.environments.openenv_process"
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, app, str(listening.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],
             env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
         )

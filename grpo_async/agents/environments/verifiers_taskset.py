@@ -35,6 +35,7 @@ from grpo_async.agents.agent import REWARD, AgentError
 from grpo_async.agents.environments.verifiers_chat import ChatHarnessConfig
 from grpo_async.agents.function import AgentClient
 from grpo_async.errors import ConfigError
+from grpo_async.utils.validation import problems_of
 
 TASK = "task"
 """Column with the data of the row's task, as `tasks` makes it."""
@@ -64,7 +65,12 @@ class VerifiersEnvironment:
         try:
             config = resolve_env_config({**arguments, "taskset": {**taskset, "id": name}})
             self._env = load_environment(_with_our_defaults(config, name))
-        except (ValidationError, ValueError, TypeError, AttributeError, ImportError) as error:
+        except ValidationError as error:
+            raise ConfigError(
+                f"rollout.agent.arguments: {problems_of(error)}; they are the settings of the taskset {name!r} (`taskset`) and of "
+                "its environment, as verifiers documents them"
+            ) from error
+        except (ValueError, TypeError, AttributeError, ImportError) as error:
             raise ConfigError(f"verifiers cannot load the taskset {name!r}: {error}") from error
         self._serving = AsyncExitStack()
         self._loop: asyncio.AbstractEventLoop | None = None
