@@ -97,7 +97,10 @@ class Run:
 
     def verdict(self) -> Verdict:
         """Whether it learns, by how much, and what stands in the way."""
-        return judge(Evidence.read(self._dir))
+        evidence = Evidence.read(self._dir)
+        for problem in evidence.problems:
+            warnings.warn(problem, stacklevel=2)
+        return judge(evidence)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

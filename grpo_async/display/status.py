@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,19 @@ class RunStatus:
     def exit_code(self) -> int:
         return EXIT_CODES[self.state]
 
-    def learning(self) -> Mapping[str, Any]:
-        """Whether it learns (the fields of `Verdict`), by the run's files as they are now; empty where there are none."""
+    def learning(self) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """Whether it learns (the fields of `Verdict`), by the run's files as they are now, and what of them cannot be read; empty
+        where there are none."""
         if self.run_dir is None:
-            return self.content.get("learning") or {}
-        return judge(Evidence.read(self.run_dir)).as_dict()
+            return self.content.get("learning") or {}, ()
+        evidence = Evidence.read(self.run_dir)
+        return judge(evidence).as_dict(), evidence.problems
 
     def as_json(self) -> dict[str, Any]:
-        """The file's content, with `state` as it is, `why`, and `learning` as of now."""
-        return {**self.content, "state": self.state, "why": self.why or None, "learning": self.learning() or None}
+        """The file's content, with `state` as it is, `why`, and `learning` and `problems` (of the run's files) as of now."""
+        learning, problems = self.learning()
+        now = {"state": self.state, "why": self.why or None, "learning": learning or None, "problems": list(problems)}
+        return {**self.content, **now}
 
 
 def newest_run(runs: Path) -> RunDir:
@@ -153,7 +157,9 @@ def _rows(status: RunStatus, now: float) -> Iterator[tuple[str, str]]:
         yield f"server {server.index}", server_text(server, has_host=True).plain
     yield "checkpoint", "none" if progress.checkpoints.step is None else f"step {progress.checkpoints.step}"
     yield "held out", evaluations_text(progress)
-    yield "learning", _text_of(status.learning())
+    learning, problems = status.learning()
+    yield "learning", _text_of(learning)
+    yield "problem", join(problems, "; ")
     yield "advice", _text_of(content.get("advice"))
     yield "warning", _text_of(content.get("last_warning"))
     last = "ended" if status.state in (FINISHED, STOPPED, FAILED) else "last update"

@@ -20,7 +20,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
-from grpo_async.utils.run_state import FINISHED, UNFINISHED, state_of
+from grpo_async.utils.run_state import FINISHED, state_of
 
 _MIN_WINDOW, _MAX_WINDOW = 3, 50
 
@@ -60,6 +60,7 @@ class Evidence:
         num_sampled, num_unscored, errors: of the rollout store, where it was read: rollouts with a token that a step saw and that
             did not fail, those of them without a reward, and messages of those that failed, the most frequent first.
         status: a word of run_state.STATES. error: why the run failed.
+        problems: a sentence about each file that could not be read, or only in part.
     """
 
     metrics: Sequence[Row] = ()
@@ -70,19 +71,21 @@ class Evidence:
     config: Mapping[str, object] = field(default_factory=dict)
     status: str = FINISHED
     error: str | None = None
+    problems: Sequence[str] = ()
 
     @classmethod
     def read(cls, run_dir: RunDir, metrics: Sequence[Row] | None = None) -> Self:
         """Without the rollout store. `metrics`: where they are known already; reading them takes as long as the run is."""
         problems: list[str] = []
-        status = read_object(run_dir.status, problems)
+        status, summary = read_object(run_dir.status, problems), read_object(run_dir.summary, problems)
         error = status.get("error")
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
             config=read_config(run_dir.config, problems),
-            status=state_of(status).state if status else UNFINISHED,
+            status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
+            problems=problems,
         )
 
     @property

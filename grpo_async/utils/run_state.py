@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ KILLED, SILENT = "killed", "silent"
 nothing for SILENT_S."""
 
 UNFINISHED = "unfinished"
-"""There is no status.json: the run has not come to its end, and nothing tells whether it still will."""
+"""There is neither status.json nor summary.json: the run has not come to its end, and nothing tells whether it still will."""
 
 STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT, UNFINISHED)
 
@@ -42,13 +43,17 @@ class RunState:
     why: str = ""
 
 
-def state_of(status: Mapping[str, Any], *, now: float | None = None) -> RunState:
+def state_of(
+    status: Mapping[str, Any], summary: Mapping[str, Any] = MappingProxyType({}), *, now: float | None = None
+) -> RunState:
     """The state of the run whose status.json holds `status`. Whatever stands in it, nothing is raised.
 
     Args:
+        summary: content of its summary.json, which is written when a run comes to its end: it decides where there is no status.json
+            (`status` is empty).
         now: seconds since 1970; default: the clock.
     """
-    state = status.get("state")
+    state = status.get("state") if status else summary.get("status", UNFINISHED)
     if state != RUNNING:
         return RunState(state=state if isinstance(state, str) else "?")
     written_at = finite(status.get("updated_at"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import math
 import random
@@ -14,8 +15,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
-from grpo_async.display.status import read_status
+from grpo_async import api
+from grpo_async.display.status import print_status, read_status
 from grpo_async.findings import Evidence, Verdict, find, judge
 from grpo_async.findings.statistics import held_out_change, trend
 from grpo_async.launcher.advisor import Advisor
@@ -231,6 +234,21 @@ def test_a_labeled_run_is_judged_by_its_label_by_how_much_and_with_the_cause(tmp
         assert f"{run.baseline:g}" in verdict.text
     if run.config.get("evaluation"):
         assert "no-evaluation" not in {finding.key for finding in find(evidence)}, "one was set"
+
+
+def test_what_of_a_run_cannot_be_read_is_said_beside_what_follows_from_the_rest(tmp_path: Path) -> None:
+    _judged("learns", tmp_path)
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.metrics.open("a") as file:
+        file.write("no JSON\n")
+    status = read_status(run_dir)
+    (problem,) = status.as_json()["problems"]
+    assert "metrics.jsonl" in problem
+    console = Console(file=io.StringIO(), width=200)
+    print_status(console, status)
+    assert problem in console.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="metrics.jsonl"):
+        api.Run(run_dir.root).verdict()
 
 
 @pytest.mark.parametrize("name", ["learns", "all rewards 1"])

@@ -17,7 +17,7 @@ from grpo_async.findings.evidence import read_config, read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
 from grpo_async.utils.json_files import read_object, read_objects
-from grpo_async.utils.run_state import UNFINISHED, state_of
+from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 
 _NUMBERS_ONLY = ("inference", "launch")  # addresses, accounts and options of a machine stay out
@@ -37,7 +37,6 @@ class RunData(Evidence):
     summary: Mapping[str, Any] = field(default_factory=dict)
     advice: Sequence[Mapping[str, Any]] = ()
     rollouts: RolloutOverview = field(default_factory=RolloutOverview)
-    problems: Sequence[str] = ()
 
     @property
     def max_steps(self) -> int | None:
@@ -70,7 +69,7 @@ def read_run(
     return RunData(
         label=label,
         run_dir=run_dir,
-        status=_status(status, summary),
+        status=state_of(status, summary).state,
         error=error if isinstance(error, str) else None,
         engine=known("engine", str),
         on_gpu=known("on_gpu", bool),
@@ -95,14 +94,6 @@ def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
     if len(set(names)) == len(names):
         return names
     return ["/".join(path.parts[-2:]) if names.count(path.name) > 1 else path.name for path in paths]
-
-
-def _status(status: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """A word of run_state.STATES from status.json; where there is none (an old run), that of summary.json, which is written when a
-    run comes to its end."""
-    if status:
-        return state_of(status).state
-    return str(summary.get("status", "?")) if summary else UNFINISHED
 
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:

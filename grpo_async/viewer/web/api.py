@@ -110,7 +110,7 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """How much there is by now, and where the run stands."""
     table = source.table()
     status = read_object(source.run.status, [])
-    found = state_of(status) if status else None
+    found = state_of(status, read_object(source.run.summary, []))
     return {
         "until": newest_seq(table),
         "counts": table.count(EVERYTHING),
@@ -119,8 +119,8 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         "num_evaluations": len(source.run.evaluation_steps()),
         "status": {
             **{name: status.get(name) for name in ("phase", "step", "max_steps", "eta_s")},
-            "state": found.state if found else None,
-            "why": found.why if found else "",
+            "state": found.state,
+            "why": found.why,
         },
     }
 

@@ -79,9 +79,9 @@ class Source:
 
     def judged(self) -> tuple[RunData, Learning]:
         """The run's files without its rollouts, and whether it learns; judged again when one of them has changed."""
-        status = read_object(self.run.status, [])
-        files = (self.run.status, self.run.metrics, self.run.evaluation_log, self.run.config)
-        now = state_of(status).state if status else "", *map(_stamp, files)
+        status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
+        files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
+        now = state_of(status, summary).state, *map(_stamp, files)
         with self._lock:
             if self._judged is None or self._judged[0] != now:
                 rows = list(self.metrics.rows().values())

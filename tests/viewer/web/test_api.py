@@ -263,7 +263,7 @@ def test_a_window_of_the_timeline_has_what_touches_it(small: Path) -> None:
 def test_the_state_of_a_run_is_judged_and_not_only_read(small: Path) -> None:
     status = {"state": "running", "host": platform.node(), "pid": 2**31 - 2, "pid_started_at": 1.0, "step": 3}
     with serving(small) as inspector:
-        assert inspector.json("api/pulse")["status"]["state"] is None
+        assert inspector.json("api/pulse")["status"]["state"] == "unfinished"
         RunDir(small).status.write_text(json.dumps(status), encoding="utf-8")
         found = inspector.json("api/pulse")["status"]
         assert (found["state"], found["step"]) == ("killed", 3)
