@@ -1,6 +1,6 @@
 """grpo-async: asynchronous GRPO from one YAML file.
 
-The way of the data; the record on each arrow, the package in each box:
+How data flows. The arrows carry records; the boxes are packages:
 
     prompts.jsonl                                                              grpo-async train CONFIG
         | rows                                                                      |  launcher
@@ -18,27 +18,27 @@ The way of the data; the record on each arrow, the package in each box:
                                                                                     v
                                                               [ tracking | store ]  runs/NAME  --> [ viewer ]
 
-Layers; imports go down only, packages of one line do not import each other:
+Layers. Imports only go down; packages on one line do not import each other:
 
-    cli | api                                     commands, nothing else; the same for notebooks
-    launcher                                      the process that starts the others, watches and restarts them
-    trainer | cluster                             the trainer's process: connects everything below; several machines
+    cli | api                                     commands only; the same for notebooks
+    launcher                                      starts, watches and restarts the other processes
+    trainer | cluster                             the trainer's process, which connects everything below; several machines
     display                                       what a terminal shows of a run
-    checks | evaluation | quickstart              before step 1; beside training; the tasks that need no data
-    rollout | training | viewer                   the rollout thread; the loop of every rank; who looks at it afterward
-    scoring | servers | envs | processes | agents what the processes of a run say to each other; the endpoint for agents
+    checks | evaluation | quickstart              before step 1; during training; tasks that come with their data
+    rollout | training | viewer                   the rollout thread; the loop of every rank; looking at the results
+    scoring | servers | envs | processes | agents how the processes of a run communicate; the endpoint for agents
     data | chat | tools | rewards | buffer | batching | weights | store
-    inference                                     requests to the servers, and which of those are up
-    findings                                      does it learn, and what bounds it
+    inference                                     requests to the servers, and which servers are up
+    findings                                      is it learning, and what is the bottleneck
     user_code | sandbox
     tracking
     records | config | run_directory
     utils
     errors
 
-docs/architecture.md walks from here to the loss, staleness, the weight push, the end of a rollout, restarts, several machines and
+docs/architecture.md goes on to the loss, staleness, the weight push, the end of a rollout, restarts, several machines and
 the config.
-`api` has what `grpo_async` offers to notebooks.
+`api` is what `grpo_async` offers to notebooks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = ["Run", "load_config", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when they are asked for: a command, or a process of a run, needs little of it."""
+    """Imported on first use: a command, or a process of a run, needs little of it."""
     if name in __all__:
         from grpo_async import api
 

@@ -2,10 +2,10 @@
 
     GrpoAsyncError
     |- ConfigError            the user's input is wrong; nothing was started        -> exit 2
-    |- RunError               a run cannot go on                                    -> exit 1
+    |- RunError               a run cannot continue                                    -> exit 1
     |  |- DeadlineError       a wait outlived its deadline
     |  |- NothingToLearnError all rewards have been equal for a long time
-    |  |- RolloutContractError a custom rollout function returned something unusable (also a ValueError, as in TRL)
+    |  |- FatalRolloutError every rollout would fail the same way (also a ValueError, as in TRL)
     |  |- WeightPushError     new weights did not reach the server
     |  `- CheckpointError     a checkpoint cannot be written or read
     `- InferenceError         one request to an inference server failed
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class GrpoAsyncError(Exception):
-    """Base of every error raised on purpose; the command line prints it without a traceback."""
+    """Base class of every error raised on purpose; the command line prints it without a traceback."""
 
 
 class ConfigError(GrpoAsyncError):
@@ -28,7 +28,7 @@ class ConfigError(GrpoAsyncError):
 
 
 class RunError(GrpoAsyncError):
-    """A run cannot go on; the message names the cause."""
+    """A run cannot continue; the message names the cause."""
 
 
 class DeadlineError(RunError):
@@ -48,11 +48,11 @@ class DeadlineError(RunError):
 
 
 class NothingToLearnError(RunError):
-    """Many groups in a row had all-equal rewards: no step can be made of them."""
+    """Many groups in a row had all-equal rewards, so there is no signal to train on."""
 
 
-class RolloutContractError(RunError, ValueError):
-    """A custom rollout function returned something that is not what it promised: it would do so again, so the run ends."""
+class FatalRolloutError(RunError, ValueError):
+    """A rollout failed in a way that every other would, too, so the run ends: a rollout function broke its contract, say."""
 
 
 class WeightPushError(RunError):

@@ -67,25 +67,25 @@ def _root(
 app.command("init", short_help="Write a config, a reward, data and a test to start from.")(init)
 app.command("train", cls=TrainCommand, short_help="Run an experiment: server, trainer, progress.")(train)
 app.command("eval", short_help="Evaluate a model or a checkpoint on held-out data.")(evaluate)
-app.add_typer(launch_app, name="launch", short_help="Run on several machines by a scheduler.")
+app.add_typer(launch_app, name="launch", short_help="Run on several machines through a scheduler.")
 app.command("validate", short_help="Check a configuration; print it and the plan.")(validate)
-app.command("preflight", short_help="Start everything, check it against each other, end it.")(preflight)
-app.command("doctor", short_help="Look at the machine: versions, GPUs, limits, disk.")(doctor)
+app.command("preflight", short_help="Start everything, compare trainer and servers, shut down.")(preflight)
+app.command("doctor", short_help="Check this machine: versions, GPUs, limits, disk.")(doctor)
 app.command("check-reward", short_help="Try the reward functions on good and bad completions.")(check_reward)
-app.command("explain", short_help="What a key of the configuration means.")(explain)
+app.command("explain", short_help="Explain a configuration key.")(explain)
 app.command("schema", short_help="Print the JSON schema of configurations.")(schema)
 app.command("serve-vllm", short_help="Serve the model with vLLM.")(serve_vllm)
 app.command("serve-embedded", short_help="Serve the model with the embedded engine.")(serve_embedded)
 app.command("prepare-quickstart", short_help="Make the quickstart's model and data.")(prepare_quickstart)
 app.command("inspect", short_help="Look at runs in the browser.")(inspect)
-app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at the rollouts of a run in the terminal.")(
+app.command("inspect-rollouts", cls=InspectCommand, short_help="Look at a run's rollouts in the terminal.")(
     inspect_rollouts
 )
-app.command("export", short_help="Write the rollouts of a run to one file.")(export)
-app.command("export-model", short_help="A checkpoint as a Hugging Face model.")(export_model)
-app.command("report", short_help="One offline HTML page: does it learn, and why not.")(report)
-app.command("status", short_help="Where a run stands: progress, servers, advice.")(status)
-app.command("trace", short_help="Who did what when: a trace for Perfetto.")(trace)
+app.command("export", short_help="Export a run's rollouts to one file.")(export)
+app.command("export-model", short_help="Turn a checkpoint into a Hugging Face model.")(export_model)
+app.command("report", short_help="Write an offline HTML page: is it learning, and if not, why.")(report)
+app.command("status", short_help="Show a run's progress, servers and advice.")(status)
+app.command("trace", short_help="Write a timeline trace for Perfetto.")(trace)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`check-reward`: what the configured reward functions make of good and bad completions, before a run relies on them."""
+"""`check-reward`: what the configured reward functions give good and bad completions, before a run relies on them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ _COLORS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 def check_reward(
     config: ConfigArgument,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of data.train to try: the first N.")] = 8,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Try the first N rows of data.train.")] = 8,
     gold_column: Annotated[
         str | None,
-        typer.Option("--gold-column", metavar="NAME", help="Column of right answers; default: answer, solution, ..."),
+        typer.Option(
+            "--gold-column", metavar="NAME", help="Column with the right answers; default: answer, solution, ..."
+        ),
     ] = None,
     slow_s: Annotated[
-        float, typer.Option("--slow-s", min=0.0, help="Report completions that take longer, in seconds.")
+        float, typer.Option("--slow-s", min=0.0, help="Report completions that take longer than this many seconds.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the garbage.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the garbage completions.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every finding.")] = False,
     overrides: SetOption = None,
 ) -> None:
-    """Try the reward functions on right answers, nothing, garbage, the prompt again, very long text and more.
+    """Try the reward functions on right answers, empty text, garbage, the repeated prompt, very long text and more.
 
     Reports exceptions and timeouts, garbage that is rewarded, right answers that are not, scores that change from call to
     call or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings

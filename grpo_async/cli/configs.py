@@ -13,8 +13,8 @@ from grpo_async.cli.options import ConfigArgument, SetOption
 def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
     """Check a configuration: print it with every default, and the processes that a run would start.
 
-    Starts nothing and looks at none of the files that the configuration names; `train --dry-run` does. The plan comes
-    first, as comments, so the output is itself a configuration. Its notes stand on stderr once more, last.
+    Starts nothing and opens none of the files that the configuration names; `train --dry-run` does. The plan comes
+    first, as comments, so the output is itself a valid configuration. Its notes are repeated on stderr at the end.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def schema(
         Path | None, typer.Option("--out", metavar="FILE", help="Write to a file instead of the terminal.")
     ] = None,
 ) -> None:
-    """Print the JSON schema of configuration files, for completion and checks in editors.
+    """Print the JSON schema of configuration files, for completion and validation in editors.
 
     Name it in the first line of a configuration: `# yaml-language-server: $schema=schema.json`.
 

@@ -1,4 +1,4 @@
-"""`doctor`: what of this machine matters to a run, before there is any configuration."""
+"""`doctor`: what matters to a run on this machine, before there is a configuration."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def doctor(
     full: Annotated[bool, typer.Option("--full", help="Also import vLLM, which takes up to a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
 ) -> None:
-    """Look at the machine: Python, packages, torch, vLLM, GPUs, drivers, limits, disk, network, sandbox.
+    """Check this machine: Python, packages, torch, vLLM, GPUs, drivers, limits, disk, network, sandbox.
 
-    Every line passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
+    Every check passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
 
     \b
     Examples:

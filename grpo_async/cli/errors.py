@@ -1,4 +1,4 @@
-"""Errors as people see them: the message alone on stderr, and an exit code. A traceback is a bug of ours."""
+"""Errors as users see them: only the message on stderr, and an exit code. A traceback means a bug in grpo-async."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
 _OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
-"""What is wrong with a path that somebody named, wherever it is first looked at."""
+"""Errors caused by a path that the user named, wherever it is first opened."""
 _MAX_SHOWN = 200
 
 

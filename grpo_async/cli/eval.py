@@ -35,8 +35,8 @@ def evaluate(
         typer.Option(
             "--run",
             metavar="DIR",
-            help="Run directory, where it is not that of CONFIG; alone: the model that the run exported, else its newest "
-            "checkpoint.",
+            help="Run directory, if it is not that of CONFIG. Without --checkpoint: the model that the run "
+            "exported, or else its newest checkpoint.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -45,17 +45,17 @@ def evaluate(
         typer.Option("--out", metavar="DIR", help="Folder for the results; default: next to the run, NAME.eval-WHAT."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object with the results on stdout; all else goes to stderr.")
+        bool, typer.Option("--json", help="One JSON object with the results on stdout; everything else goes to stderr.")
     ] = False,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
-    """Evaluate a model on the held-out data of a configuration: start its servers, ask them, print a table, end them.
+    """Evaluate a model on the held-out data of a configuration: start its servers, generate, print a table, stop the servers.
 
-    Without --checkpoint and --run it is the model that CONFIG names, or what the servers of `inference.urls` serve. Prompts,
-    rollouts (tools, environments, rollout function), rewards and sampling are those of a run's own evaluations; the section
-    `evaluation` says how many prompts and samples. Numbers go to DIR/evaluation.json, rollouts to DIR/rollouts. Exit code: 0
-    evaluated, 1 failed, 2 the configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
+    Without --checkpoint and --run, this is the model that CONFIG names, or the one that the servers of `inference.urls` serve.
+    Prompts, rollouts (tools, environments, rollout function), rewards and sampling are those of a run's own evaluations; the
+    section `evaluation` says how many prompts and samples. Numbers go to DIR/evaluation.json, rollouts to DIR/rollouts. Exit
+    code: 0 evaluated, 1 failed, 2 the configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`explain`: what a key of the configuration means."""
+"""`explain`: explain a configuration key."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ _WIDTH = 100
 def explain(
     key: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY]", help="A key, the name that another trainer has for it, or words to search for."
-        ),
+        typer.Argument(metavar="[KEY]", help="A key, another trainer's name for it, or words to search for."),
     ] = None,
 ) -> None:
-    """Tell meaning, type, range and default of a key, its neighbors, and what other trainers call it. Without KEY: all of them.
+    """Explain a key: its meaning, type, range, default, neighbors, and what other trainers call it. Without KEY: list all keys.
 
     \b
     Examples:
@@ -46,7 +44,7 @@ def explain(
         typer.echo(f"{other.name} ({other.trainer}) {other.why}.")
     found = [] if reasons else find_keys(keys, word)
     if not found and not reasons:
-        raise ConfigError(f"no key and no description has {word!r}; `grpo-async explain` lists all keys")
+        raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
     if len(found) > 5:
         _list(found)
     else:

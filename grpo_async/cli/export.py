@@ -17,26 +17,27 @@ def export(
     query: Annotated[
         str | None,
         typer.Argument(
-            metavar="QUERY", help="Which rollouts, as an SQL condition; `inspect-rollouts --help` lists the columns."
+            metavar="QUERY",
+            help="Which rollouts to export, as an SQL condition; `inspect-rollouts --help` lists the columns.",
         ),
     ] = None,
     format_: Annotated[
         Literal["jsonl", "parquet"] | None,
-        typer.Option("--format", help="Default: as the name of --out says; without one, jsonl."),
+        typer.Option("--format", help="Default: by the extension of --out; without --out, jsonl."),
     ] = None,
     where: WhereOption = None,
-    out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Where to; - is the standard output.")] = "-",
+    out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Output file; - is standard output.")] = "-",
     evaluation: EvaluationOption = None,
     superseded: SupersededOption = False,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, instead of ending with an error.")
+        bool, typer.Option("--skip-damaged", help="Skip what cannot be read instead of failing.")
     ] = False,
 ) -> None:
-    """Write the rollouts of a run to one file, one row per rollout, also during the run.
+    """Export a run's rollouts to one file, one row per rollout. Works while the run is active, too.
 
-    docs/reference/columns.md describes every column, docs/rollout-store.md how to read the run's own files without a copy. The
-    file is replaced when the new one is whole; messages go to stderr. Exit code: 0 written, 1 something is damaged, 2 the input
-    is wrong.
+    docs/reference/columns.md describes every column, docs/rollout-store.md how to read the run's own files directly. The
+    file is replaced only once the new one is complete; messages go to stderr. Exit code: 0 written, 1 something is damaged, 2
+    the input is wrong.
 
     \b
     Examples:
@@ -56,13 +57,13 @@ def export(
     suffix = Path(out).suffix.lower()
     if format_ is None and suffix and suffix not in SUFFIXES:
         raise typer.BadParameter(
-            f"{out}: the name does not say the format; end it in {' or '.join(SUFFIXES)}, or add --format jsonl or parquet",
+            f"{out}: the extension does not say the format; use {' or '.join(SUFFIXES)}, or add --format jsonl or parquet",
             param_hint="--out",
         )
     chosen = format_ or SUFFIXES.get(suffix, "jsonl")
     if out == "-" and chosen == "parquet":
         raise typer.BadParameter(
-            "Parquet is not for a terminal or a pipe; name a file: --out rollouts.parquet", param_hint="--out"
+            "Parquet cannot be written to a terminal or a pipe; name a file: --out rollouts.parquet", param_hint="--out"
         )
     run_dir = find_run(run)
     if evaluation is not None:

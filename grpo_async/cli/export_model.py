@@ -17,7 +17,7 @@ def export_model(
         typer.Option(
             "--checkpoint",
             metavar="latest|best|STEP|PATH",
-            help="best: by checkpoint.best_metric, of those that were kept; PATH: RUN/checkpoints/step_N.",
+            help="best: by checkpoint.best_metric, among those that were kept; PATH: RUN/checkpoints/step_N.",
         ),
     ] = "latest",
     out: Annotated[
@@ -25,15 +25,13 @@ def export_model(
     ] = None,
     push_to_hub: Annotated[
         str | None,
-        typer.Option(
-            "--push-to-hub", metavar="OWNER/NAME", help="Upload it, too; a repository that is new is private."
-        ),
+        typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Also upload it; a new repository is private."),
     ] = None,
 ) -> None:
     """Make a model that transformers and vLLM load (config, safetensors, tokenizer, model card) from a checkpoint of a run.
 
-    A run that ends writes RUN/model itself; this is for one that was stopped, or for another step. Adapters (LoRA) are merged.
-    On the CPU, in memory for one copy of the model.
+    A finished run has written RUN/model itself; this is for a stopped run, or for another step. Adapters (LoRA) are merged.
+    Runs on the CPU and needs memory for one copy of the model.
 
     Exit code: 0 written, 1 the checkpoint is damaged or the upload failed, 2 the input is wrong.
 
@@ -59,7 +57,7 @@ def export_model(
 
 
 def _upload(folder: Path, repository: str) -> str:
-    """The address of what was uploaded. Raises: RunError: it could not be; the folder stays."""
+    """The URL of the upload. Raises: RunError: it failed; the folder stays."""
     import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -1,4 +1,4 @@
-"""`init`: a folder to start one's own run from."""
+"""`init`: a folder to start your own run from."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.package_files import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
-    "reward": "Questions with short answers, and a reward of your own.",
-    "tools": "A model that may call a Python function of yours.",
-    "env": "An environment: a game of several turns, which pays at its end.",
-    "agent": "An agent: a program of yours around the model, which it calls by HTTP.",
+    "reward": "Questions with short answers, and your own reward.",
+    "tools": "A model that can call your own Python function.",
+    "env": "An environment: a game of several turns, rewarded at the end.",
+    "agent": "An agent: your own program, which calls the model over HTTP.",
     "math": "Problems with numbers as answers, compared by value.",
     "code": "Python functions, judged by running tests in a sandbox.",
 }
@@ -27,9 +27,9 @@ _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write; made if it is not there.")] = Path(
-        "."
-    ),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Where to write; created if it does not exist.")
+    ] = Path("."),
     tools: Annotated[bool, typer.Option("--tools", help=_STARTERS["tools"])] = False,
     env: Annotated[bool, typer.Option("--env", help=_STARTERS["env"])] = False,
     agent: Annotated[bool, typer.Option("--agent", help=_STARTERS["agent"])] = False,
@@ -39,9 +39,9 @@ def init(
         str, typer.Option("--model", metavar="PATH", help="The policy: a name on the Hugging Face hub, or a folder.")
     ] = _DEFAULT_MODEL,
 ) -> None:
-    """Write a config with comments, a reward (or tool, environment, agent), ten rows of data and a test of what pays.
+    """Write a config with comments, a reward (or tool, environment, agent), ten rows of data and a test of the reward.
 
-    Replaces no file. Without a flag: a reward function of your own.
+    Never overwrites a file. Without a flag: your own reward function.
 
     \b
     Examples:
@@ -55,7 +55,7 @@ def init(
     starter = chosen[0] if chosen else "reward"
     files = _files(starter, name=_run_name(folder), model=model)
     if present := sorted(name for name in files if (folder / name).exists()):
-        raise ConfigError(f"{folder}: there is already {', '.join(present)}; name another folder, nothing was written")
+        raise ConfigError(f"{folder} already contains {', '.join(present)}; choose another folder; nothing was written")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -84,7 +84,7 @@ def _files(starter: str, *, name: str, model: str) -> dict[str, str]:
 
 
 def _run_name(folder: Path) -> str:
-    """The folder's name, as far as a run may be called that."""
+    """The folder's name, reduced to what a run's name may contain."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._") or "my-run"
 
 

@@ -1,4 +1,4 @@
-"""`inspect`: all runs in the browser, and one of them as a whole."""
+"""`inspect`: all runs in the browser, and one run in full."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def inspect(
         list[str] | None,
         typer.Argument(
             metavar="[RUN...] [QUERY]",
-            help="Names of runs below runs/, or run directories; or a folder of runs. Default: all below runs/. QUERY: what the "
-            "page opens with, as of inspect-rollouts.",
+            help="Names of runs below runs/, or run directories; or a folder of runs. Default: all below runs/. QUERY: the filter "
+            "the page opens with, as for inspect-rollouts.",
             show_default=False,
         ),
     ] = None,
@@ -29,18 +29,18 @@ def inspect(
     where: WhereOption = None,
     superseded: SupersededOption = False,
     sort: Annotated[
-        str | None, typer.Option("--sort", metavar="FIELD", help="Order of the groups that the page opens with.")
+        str | None, typer.Option("--sort", metavar="FIELD", help="The order of the groups when the page opens.")
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="0 = any that is free. Default: the same for the same runs."),
+        typer.Option("--port", min=0, max=65535, help="0 = any free port. Default: the same for the same runs."),
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
-    """Look at runs in the browser: which of them learn, and of one its verdict, curves, rollouts, timeline, logs and settings.
+    """Look at runs in the browser: which ones learn, and a run's verdict, curves, rollouts, timeline, logs and settings.
 
-    The page is served on this machine only, reads and changes nothing, and follows active runs.
+    The page is served on this machine only, is read-only, and follows active runs.
 
     \b
     Examples:
@@ -73,7 +73,7 @@ def inspect(
 def runs_and_query(
     arguments: list[str], where: str | None, evaluation: str | None, *, several: bool = True
 ) -> tuple[list[RunDir], str]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: what names a run is one. `where` stands for QUERY.
+    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run. `where` is an alias of QUERY.
 
     Raises:
         ConfigError: there is no such run, or the query is wrong.

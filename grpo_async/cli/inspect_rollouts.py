@@ -1,4 +1,4 @@
-"""`inspect-rollouts`: what a run generated, while it runs or after, in the terminal or printed."""
+"""`inspect-rollouts`: what a run generated, during or after it, on a screen or printed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ class InspectCommand(TyperCommand):
         from grpo_async.store.query_names import help_text
 
         formatter.write_paragraph()
-        formatter.write(
-            "QUERY: an SQL condition that the rollouts have to meet.\n\n" + help_text(width=max(60, formatter.width))
-        )
+        formatter.write("QUERY: an SQL condition on rollouts.\n\n" + help_text(width=max(60, formatter.width)))
 
 
 def inspect_rollouts(
@@ -54,26 +52,26 @@ def inspect_rollouts(
     superseded: SupersededOption = False,
     sort: Annotated[
         str | None,
-        typer.Option(
-            "--sort", metavar="FIELD", help="Highest first; FIELD:asc lowest first; default: what was written last."
-        ),
+        typer.Option("--sort", metavar="FIELD", help="Highest first; FIELD:asc lowest first; default: newest first."),
     ] = None,
     limit: Annotated[
         int | None,
         typer.Option(
-            "--limit", min=0, help=f"Most groups that are printed; 0 = all. Default: {_TABLE_LIMIT}, with --json all."
+            "--limit",
+            min=0,
+            help=f"Maximum number of groups to print; 0 = all. Default: {_TABLE_LIMIT}, with --json all.",
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print a table, also on a terminal.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, with every field.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, with every field.")] = False,
     _web: Annotated[
         bool,
-        typer.Option("--web", help="In the browser: an alias of `grpo-async inspect`, with its arguments and options."),
+        typer.Option("--web", help="Alias of `grpo-async inspect`, with its arguments and options."),
     ] = False,
 ) -> None:
-    """Look at the rollouts of a run: groups, one group side by side, one rollout with all numbers of its tokens.
+    """Look at the rollouts of a run: groups, one group side by side, one rollout token by token.
 
-    On a terminal it opens a screen (? shows its keys). Into a pipe, and with --plain, --json, --group or --rollout, it prints.
+    On a terminal this opens a screen (? shows its keys). In a pipe, or with --plain, --json, --group or --rollout, it prints.
 
     \b
     Examples:
@@ -123,13 +121,13 @@ def inspect_rollouts(
 _EXCLUDE_EACH_OTHER = (
     ("--group", "--rollout", "choose one of --group and --rollout"),
     ("--plain", "--json", "choose one of --plain and --json"),
-    *((option, "--group", "--group shows one only; leave it out") for option in ("--sort", "--limit")),
-    *((option, "--rollout", "--rollout shows one only; leave it out") for option in ("--sort", "--limit")),
+    *((option, "--group", "--group shows only one; leave it out") for option in ("--sort", "--limit")),
+    *((option, "--rollout", "--rollout shows only one; leave it out") for option in ("--sort", "--limit")),
 )
 
 
 def _given(context: typer.Context) -> set[str]:
-    """Names of the options that stand on the command line."""
+    """Names of the options given on the command line."""
     return {
         parameter.opts[0]
         for parameter in context.command.params

@@ -1,4 +1,4 @@
-"""`launch`: the files by which a scheduler starts a run on several machines."""
+"""`launch`: the files with which a scheduler starts a run on several machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_async.cli.options import ConfigArgument, SetOption
 _SUBMIT_TIMEOUT_S = 120.0
 OutOption: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--out", metavar="FILE", help="Write it there; without it and --submit it is printed."),
+    typer.Option("--out", metavar="FILE", help="Write to this file. Default: print it, unless --submit is given."),
 ]
 
 launch_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -22,9 +22,9 @@ launch_app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup
 
 @launch_app.callback()
 def _launch() -> None:
-    """Write the files by which a scheduler starts a run on the machines of launch.nodes.
+    """Write the files with which a scheduler starts a run on the machines of launch.nodes.
 
-    They run the one command `grpo-async train CONFIG` on every machine, which finds its place by the scheduler's variables.
+    They run the same command, `grpo-async train CONFIG`, on every machine; it finds its role from the scheduler's variables.
 
     \b
     Examples:
@@ -33,20 +33,20 @@ def _launch() -> None:
     """
 
 
-@launch_app.command("slurm", short_help="Write a batch script for Slurm; --submit hands it in.")
+@launch_app.command("slurm", short_help="Write a batch script for Slurm; --submit submits it.")
 def slurm(
     config: ConfigArgument,
     out: OutOption = None,
     submit: Annotated[
         bool,
-        typer.Option("--submit", help="Hand the script to sbatch. Default of --out then: run.dir/run.name.sbatch."),
+        typer.Option("--submit", help="Submit the script with sbatch. --out then defaults to run.dir/run.name.sbatch."),
     ] = False,
     overrides: SetOption = None,
 ) -> None:
     """Write a Slurm batch script from a configuration, for the machines of launch.nodes.
 
-    The script runs where this command is called, so call it in a folder that all machines see. Ahead of the time limit the
-    run saves a checkpoint, and the job is queued again to continue from it. See launch.slurm in the configuration.
+    The script runs where this command is called, so call it in a folder on a shared file system. Ahead of the time limit the
+    run saves a checkpoint, and the job is requeued to continue from it. See launch.slurm in the configuration.
 
     \b
     Examples:
@@ -85,16 +85,16 @@ def kubernetes(
     out: OutOption = None,
     submit: Annotated[
         bool,
-        typer.Option("--submit", help="Apply it by kubectl. Default of --out then: run.dir/run.name.k8s.yaml."),
+        typer.Option("--submit", help="Apply it with kubectl. --out then defaults to run.dir/run.name.k8s.yaml."),
     ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     overrides: SetOption = None,
 ) -> None:
     """Write a Kubernetes manifest from a configuration: an Indexed Job with a pod for each machine of launch.nodes, and a
-    headless Service by which they find each other.
+    headless Service through which they find each other.
 
     The pods mount the volume of launch.kubernetes.volume_claim at launch.kubernetes.mount_path and work there: it holds
-    CONFIG, model, data and run.dir. A Job is never changed: delete it before it is applied again with --resume.
+    CONFIG, model, data and run.dir. A Job cannot be changed: delete it before applying it again with --resume.
 
     \b
     Examples:
@@ -116,7 +116,7 @@ def kubernetes(
 
 
 def _write(text: str, path: Path | None, *, mode: int) -> None:
-    """Print it, or write it for this user alone: what was set on the command line may be confidential."""
+    """Print it, or write it for this user alone: values set on the command line may be confidential."""
     from grpo_async.run_directory import write_atomically
 
     if path is None:
@@ -133,6 +133,6 @@ def _submit(*command: str, hint: str) -> int:
     try:
         return subprocess.run(command, timeout=_SUBMIT_TIMEOUT_S, check=False).returncode
     except FileNotFoundError as error:
-        raise RunError(f"{command[0]} is not installed here; where it is: {' '.join(command)}") from error
+        raise RunError(f"{command[0]} is not installed here; where it is, run: {' '.join(command)}") from error
     except subprocess.TimeoutExpired as error:
-        raise RunError(f"{command[0]} has not answered for {_SUBMIT_TIMEOUT_S:.0f} s; {hint}") from error
+        raise RunError(f"{command[0]} has not returned within {_SUBMIT_TIMEOUT_S:.0f} s; {hint}") from error

@@ -26,15 +26,15 @@ SetOption: TypeAlias = Annotated[
 PortOption: TypeAlias = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
 EvaluationOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of those of training."),
+    typer.Option("--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of the training rollouts."),
 ]
 WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", hidden=True)]
-"""Another way to write QUERY, which earlier pages showed."""
+"""Another way to write QUERY, from earlier documentation."""
 SupersededOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--superseded",
-        help="Also what a resume left behind, which is no longer part of the run.",
+        help="Include rollouts that a resume discarded and that are no longer part of the run.",
     ),
 ]
 QuietOption: TypeAlias = Annotated[
@@ -43,7 +43,7 @@ QuietOption: TypeAlias = Annotated[
 JsonLogsOption: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--json-logs", help="Every event as one JSON object per line on stdout, and nothing else there; see below."
+        "--json-logs", help="Write every event to stdout as one JSON object per line, and nothing else; see below."
     ),
 ]
 _JSON_LOGS_HELP = """\
@@ -51,7 +51,7 @@ _JSON_LOGS_HELP = """\
 
 \b
   start       run, directory, pid, plan
-  phase       name: what is going on
+  phase       name: the current phase
   preflight   checks: [{name, status: pass|warn|fail, detail}]
   step        step, max_steps, eta_s, metrics: {name: number or null}
   example     step, prompt, completions: [{reward, text}]: every few
@@ -64,7 +64,7 @@ _JSON_LOGS_HELP = """\
   learning    is_learning: true|false|null, key, text, numbers
   note        text
   warning     text
-  error       error, exit_code (people get it on stderr, too)
+  error       error, exit_code (also printed to stderr)
   end         exit_code, summary: as in summary.json, or null
 """
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -78,12 +78,12 @@ def with_json_logs_help(command: Command) -> Command:
 
 @contextlib.contextmanager
 def alone_on_stdout(as_json: bool, *, json_logs: bool) -> Iterator[None]:
-    """With --json what is printed inside goes to stderr: the result is all that comes to stdout.
+    """With --json, what is printed inside goes to stderr, so that only the result goes to stdout.
 
     Raises:
         BadParameter: --json and --json-logs together.
     """
     if as_json and json_logs:
-        raise typer.BadParameter("choose one of --json (the result alone) and --json-logs", param_hint="--json-logs")
+        raise typer.BadParameter("choose one of --json (only the result) and --json-logs", param_hint="--json-logs")
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield

@@ -1,4 +1,4 @@
-"""`preflight`: start what `train` would start, check everything against everything, and end it again."""
+"""`preflight`: start what `train` would start, check that all parts agree, and shut it down."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from grpo_async.cli.options import (
 def preflight(
     config: ConfigArgument,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object with every check on stdout; all else goes to stderr.")
+        bool, typer.Option("--json", help="One JSON object with every check on stdout; everything else goes to stderr.")
     ] = False,
     overrides: SetOption = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
-    """Check a configuration for real: start servers and trainer, push the weights once, compare both sides, end them.
+    """Test a configuration for real: start servers and trainer, push the weights once, compare both sides, shut down.
 
     Compares log-probabilities token by token, and checks weights, tokenizer, chat template, dtypes, addresses, memory and
     disk. `train` makes the same checks before its first step. The run directory is not touched. Exit code: 0 every check

@@ -1,4 +1,4 @@
-"""`prepare-quickstart`: the model and the data that the configs of the tiny tasks name."""
+"""`prepare-quickstart`: the model and the data that the configs of the tiny tasks use."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def prepare_quickstart(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Where to write; default .cache/quickstart/seed_N, for others than think TASK/seed_N.",
+            help="Where to write. Default: .cache/quickstart/seed_N; for tasks other than think, .cache/quickstart/TASK/seed_N.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and of the data.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Make it again even if it is there.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Make it again even if it exists.")] = False,
 ) -> None:
-    """Make a tiny model and data for one of the tiny tasks; returns at once when they are there.
+    """Make a tiny model and data for one of the tiny tasks; does nothing if they already exist.
 
     \b
     Examples:

@@ -18,17 +18,17 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Where to write. Default: report.html in the run; of several, next to the first.",
+            help="Where to write. Default: report.html in the run directory; for several runs, in the first one's.",
         ),
     ] = None,
     diff_config: Annotated[
-        bool, typer.Option("--diff-config", help="Print the settings in which the runs differ; write nothing.")
+        bool, typer.Option("--diff-config", help="Only print the settings that differ between the runs.")
     ] = False,
 ) -> None:
-    """Write a report: what happened, whether it learns and why not, curves, rollouts, configuration, in one HTML file.
+    """Write a report: what happened, whether it learns and if not, why, with curves, rollouts and settings, in one HTML file.
 
-    The file needs no network and no other file. It leaves out what may be secret: arguments of your code, addresses, accounts.
-    `train` writes one at the end of every run (record.report). A run that is active, failed or was killed gets one as well.
+    The file is self-contained and works offline. It omits what may be secret: arguments of your code, addresses, accounts.
+    `train` writes one at the end of every run (record.report). This also works for a run that is active, failed or was killed.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def report(
       grpo-async report quickstart higher-lr --diff-config
     """
     if diff_config and len(runs) < 2:
-        raise typer.BadParameter("it requires two runs or more", param_hint="--diff-config")
+        raise typer.BadParameter("it requires at least two runs", param_hint="--diff-config")
 
     from grpo_async.viewer.report.write import config_differences, write_report
     from grpo_async.viewer.runs import find_run

@@ -1,4 +1,4 @@
-"""`serve-vllm`, `serve-embedded`: inference servers alone. `train` starts its own, on every machine of launch.nodes."""
+"""`serve-vllm`, `serve-embedded`: inference servers on their own. `train` starts its own, on every machine of launch.nodes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
-    """Serve the model with vLLM, for a trainer that names it in `inference.urls`.
+    """Serve the model with vLLM, for a trainer that lists it in `inference.urls`.
 
-    With inference.replicas above 1, that many servers start, at this port and those after it, each with its own GPUs, and
-    one that dies is started again. A single one replaces this process: whatever started it supervises it.
+    With inference.replicas above 1, that many servers start, on this port and the following ones, each with its own GPUs, and
+    one that dies is restarted. A single server replaces this process, so whatever started it supervises it.
 
-    Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request but /health needs the
-    token of GRPO_ASYNC_TOKEN; where the variable is not set, a token is made and printed (on loopback; any other address
-    refuses to start without one).
+    Listens on `inference.host`, with HTTPS if `inference.tls` has a certificate. Every request except /health needs the
+    token of GRPO_ASYNC_TOKEN; if the variable is not set, a token is generated and printed (on loopback; on any other
+    address the server refuses to start without one).
 
     \b
     Examples:
@@ -46,7 +46,7 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
     """Serve the model with the embedded engine, for machines without vLLM. The HTTP API is the same.
 
-    Replicas, address, HTTPS and token: as with serve-vllm.
+    Replicas, address, HTTPS and token work as in serve-vllm.
 
     \b
     Examples:
@@ -73,13 +73,13 @@ def _serve_replicas(config: ExperimentConfig, engine: EngineName, port: int) -> 
 
 
 def _ensure_token(host: str) -> None:
-    """Nobody else on this machine may steer a server that was started by hand without thinking of it."""
+    """A server started manually without a token must not be controllable by other users of this machine."""
     from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 
     if token_from_environment() is None and is_loopback(host):
         os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
         print(
-            f"${TOKEN_VARIABLE} is not set; made one for this server. Where the trainer runs:\n"
+            f"${TOKEN_VARIABLE} is not set; generated one for this server. Where the trainer runs:\n"
             f"  export {TOKEN_VARIABLE}={os.environ[TOKEN_VARIABLE]}",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,4 @@
-"""`status`: where a run stands, for people and scripts."""
+"""`status`: the state of a run, for people and scripts."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ def status(
         typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory; default: the newest run."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: the content of status.json, with the state as it is.")
+        bool, typer.Option("--json", help="One JSON object: the content of status.json, with the actual state.")
     ] = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="Show it until the run has ended: on a terminal as the dashboard of `train`."),
+        typer.Option("--watch", help="Keep showing it until the run ends: on a terminal, as the dashboard of `train`."),
     ] = False,
 ) -> None:
-    """Show where a run stands, during it or after its end; this starts and changes nothing.
+    """Show the state of a run, while it is active or after it has ended. Starts and changes nothing.
 
     The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
     checkpoint), failed; killed: the file says running, but the launcher is gone; silent: the launcher is on another machine and
-    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 there is no such run, 3 stopped, 4 killed or
+    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 no such run, 3 stopped, 4 killed or
     silent.
 
     \b

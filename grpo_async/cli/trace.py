@@ -1,4 +1,4 @@
-"""`trace`: the timeline of a run for Perfetto, and who waited for whom."""
+"""`trace`: the timeline of a run for Perfetto, and what waited for what."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def trace(
         ),
     ] = None,
     first_step: Annotated[
-        int | None, typer.Option("--from", metavar="STEP", min=1, help="Leave out what was before this step.")
+        int | None, typer.Option("--from", metavar="STEP", min=1, help="Leave out everything before this step.")
     ] = None,
     last_step: Annotated[
-        int | None, typer.Option("--to", metavar="STEP", min=1, help="Leave out what was after this step.")
+        int | None, typer.Option("--to", metavar="STEP", min=1, help="Leave out everything after this step.")
     ] = None,
 ) -> None:
-    """Who did what when: write a trace that https://ui.perfetto.dev opens, and say who waited for whom.
+    """Write a timeline trace that https://ui.perfetto.dev opens, and say what waited for what.
 
-    Works during the run. The page reads the file in your browser and sends it nowhere.
+    Works during the run. The page reads the file locally in your browser and uploads nothing.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`train`: one command, every process of a run."""
+"""`train`: one command for every process of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
         typer.Option(
             "--resume",
             metavar="[latest|best|STEP|PATH]",
-            help="Continue from a checkpoint; no value: latest, the newest that is whole. best: by checkpoint.best_metric.",
+            help="Continue from a checkpoint; no value: latest, the newest complete one. best: by checkpoint.best_metric.",
         ),
     ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the run directory of an earlier run first.")] = False,
@@ -57,32 +57,32 @@ def train(
             "--node-rank",
             metavar="K",
             min=0,
-            help="Which machine of launch.nodes this is; 0 leads, those that train come first. Default: see below.",
+            help="Which machine of launch.nodes this is; 0 leads, and training machines come first. Default: see below.",
         ),
     ] = None,
     master_addr: Annotated[
         str | None,
         typer.Option(
-            "--master-addr", metavar="HOST[:PORT]", help="Where node 0 is met. Default: launch.rdzv, or see below."
+            "--master-addr", metavar="HOST[:PORT]", help="Address of node 0. Default: launch.rdzv, or see below."
         ),
     ] = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
-    """Train: start the inference servers and the trainer, show progress, and end all of them.
+    """Train: start the inference servers and the trainer, show progress, and stop them all at the end.
 
-    A server that dies or hangs is started again (inference.max_restarts) while training continues. Ctrl-C saves a
-    checkpoint and stops; a second Ctrl-C stops at once. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
+    A server that dies or hangs is restarted (inference.max_restarts) while training continues. Ctrl-C saves a
+    checkpoint and stops; a second Ctrl-C stops immediately. Exit code: 0 finished, 1 failed, 2 the configuration is wrong,
     130 or 143 stopped by SIGINT or SIGTERM.
 
     With several machines in launch.nodes, run this same command on every one of them; run.dir has to be on a file system that
-    they share. What starts it says which machine it is and where node 0 is: Slurm (a task of srun), a Kubernetes Indexed
-    Job, or $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun has them; by hand --node-rank, and
-    launch.rdzv or --master-addr. `grpo-async launch` writes the files for the schedulers. Node 0 decides about --resume and
-    --clean. A machine that trains and ends, ends all of them.
+    they share. The launcher says which machine this is and where node 0 is: Slurm (a task of srun), a Kubernetes Indexed
+    Job, or $NODE_RANK (or $GROUP_RANK), $NNODES, $MASTER_ADDR and $MASTER_PORT as torchrun sets them; if started manually,
+    --node-rank, and launch.rdzv or --master-addr. `grpo-async launch` writes the files for the schedulers. Node 0 decides about
+    --resume and --clean. When a training machine ends, so does the run on all of them.
 
-    On a terminal a dashboard shows the run; elsewhere, or with --quiet, lines do. `grpo-async status` shows from any
-    other terminal where it stands.
+    On a terminal a dashboard shows the run; elsewhere, or with --quiet, it prints lines. `grpo-async status` shows the run's
+    state from any other terminal.
 
     \b
     Examples:

@@ -89,7 +89,7 @@ def read_arguments(settings: type[Settings], arguments: Mapping[str, Any]) -> Se
         unknown = [each["loc"][0] for each in error.errors(include_url=False) if each["type"] == "extra_forbidden"]
         if unknown:
             raise ValueError(
-                f"{unknown[0]}: there is no such setting; there are {sorted(settings.model_fields)}"
+                f"{unknown[0]}: there is no such setting; the settings are {sorted(settings.model_fields)}"
             ) from error
         raise ValueError(problems_of(error)) from error
 
@@ -145,9 +145,9 @@ def _check_host(host: str) -> str:
     try:
         host.encode("idna")
     except UnicodeError as error:
-        raise ValueError(f"{clipped(host, 80)!r} is no name or address of a machine: {error}") from error
+        raise ValueError(f"{clipped(host, 80)!r} is not a host name or address: {error}") from error
     if re.search(r"[\s/@]", host) or not host:
-        raise ValueError(f"{clipped(host, 80)!r} is no name or address of a machine, such as 127.0.0.1")
+        raise ValueError(f"{clipped(host, 80)!r} is not a host name or address, such as 127.0.0.1")
     return host
 
 

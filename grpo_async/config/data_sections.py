@@ -141,7 +141,7 @@ class DataSection(StrictModel):
     train: Source
     """Prompts to train on."""
     shuffle: bool = True
-    """Shuffle anew in every epoch, by `run.seed`."""
+    """Reshuffle every epoch, seeded by `run.seed`."""
     held_out: float | None = Field(default=None, gt=0.0)
     """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200).
     A row's own prompt decides, so that rows added later never move one from training to evaluation."""
@@ -166,10 +166,10 @@ class EvaluationSection(StrictModel):
     data: Source | None = None
     """Prompts to evaluate on; null = those that `data.held_out` keeps back."""
     num_prompts: Count = 200
-    """The first N of them."""
+    """Only the first N of them."""
     every_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every N steps, beside training and generation, which go on; null = only at start and end. A step that is due while
-    the evaluation before it still runs is left out."""
+    """Evaluate every N steps while training and generation continue; null = only at the start and the end. An evaluation
+    that is due while the one before it is still running is skipped."""
     at_start: bool = True
     """Evaluate before the first step."""
     samples_per_prompt: Count = 1
@@ -178,27 +178,27 @@ class EvaluationSection(StrictModel):
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0 = greedy, else at least 0.01."""
     top_p: TopP = 1.0
-    """As `rollout.top_p`, for evaluation alone, where neither it nor the next four need anything of the loss."""
+    """As `rollout.top_p`, for evaluation only; here it and the next four have no effect on the loss."""
     top_k: TopK = 0
-    """As `rollout.top_k`, for evaluation alone."""
+    """As `rollout.top_k`, for evaluation only."""
     min_p: MinP = 0.0
-    """As `rollout.min_p`, for evaluation alone."""
+    """As `rollout.min_p`, for evaluation only."""
     repetition_penalty: RepetitionPenalty = 1.0
-    """As `rollout.repetition_penalty`, for evaluation alone; also of greedy completions."""
+    """As `rollout.repetition_penalty`, for evaluation only; also applies to greedy completions."""
     structured_outputs: StructuredOutputs | None = None
-    """As `rollout.structured_outputs`, for evaluation alone."""
+    """As `rollout.structured_outputs`, for evaluation only."""
     stop: StopStrings | None = None
     """Texts that end a turn; null = those of `rollout.stop`, [] = none."""
     pass_threshold: float = 1.0
     """A completion passes (pass@k) when its reward is at least this."""
     group_by: str | None = None
-    """A column of the data, such as its source: results are reported for each of its values, too."""
+    """A column of the data, such as its source: results are also reported for each of its values."""
     max_in_flight: Count | None = None
-    """Most rollouts of an evaluation in progress at once, beside those of training (but never fewer than one prompt's); null = a
-    quarter of `rollout.max_in_flight` while training goes on, all of it before and after."""
+    """Most evaluation rollouts in progress at once, in addition to those of training (but never fewer than one prompt's); null = a
+    quarter of `rollout.max_in_flight` during training, all of it before and after."""
     pin_version: bool = False
-    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training goes on until
-    `rollout.max_staleness` makes it wait. false: pushes go on, and a result that several versions made is marked as mixed."""
+    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training continues until
+    `rollout.max_staleness` makes it wait. false: pushes continue, and a result from several versions is marked as mixed."""
     leak_check: Literal["error", "warn", "off"] = "error"
     """What happens when a prompt to evaluate on is also trained on (letter case and whitespace aside)."""
     baseline_column: str | None = None

@@ -74,7 +74,8 @@ class ExperimentConfig(StrictModel):
     record: RecordSection = RecordSection()
     """What the run leaves to look at."""
     tracking: list[TrackerSection] = Field(default_factory=list)
-    """Where metrics go beside metrics.jsonl, with a table of held-out completions after each evaluation, and the verdict."""
+    """Where metrics go in addition to metrics.jsonl, with a table of held-out completions after each evaluation
+    and the verdict."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
 
@@ -134,7 +135,7 @@ class ExperimentConfig(StrictModel):
 
     @property
     def evaluation_in_flight(self) -> int:
-        """Rollouts of an evaluation in progress beside those of training; by default max(1, rollout.max_in_flight / 4)."""
+        """Evaluation rollouts in progress in addition to those of training; by default max(1, rollout.max_in_flight / 4)."""
         if self.evaluation is not None and self.evaluation.max_in_flight is not None:
             return self.evaluation.max_in_flight
         return max(1, self.rollout.max_in_flight // 4)

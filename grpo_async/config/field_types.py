@@ -39,7 +39,7 @@ RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("training", "share_prompts"): None,
 }
 """Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated where
-it stands beside the new one. None: it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning
+both are set. None: it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning
 unless it is null."""
 
 

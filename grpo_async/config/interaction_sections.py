@@ -1,4 +1,4 @@
-"""What takes part in a rollout beside the policy, and what judges it: tools, environments, rollout functions, agents, rewards.
+"""What takes part in a rollout besides the policy, and what scores it: tools, environments, rollout functions, agents, rewards.
 
 All of it is the user's code, named as `module:attribute`; an agent may also be a command, or an environment of a library.
 """
@@ -177,7 +177,7 @@ class RewardSection(StrictModel):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What it is given beside what a run offers: `arguments`, those of a reward model together with its name."""
+        """What it is given in addition to what a run offers: `arguments`, those of a reward model together with its name."""
         return self.arguments if self.model is None else {"settings": {"model": self.model, **self.arguments}}
 
     @property

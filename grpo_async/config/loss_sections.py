@@ -32,7 +32,7 @@ class AdvantageSection(StrictModel):
     `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
     function: Reference | None = None
     """`module:attribute` of your own, f(rewards: list[float | None], **arguments) -> list[float]: the rewards of one group to its
-    advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run goes on."""
+    advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run continues."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of `function`."""
 

@@ -22,8 +22,8 @@ class LoraSection(StrictModel):
     """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
     and not on servers. So policy and sampler differ by it."""
     modules_to_save: list[str] = Field(default_factory=list)
-    """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, lm_head]; of tied ones
-    both. They are pushed and exported with the rest (peft's setting of this name)."""
+    """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
+    lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
     quantization: Literal["nf4"] | None = None
     """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
     merged."""
@@ -62,7 +62,7 @@ class ModelSection(StrictModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `{enable_thinking: false}`."""
     end_of_turn_tokens: list[str] = Field(default_factory=list)
-    """Tokens that end the policy's turn, beside the tokenizer's eos and those of the model's generation_config.json."""
+    """Tokens that end the policy's turn, in addition to the tokenizer's EOS and those of the model's generation_config.json."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
 

@@ -190,7 +190,7 @@ _WITHOUT = {
     "per_device_train_batch_size": "is not needed: rollout.groups_per_step x rollout.group_size is the batch, and "
     "training.micro_batch_tokens divides it",
     "generation_batch_size": "is not needed: rollout.groups_per_step x rollout.group_size is the batch of a step",
-    "steps_per_generation": "is not needed: generation runs beside training; training.minibatches makes several updates of a "
+    "steps_per_generation": "is not needed: generation runs during training; training.minibatches makes several updates of a "
     "step's samples, training.num_iterations several passes over them",
     "logging_steps": "is not needed: every step is logged to metrics.jsonl",
     "log_completions": "is not needed: every rollout is recorded; grpo-async inspect-rollouts shows them",
@@ -256,7 +256,7 @@ _REST_OF_TRL = {
     "train_sampling_strategy": "is not needed: data.shuffle says whether rows are shuffled, and lengths are balanced over ranks",
     "length_column_name": "is not needed: lengths are known once completions are sampled",
     "label_names": "is not supported: it belongs to supervised training",
-    "ignore_data_skip": "is not needed: a resume goes on in the data at once",
+    "ignore_data_skip": "is not needed: a resume continues at its place in the data right away",
     # of generation
     **dict.fromkeys(
         ("cache_implementation", "use_transformers_continuous_batching", "use_transformers_paged"),

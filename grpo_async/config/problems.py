@@ -18,15 +18,15 @@ from grpo_async.utils.text import clipped, did_you_mean
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAPPING_TYPES = ("model_type", "model_attributes_type", "dict_type", "mapping_type")
-_MAX_TOLD = 100  # looking for the nearest key takes 10 ms each
+_MAX_REPORTED = 100  # looking for the nearest key takes 10 ms each
 
 
 def report(error: ValidationError, document: Document, field_type: FieldType, problems: Problems) -> None:
     """Add every error of `error`, at the location that has to change. Values that were reported before are left out."""
     faults = error.errors(include_url=False)
-    if len(faults) > _MAX_TOLD:
-        problems.add(document.location(()), f"{len(faults)} values are wrong; told are the first {_MAX_TOLD}")
-    for fault in faults[:_MAX_TOLD]:
+    if len(faults) > _MAX_REPORTED:
+        problems.add(document.location(()), f"{len(faults)} values are wrong; here are the first {_MAX_REPORTED}")
+    for fault in faults[:_MAX_REPORTED]:
         path, section = _path_of(fault["loc"], fault["type"], field_type)
         if not any(path[:length] in document.broken for length in range(len(path) + 1)):
             for location, message in _explain(dict(fault), path, section, document, field_type):

@@ -175,6 +175,6 @@ def _type_of(part: Mapping[str, Any]) -> str:
 
 
 def _default(node: Mapping[str, Any]) -> str:
-    """As YAML has it; what is made anew each time (a list, a mapping) is empty."""
+    """As YAML has it; a default made by a factory (a list, a mapping) is empty."""
     empty: list[str] | dict[str, str] = [] if node.get("type") == "array" or "anyOf" in node else {}
     return json.dumps(node.get("default", empty), ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""The rules that span sections: combinations that make no sense, each with its reason and what to change.
+"""Rules that span sections: combinations that make no sense, each with the reason and what to change.
 
-A rule is one text, `path: what is wrong; what to do`. All are told at once.
+A rule is one text, `path: what is wrong; what to do`. All are reported together.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
         )
     if config.evaluation is not None and config.evaluation.data is None and config.data.held_out is None:
         yield (
-            "evaluation.data: there is none; name a source, or keep rows of data.train back with data.held_out: 0.05"
+            "evaluation.data: there is no data; name a source, or keep rows of data.train back with data.held_out: 0.05"
         )
     if config.evaluation is None and config.data.held_out is not None:
         yield (
@@ -192,8 +192,8 @@ def _of_the_pipeline(config: ExperimentConfig) -> Iterator[str]:
     for name, section in (("rollout", rollout), ("evaluation", config.evaluation)):
         if section is not None and section.structured_outputs is not None and config.weights.mode == "abort":
             yield (
-                f"{name}.structured_outputs: what is broken off begins anew, and weights.mode: abort breaks everything off at each "
-                "push; set weights.mode: recompute"
+                f"{name}.structured_outputs: an interrupted turn starts over, and weights.mode: abort interrupts every turn at "
+                "each push; set weights.mode: recompute"
             )
 
 
@@ -209,7 +209,7 @@ def _of_the_agent(config: ExperimentConfig) -> Iterator[str]:
     }
     for name, reason in reasons.items():
         if getattr(config, name):
-            yield f"rollout.agent.{agent.kind}: `{name}` would not be used beside an agent: {reason}; remove one of the two"
+            yield f"rollout.agent.{agent.kind}: `{name}` would not be used with an agent: {reason}; remove one of the two"
 
 
 def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
@@ -331,13 +331,13 @@ def _of_evaluation(config: ExperimentConfig) -> Iterator[str]:
     every = None if evaluation is None else evaluation.every_steps
     if every is not None and every % config.training.weight_sync_steps:
         yield (
-            f"evaluation.every_steps: {every} is no multiple of training.weight_sync_steps: "
-            f"{config.training.weight_sync_steps}, so the servers would be asked about a step whose weights they have not got; "
+            f"evaluation.every_steps: {every} is not a multiple of training.weight_sync_steps: "
+            f"{config.training.weight_sync_steps}, so the servers would be asked about a step whose weights they do not have; "
             "make it one"
         )
     if every is not None and config.inference.vllm.sleep_while_training:
         yield (
-            f"evaluation.every_steps: {every} needs the servers while training goes on, and "
+            f"evaluation.every_steps: {every} needs the servers during training, and "
             "inference.vllm.sleep_while_training puts them to sleep then; leave one of them out"
         )
     for name, environment in config.environments.items():

@@ -79,8 +79,8 @@ class RolloutSection(StrictModel):
     repetition_penalty: RepetitionPenalty = 1.0
     """Above 1 tokens that prompt or completion have already become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
-    """Every turn of the policy is of this form; needs `inference.engine: vllm`. A turn that is broken off (its server ended, or a
-    resume) begins anew, for a grammar begins with the first token."""
+    """Every turn of the policy is of this form; needs `inference.engine: vllm`. A turn that is interrupted (its server died, or a
+    resume) starts over, because a grammar begins with the first token."""
     stop: StopStrings = Field(default_factory=list)
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
     whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands
@@ -90,7 +90,7 @@ class RolloutSection(StrictModel):
     max_in_flight: Count = 256
     """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
-    """A group whose rewards are all equal teaches nothing. skip: not trained, the step goes on with the other groups.
+    """A group whose rewards are all equal teaches nothing. skip: not trained; the step uses the other groups.
     resample: another prompt takes its place (dynamic sampling, DAPO). train: trained with advantage 0, which dilutes the step."""
     overlong: Literal["train", "mask"] = "train"
     """What becomes of truncated completions. train: like any other. mask: they count in the group's mean but are not trained
@@ -99,15 +99,15 @@ class RolloutSection(StrictModel):
     """The run ends with an error when this many rounds of groups_per_step groups in a row had nothing to learn from: within each
     group all rewards were equal, or there were none."""
     rollout_timeout_s: Seconds = 600.0
-    """Wall time of one rollout; then it fails and its group goes on with the survivors."""
+    """Wall-clock limit of one rollout; past it the rollout fails and its group continues without it."""
     shutdown_timeout_s: Seconds = 10.0
-    """Time the rollout thread has to end its tasks when the run stops."""
+    """Time the rollout thread has to finish its tasks when the run stops."""
     agent: AgentSection | None = None
-    """An agent of yours, which calls the model over HTTP, as the rollout: no tools, no environments, any framework."""
+    """Your own agent, which calls the model over HTTP, as the rollout: any framework, without `tools` or `environments`."""
 
     @property
     def reshaping(self) -> list[str]:
-        """Names of the settings with which tokens are sampled from another distribution than the policy's."""
+        """Names of the settings that make the sampling distribution differ from the policy's."""
         return [name for name, neutral in RESHAPING.items() if getattr(self, name) != neutral]
 
 
@@ -115,15 +115,15 @@ class TrainingSection(StrictModel):
     max_steps: int | None = Field(default=None, ge=1)
     """Steps of the run; null = 100, or with `epochs` as many as they take."""
     epochs: float | None = Field(default=None, gt=0.0, le=1e6)
-    """The run ends when every row of data.train was used so many times (or at max_steps, where that comes first): ceil(epochs x
-    rows) prompts are started, each once. A group that is filtered, stale or failed is not made up for; the ledger counts it. What
+    """The run ends when every row of data.train has been used this many times (or at max_steps, if that comes first): ceil(epochs x
+    rows) prompts are started, each once. A group that is filtered, stale or failed is not replaced; the ledger counts it. What
     is left for the last step may be fewer than rollout.groups_per_step groups. Schedules end with the steps that this takes when
     nothing is dropped."""
     minibatches: Count = 1
     """Optimizer updates that the samples of one step are divided into. The version still counts steps."""
     num_iterations: Count = 1
     """Passes over the samples of a step (mu in GRPO, arXiv 2402.03300), each with an update for every minibatch, at the same
-    learning rate. Ratios stay those against the policy before the first (`loss.proximal`). The version still counts steps."""
+    learning rate. Ratios are always taken against the policy before the first (`loss.proximal`). The version still counts steps."""
     weight_sync_steps: int = Field(default=1, ge=1)
     """Push weights to the server every N optimizer steps."""
     micro_batch_tokens: int = Field(default=4096, ge=8)
@@ -157,11 +157,11 @@ class TrainingSection(StrictModel):
 
     @property
     def num_updates(self) -> int:
-        """Of a step with groups enough: minibatches x num_iterations."""
+        """In a step with enough groups: minibatches x num_iterations."""
         return self.minibatches * self.num_iterations
 
     def num_prompts(self, num_rows: int) -> int | None:
-        """How many prompts a run of `epochs` over so many rows starts, ceil(epochs x num_rows); None: `max_steps` alone ends it."""
+        """Prompts that a run of `epochs` over `num_rows` rows starts, ceil(epochs x num_rows); None: only `max_steps` ends it."""
         # 0.07 x 100 is 7.000000000000001
         return None if self.epochs is None else math.ceil(round(self.epochs * num_rows, 6))
 
@@ -170,26 +170,26 @@ class CheckpointSection(StrictModel):
     every_steps: int = Field(default=50, ge=1)
     """Save every N steps; a checkpoint is also written at the end and on SIGINT / SIGTERM."""
     keep_last: int = Field(default=2, ge=1)
-    """Older checkpoints are removed, but for those of the next two settings."""
+    """Older checkpoints are removed, except those that the next two settings keep."""
     keep_every: int | None = Field(default=None, ge=1)
     """Checkpoints of steps that are multiples of this are never removed."""
     keep_best: int = Field(default=0, ge=0)
-    """Number of checkpoints with the best evaluation that are kept besides."""
+    """How many more checkpoints to keep, those with the best evaluation."""
     best_metric: str = "reward"
-    """Metric of the evaluation that `keep_best` goes by; larger is better."""
+    """Evaluation metric that `keep_best` ranks by; larger is better."""
 
 
 class SlurmSection(StrictModel):
-    """What `grpo-async launch slurm` writes into the batch script; everything may stay empty."""
+    """What `grpo-async launch slurm` writes into the batch script; everything is optional."""
 
     partition: _Word | None = None
     """`--partition`."""
     account: _Word | None = None
     """`--account`."""
     time: _Word | None = None
-    """`--time`, such as 12:00:00. The run is told to stop in time, saves, and is put into the queue again to go on."""
+    """`--time`, such as 12:00:00. The run is signaled ahead of it, saves a checkpoint, and is requeued to continue."""
     gpus_per_node: int | None = Field(default=None, ge=0, le=1024)
-    """`--gpus-per-node`; null = what a machine needs that trains or one that serves, whichever is more. 0: none is asked for here
+    """`--gpus-per-node`; null = what a training or a serving machine needs, whichever is more. 0: none are requested here
     (`options` may: --gres)."""
     options: list[_Option] = Field(default_factory=list)
     """Further `#SBATCH` options as they are, such as `--constraint=a100`; variables (${NAME}) are not replaced in them."""
@@ -202,11 +202,11 @@ class KubernetesSection(StrictModel):
     """What `grpo-async launch kubernetes` writes into the manifest."""
 
     image: str | None = Field(default=None, min_length=1)
-    """Image with this package; needed."""
+    """Image with this package; required."""
     volume_claim: str | None = Field(default=None, min_length=1)
-    """PersistentVolumeClaim (ReadWriteMany) that all machines mount, for `run.dir`, model and data; needed."""
+    """PersistentVolumeClaim (ReadWriteMany) that all machines mount, for `run.dir`, model and data; required."""
     mount_path: FilePath = Path("/workspace")
-    """Where it is mounted, and the working directory of the run."""
+    """Where it is mounted; also the run's working directory."""
 
 
 class NodesSection(StrictModel):
@@ -236,8 +236,8 @@ class LaunchSection(StrictModel):
     nodes: NodesSection = NodesSection()
     """Machines that train, and machines that serve."""
     colocate: bool = False
-    """Put the servers on the GPUs of the trainer's ranks, which share their memory. false: each has GPUs of its own, and where
-    there are too few it is an error. Without GPUs it has no effect."""
+    """Put the servers on the GPUs of the trainer's ranks, sharing their memory. false: each has its own GPUs, and if
+    there are too few, that is an error. Without GPUs it has no effect."""
     rdzv: str | None = None
     """`host:port` of the machine with node rank 0, where the others meet it. null = what the scheduler says (see `train --help`).
     Traffic between the trainer's ranks goes over the interface with this address, unencrypted and without a password: use a

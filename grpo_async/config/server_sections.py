@@ -32,13 +32,13 @@ class VllmOptions(StrictModel):
     tensor_parallel_size: Processes = 1
     """GPUs that share each layer of the model."""
     pipeline_parallel_size: Processes = 1
-    """Stages, each with a part of the layers and GPUs of its own."""
+    """Stages, each with some of the layers and its own GPUs."""
     data_parallel_size: Processes = 1
     """Copies of the model behind one URL. For mixtures of experts, with `expert_parallel`; others gain more from `replicas`."""
     expert_parallel: bool = False
     """Divide the experts of a layer among all GPUs of `tensor_parallel_size` and `data_parallel_size`."""
     kv_cache_mb: int | None = Field(default=None, ge=16)
-    """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves beside
+    """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves after
     the weights."""
     enforce_eager: bool = False
     """Skip graph capture and compilation: starts faster, generates slower."""
@@ -157,12 +157,12 @@ class WeightsSection(StrictModel):
     """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
     auto: what fits the machine; the plan says which and why."""
     mode: PushMode = "recompute"
-    """What becomes of requests in flight. recompute: they freeze and go on with the new weights over a context recomputed with
-    them. keep_kv: they go on over the key/value cache of the old weights (no recomputation; in-flight updates, PipelineRL).
-    drain: the push waits until all have finished. abort: they are ended and sent again with what they had."""
+    """What happens to requests in flight. recompute: they freeze, then continue with the new weights over a context recomputed with
+    them. keep_kv: they continue with the KV cache of the old weights (no recomputation; in-flight updates, PipelineRL).
+    drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
     bucket_mb: int | None = Field(default=None, ge=1)
     """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
-    GPU has little room. Trainer and servers hold two of them beside the weights."""
+    GPU has little room. Trainer and servers each hold two of them in addition to the weights."""
     timeout_s: Seconds = 120.0
     """Deadline of each phase of a push; while weights travel, of each bucket."""
     drain_timeout_s: Seconds = 600.0

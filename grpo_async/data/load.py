@@ -51,7 +51,7 @@ def load_data(
         evaluated = None
     elif evaluated is None:
         raise ConfigError(
-            "evaluation.data: there is none; name a source, or keep rows of data.train with data.held_out"
+            "evaluation.data: there is no data; name a source, or keep rows of data.train with data.held_out"
         )
     else:
         evaluated = evaluated.take(range(min(evaluation.num_prompts, len(evaluated))))

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
-from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, PromptOutcomes, evaluation_result
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.components import ProducerParts
@@ -97,7 +97,7 @@ class Evaluator:
         Raises:
             RunError: more than half of the rollouts failed (a reward that fails counts too). From 5% on it warns: the numbers are
                 those of the others, and compare less.
-            RolloutContractError: the rollout function returned something unusable.
+            FatalRolloutError: the rollout function returned something unusable.
         """
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
@@ -143,7 +143,7 @@ class Evaluator:
             async with self._producer.produce(request) as produced:
                 group = RolloutGroup(group_id=number, prompt=prompt, completions=produced.completions)
                 scored, outcomes = await self._score(group, produced.environments)
-        except RolloutContractError:
+        except FatalRolloutError:
             raise
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
             self._errors.note("evaluation", error)

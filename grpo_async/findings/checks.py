@@ -287,7 +287,7 @@ def held_out(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
 
     if change.has_risen and is_no_better_than_baseline(last, change):
-        why = "No more was learned than that, as far as can be told."
+        why = "As far as can be seen, it learned no more than that."
         fix = "Read the answers: are they all the same? More steps, more varied data or a larger rollout.group_size may go further."
         return found(WARNING, "The held-out reward is no better than always giving the most frequent answer", why, fix)
     if change.has_risen:
@@ -298,8 +298,8 @@ def held_out(evidence: Evidence) -> Finding | None:
         noise = hypot(change.high - change.value, training.high - training.value)
         if change.value > _NOTHING and behind <= noise:
             why = f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
-            fix = "More prompts would tell: raise evaluation.num_prompts."
-            return found(NOTE, "Whether the held-out reward rose cannot be told", why, fix)
+            fix = "More prompts would settle it: raise evaluation.num_prompts."
+            return found(NOTE, "It is not clear whether the held-out reward rose", why, fix)
         did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
             f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "

@@ -72,12 +72,12 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
         return _verdict(
             None,
             "no-steps",
-            "Cannot be told yet" if evidence.status == RUNNING else "Cannot be told",
+            "Too early to say" if evidence.status == RUNNING else "Cannot say",
             by_key["no-steps"],
         )
     trend = by_key.get("reward-trend")
     if sampled is None or trend is None:
-        return _verdict(None, "too-early", "Cannot be told yet", trend)
+        return _verdict(None, "too-early", "Too early to say", trend)
     if sampled.has_fallen:
         return _verdict(False, "fell", "No", trend)
     if sampled.has_risen:
@@ -90,7 +90,7 @@ def judge(evidence: Evidence, found: Sequence[Finding] | None = None) -> Verdict
     widest = max(sampled.high, 0.0 if change is None else change.high)
     if widest < _TOO_WIDE * scale or sampled.count >= _MANY_STEPS:
         return _verdict(False, "flat", "No", trend)
-    return _verdict(None, "unclear", "Cannot be told yet: it may have risen or not", trend)
+    return _verdict(None, "unclear", "Not clear yet: it may or may not have risen", trend)
 
 
 def _verdict(is_learning: bool | None, key: str, answer: str, *findings: Finding | None) -> Verdict:

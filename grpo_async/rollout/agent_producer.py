@@ -24,7 +24,7 @@ from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.config.server_sections import TlsOptions
-from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -62,7 +62,7 @@ class AgentHost:
         """The endpoint, which listens from the first call on, on the loop of that call.
 
         Raises:
-            RolloutContractError: it cannot listen at its address, so that no rollout can be made.
+            FatalRolloutError: it cannot listen at its address, so that no rollout can be made.
         """
         section = self.section
         async with self._starting:  # binding a port takes no time
@@ -78,7 +78,7 @@ class AgentHost:
             try:
                 await self._endpoint.start()  # without effect on one that listens
             except RunError as error:  # so it will be for every group
-                raise RolloutContractError(str(error)) from error
+                raise FatalRolloutError(str(error)) from error
         return self._endpoint
 
     async def aclose(self) -> None:

@@ -1,6 +1,6 @@
 """Checks what a rollout function returned, and makes completions of it. Pure.
 
-What is wrong raises RolloutContractError, which is also the ValueError that users of TRL know: it names key, place and value.
+What is wrong raises FatalRolloutError, which is also the ValueError that users of TRL know: it names key, place and value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.errors import RolloutContractError
+from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.sampling import SamplingSettings, find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 
@@ -43,15 +43,15 @@ class OutputReader:
         """One completion per rollout, whose tokens are all stamped with `version`; how long it took is left to the caller.
 
         Raises:
-            RolloutContractError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
+            FatalRolloutError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
                 not one of the model's, a prompt is empty, a rollout is longer than the model takes, or the logprob of a sampled
                 token is missing or not finite.
         """
         if not isinstance(output, Mapping):
-            raise RolloutContractError(f"rollout_func must return a dict, got {type(output).__name__}")
+            raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
         missing = sorted(set(REQUIRED_KEYS) - output.keys())
         if missing:
-            raise RolloutContractError(f"rollout_func must return keys {missing} in its output dict.")
+            raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
         columns = {key: _listed(key, value, len(rollout_ids)) for key, value in output.items()}
         required = {key: columns.pop(key) for key in REQUIRED_KEYS}
         masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
@@ -60,11 +60,11 @@ class OutputReader:
             ids = self._ids(required["completion_ids"][index], f"completion_ids[{index}]")
             prompt_ids = self._ids(required["prompt_ids"][index], f"prompt_ids[{index}]")
             if not prompt_ids:
-                raise RolloutContractError(
+                raise FatalRolloutError(
                     f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
                 )
             if len(prompt_ids) + len(ids) > self.settings.max_model_len:
-                raise RolloutContractError(
+                raise FatalRolloutError(
                     f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
                     f"tokens, inference.max_model_len is {self.settings.max_model_len}"
                 )
@@ -98,11 +98,11 @@ class OutputReader:
     def _ids(self, value: Any, where: str) -> list[int]:
         value = _plain_list(value)
         if value is None or not all(isinstance(token, Integral) for token in value):
-            raise RolloutContractError(f"rollout_func: {where} must be a list of token ids")
+            raise FatalRolloutError(f"rollout_func: {where} must be a list of token ids")
         ids = [int(token) for token in value]
         unknown = next((token for token in ids if not 0 <= token < self.num_tokens), None)
         if unknown is not None:
-            raise RolloutContractError(
+            raise FatalRolloutError(
                 f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {self.num_tokens - 1}"
             )
         return ids
@@ -161,12 +161,12 @@ def _listed(key: str, value: Any, count: int) -> Sequence[Any]:
     values = _plain_list(value)
     if values is None:
         if key in (*REQUIRED_KEYS, *_OPTIONAL_LISTS):
-            raise RolloutContractError(
+            raise FatalRolloutError(
                 f"rollout_func: {key} must be a list with one entry per rollout, got {type(value).__name__}"
             )
         return [value] * count
     if len(values) != count:
-        raise RolloutContractError(
+        raise FatalRolloutError(
             f"rollout_func: {key} has {len(values)} entries, expected {count}, one for each completion asked for"
         )
     return values
@@ -177,7 +177,7 @@ def _mask(value: Any, count: int, index: int) -> list[int]:
         return [1] * count
     mask = _plain_list(value)
     if mask is None or len(mask) != count:
-        raise RolloutContractError(
+        raise FatalRolloutError(
             f"rollout_func: env_mask[{index}] has {'no' if mask is None else len(mask)} entries for {count} completion_ids; "
             "it needs one for each"
         )
@@ -189,7 +189,7 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
     then the one that `logprob_token_ids` gives for the sampled token counts, or else the first (TRL's form)."""
     values = _plain_list(value)
     if values is None or len(values) != len(ids):
-        raise RolloutContractError(
+        raise FatalRolloutError(
             f"rollout_func: logprobs[{index}] has {'no' if values is None else len(values)} entries for {len(ids)} "
             "completion_ids; every token needs the logprob that it was sampled with"
         )
@@ -203,11 +203,11 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
             rank = names.index(token) if token in names else 0
             entry = entry[rank] if rank < len(entry) else None
         if not isinstance(entry, Real) or not math.isfinite(entry):
-            raise RolloutContractError(
+            raise FatalRolloutError(
                 f"rollout_func: logprobs[{index}][{position}] is {entry!r}; a sampled token needs a finite number"
             )
         if not _MIN_LOGPROB <= float(entry) <= _ROUNDING:
-            raise RolloutContractError(
+            raise FatalRolloutError(
                 f"rollout_func: logprobs[{index}][{position}] is {float(entry):g}; the natural logarithm of the probability of a "
                 f"token that was sampled lies between {_MIN_LOGPROB:g} and 0 (a probability or a logit is none)"
             )

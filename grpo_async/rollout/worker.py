@@ -25,7 +25,7 @@ from grpo_async.buffer.resume import GroupSnapshot, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import NothingToLearnError, RolloutContractError, RunError
+from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError
 from grpo_async.findings.messages import equal_rewards
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
@@ -205,7 +205,7 @@ class RolloutWorker:
             self._check_signal(scored)
         except NothingToLearnError:
             raise
-        except RolloutContractError:
+        except FatalRolloutError:
             self._drop_unscored(entry.group, GroupStatus.FAILED)
             raise
         except _TooStaleError:

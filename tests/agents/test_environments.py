@@ -650,7 +650,7 @@ def test_what_openenv_cannot_serve_is_told() -> None:
     with pytest.raises(ConfigError, match=r"names no server: write http://HOST:PORT"):
         load_environment_agent(_section("openenv:nowhere"), max_concurrent=1)
     with pytest.raises(
-        ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; there are \['max_st"
+        ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; the settings are \['max_st"
     ):
         load_environment_agent(_section("openenv:sums_server:app", max_stepz=3), max_concurrent=1)
     with pytest.raises(AgentError, match=r"sums_server:nothing ended with exit code"):

@@ -92,7 +92,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"evaluation": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "regex and choice is set"),
         (
             {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
-            "evaluation.structured_outputs: what is broken off begins anew, and weights.mode: abort breaks everything off",
+            "evaluation.structured_outputs: an interrupted turn starts over, and weights.mode: abort interrupts every turn",
         ),
         ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p: 0.9 has no effect on greedy completions"),
         # agents
@@ -112,7 +112,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
             {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
-            "rollout.agent.command: `tools` would not be used beside an agent: the agent calls its own tools",
+            "rollout.agent.command: `tools` would not be used with an agent: the agent calls its own tools",
         ),
         (
             {"rollout": {"agent": {"function": "a:b"}}, "environments": {"maze": {"factory": "a:B"}}},
@@ -120,7 +120,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         (
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
-            "`rollout_function` would not be used beside an agent: each of the two makes whole rollouts",
+            "`rollout_function` would not be used with an agent: each of the two makes whole rollouts",
         ),
         ({"rewards": []}, "rewards: there are none; name at least one"),
         # servers and weights
@@ -155,7 +155,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         (
             {"evaluation": {"every_steps": 3}, "training": {"weight_sync_steps": 2}},
-            "evaluation.every_steps: 3 is no multiple of training.weight_sync_steps: 2",
+            "evaluation.every_steps: 3 is not a multiple of training.weight_sync_steps: 2",
         ),
         (
             {"evaluation": {"every_steps": 3}, "inference": {"vllm": {"sleep_while_training": True}},
@@ -177,7 +177,7 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"checkpoint": {"keep_best": 1, "every_steps": 4}, "evaluation": {"every_steps": 6}},
             "make evaluation.every_steps: 6 a multiple of checkpoint.every_steps: 4",
         ),
-        ({"evaluation": {}, "data": {"train": JSONL}}, "evaluation.data: there is none"),
+        ({"evaluation": {}, "data": {"train": JSONL}}, "evaluation.data: there is no data"),
         ({"evaluation": {"data": JSONL}}, "data.held_out: keeps rows back for evaluation, but evaluation.data names others"),
         # data
         ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),

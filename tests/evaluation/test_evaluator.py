@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.errors import ConfigError, RolloutContractError, RunError
+from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.records import RolloutStatus
@@ -174,9 +174,9 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
     assert len(rows) == 20
     assert rows[7].status == "failed"
     assert _run(_evaluator(_Producer(broken=ValueError("x")), 20)).metrics["num_failed"] == 1.0
-    error = RolloutContractError("no logprobs")
+    error = FatalRolloutError("no logprobs")
     error.__cause__ = cause = KeyError("logprobs")  # of the user's function, with its line
-    with pytest.raises(RolloutContractError) as caught:
+    with pytest.raises(FatalRolloutError) as caught:
         _run(_evaluator(_Producer(broken=error), 20))
     assert caught.value.__cause__ is cause
 

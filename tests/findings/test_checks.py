@@ -80,7 +80,7 @@ CASES = [
     # held-out prompts
     Case(key="held-out", severity=WARNING, what=["The training reward rose, the held-out reward did not", "games the reward"],
          metrics=RISES, more={"evaluations": _evaluations(0.4, 0.41, 0.4)}, query=""),
-    Case(key="held-out", severity=NOTE, what=["Whether the held-out reward rose cannot be told", "evaluation.num_prompts"],
+    Case(key="held-out", severity=NOTE, what=["It is not clear whether the held-out reward rose", "evaluation.num_prompts"],
          metrics=RISES_A_LITTLE, more={"evaluations": _evaluations(0.3, 0.42, stderr=0.048)}),
     Case(key="held-out", severity=WARNING, what=["The training reward rose, the held-out reward rose far less", "games the reward"],
          metrics=RISES, more={"evaluations": _evaluations(0.3, 0.35, stderr=0.048)}),

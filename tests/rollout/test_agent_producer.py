@@ -15,7 +15,7 @@ from grpo_async.agents.calls import Call
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.config.server_sections import TlsOptions
-from grpo_async.errors import ConfigError, RolloutContractError, ServerUnavailableError
+from grpo_async.errors import ConfigError, FatalRolloutError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import (
     AGENT_REWARD,
@@ -279,7 +279,7 @@ def test_an_endpoint_that_cannot_listen_ends_the_run() -> None:
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         return AgentResult()
 
-    with pytest.raises(RolloutContractError, match=r"rollout\.agent\.host, port: cannot listen at 192\.0\.2\.7"):
+    with pytest.raises(FatalRolloutError, match=r"rollout\.agent\.host, port: cannot listen at 192\.0\.2\.7"):
         _produce(run, section={"host": "192.0.2.7"})
 
 

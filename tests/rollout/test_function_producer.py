@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_async.config.interaction_sections import RolloutFunctionSection
-from grpo_async.errors import DeadlineError, RequestRejectedError, RolloutContractError, RunError
+from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutCompletion
 from grpo_async.rollout.function_output import OutputReader, turn_boundaries
@@ -318,7 +318,7 @@ async def _generates_on_the_loop(prompts: list[Any], trainer: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (_returns_a_list, RolloutContractError, "must return a dict, got list"),
+        (_returns_a_list, FatalRolloutError, "must return a dict, got list"),
         (_divides_by_zero, ZeroDivisionError, "division"),
         (_exits, RunError, "the rollout function raised SystemExit: 3"),
         (_generates_on_the_loop, RuntimeError, r"await trainer\.agenerate"),

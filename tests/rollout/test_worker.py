@@ -21,7 +21,7 @@ from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Wat
 from grpo_async.config.loss_sections import AdvantageSection
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
-from grpo_async.errors import NothingToLearnError, RequestRejectedError, RolloutContractError, RunError
+from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
@@ -499,10 +499,10 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     setup = _Setup(tmp_path)
 
     def broken(request: GroupRequest) -> Produced:
-        raise RolloutContractError("rollout_func must return keys ['logprobs'] in its output dict.")
+        raise FatalRolloutError("rollout_func must return keys ['logprobs'] in its output dict.")
 
     setup.produce_instead(broken)
-    setup.fails(RolloutContractError, "logprobs")  # asserts that the ledger is closed and nothing in flight
+    setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
 
 

@@ -25,7 +25,7 @@ class _Range(BaseModel):
 def test_arguments_that_are_wrong_are_told_by_name_and_a_rule_about_several_without() -> None:
     with pytest.raises(ValueError, match=r"^low: Input should be a valid integer.*; high: Field required$"):
         read_arguments(_Range, {"low": "x"})
-    with pytest.raises(ValueError, match=r"^hihg: there is no such setting; there are \['high', 'low'\]$"):
+    with pytest.raises(ValueError, match=r"^hihg: there is no such setting; the settings are \['high', 'low'\]$"):
         read_arguments(_Range, {"low": 1, "high": 2, "hihg": 2})
     with pytest.raises(ValueError, match=r"^low is more than high$"):
         read_arguments(_Range, {"low": 2, "high": 1})

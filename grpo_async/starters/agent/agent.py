@@ -1,4 +1,4 @@
-"""An agent: a loop around a model that it calls by HTTP. It knows nothing of training."""
+"""An agent: a loop that calls a model over HTTP. It knows nothing about training."""
 
 import json
 
@@ -30,13 +30,13 @@ async def run(row, client):
 
 
 def step(text):
-    """What the model is told next, as text; or the final answer, as a number."""
+    """The next message to the model, as text; or the final answer, as a number."""
     try:
         asked = json.loads(text)
     except ValueError:
-        return "That is no JSON object."
+        return "That is not a JSON object."
     if not isinstance(asked, dict):
-        return "That is no JSON object."
+        return "That is not a JSON object."
     if isinstance(asked.get("answer"), int | float):
         return asked["answer"]
     return str(PRICES.get(str(asked.get("look_up")), f"Articles: {', '.join(PRICES)}"))

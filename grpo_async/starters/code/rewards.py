@@ -1,4 +1,4 @@
-"""What pays besides the tests. A reward gets all completions of a prompt at once."""
+"""Rewards in addition to the tests. A reward function gets all completions of a prompt."""
 
 import re
 

@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 
 class WordGame:
-    """The model guesses a hidden word and is told which letters are in their place. Every rollout has an instance of its own."""
+    """The model guesses a hidden word and is told which letters are in their place. Every rollout has its own instance."""
 
     def __init__(self, max_guesses: int = 6):
         self.max_guesses = max_guesses

@@ -1,4 +1,4 @@
-"""What pays. A reward gets all completions of a prompt at once, and the columns of its row, one value for each completion."""
+"""Rewards. A reward function gets all completions of a prompt, and the columns of its row, one value for each completion."""
 
 from grpo_async.rewards.text import final_text, last_boxed, last_number
 

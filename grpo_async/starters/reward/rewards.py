@@ -1,4 +1,4 @@
-"""What pays. A reward gets all completions of a prompt at once, and the columns of its row, one value for each completion."""
+"""Rewards. A reward function gets all completions of a prompt, and the columns of its row, one value for each completion."""
 
 
 def correct(completions, answer, **_):

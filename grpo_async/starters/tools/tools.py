@@ -1,4 +1,4 @@
-"""What the model may call. Its docstring and its types are what the model is told about it."""
+"""What the model may call. Its docstring and types describe it to the model."""
 
 PRICES = {"lamp": 35, "chair": 80, "table": 210, "shelf": 95, "mirror": 60}
 

@@ -134,7 +134,7 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path: Path) -> Non
     text = _text(_page(run))
     assert "The run failed after 0 of 5 steps." in text
     assert "CUDA out of memory see logs" in text
-    assert "Cannot be told. No optimizer step was finished." in text
+    assert "Cannot say. No optimizer step was finished." in text
     for part in ("There are no metrics", "holds no rollouts yet", "There was no evaluation", "There is no timeline"):
         assert part in text
 
