@@ -160,7 +160,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"evaluation": {"every_steps": 3}, "inference": {"vllm": {"sleep_while_training": True}},
              "rollout": {"max_staleness": 0}},
-            "evaluation.every_steps: 3 needs the servers while training goes on",
+            "evaluation.every_steps: 3 needs the servers during training",
         ),
         (
             {"evaluation": {"samples_per_prompt": 16, "temperature": 1.0},
