@@ -26,7 +26,9 @@ SetOption: TypeAlias = Annotated[
 PortOption: TypeAlias = Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")]
 EvaluationOption: TypeAlias = Annotated[
     str | None,
-    typer.Option("--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of the training rollouts."),
+    typer.Option(
+        "--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of the training rollouts."
+    ),
 ]
 WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", hidden=True)]
 """Another way to write QUERY, from earlier documentation."""
