@@ -176,11 +176,11 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     import torch
 
     from grpo_async.weights.gloo import GlooBackend
-    from grpo_async.weights.rendezvous import Rendezvous
+    from grpo_async.weights.rendezvous import GroupRendezvous
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
+    rendezvous = GroupRendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
     info = rendezvous.init_info("gloo", rank_offset=1).model_dump()
     receiver = context.Process(target=_receive, args=(theirs, info, list(sizes), timeout_s), daemon=True)
     receiver.start()

@@ -29,7 +29,7 @@ _SHORT_TIMEOUT_S = 8.0
 """While it is asked whether a machine is gone, because something else has failed."""
 
 
-class Servers(Protocol):
+class LocalServers(Protocol):
     """Node 0's own (launcher.spawned_servers.SpawnedServers)."""
 
     def lost(self, failure: str) -> None: ...
@@ -68,7 +68,7 @@ class NodeHub:
         assignment: Assignment,
         *,
         display: Display,
-        servers: Servers,
+        servers: LocalServers,
         on_signal: Callable[[signal.Signals], None],
         tell_trainer: Callable[[int, str, str, int], None],
     ) -> None:

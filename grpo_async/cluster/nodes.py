@@ -28,8 +28,6 @@ DEFAULT_PORT = 29400
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = "the rendezvous address (launch.rdzv, --master-addr, $MASTER_ADDR)"
 
-Environment = Mapping[str, str]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
@@ -37,7 +35,7 @@ class _Source:
 
     rank: str
     count: str | None
-    host: Callable[[Environment], str | None]
+    host: Callable[[Mapping[str, str]], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +59,12 @@ class Rendezvous:
         )
 
 
-def _first_of_step(environment: Environment) -> str | None:
+def _first_of_step(environment: Mapping[str, str]) -> str | None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     return first_host(nodes) if nodes else None
 
 
-def _first_pod(environment: Environment) -> str | None:
+def _first_pod(environment: Mapping[str, str]) -> str | None:
     """ "job-3.service.space.svc.cluster.local" -> "job-0.service.space.svc.cluster.local"; None of a pod without a service."""
     own, _, domain = socket.getfqdn().partition(".")
     return f"{own.rpartition('-')[0]}-0.{domain}" if domain else None
@@ -85,7 +83,7 @@ def find_rendezvous(
     *,
     node_rank: int | None = None,
     master_addr: str | None = None,
-    environment: Environment = os.environ,
+    environment: Mapping[str, str] = os.environ,
 ) -> Rendezvous:
     """Where this machine stands in the run.
 
@@ -122,7 +120,7 @@ def find_rendezvous(
     return Rendezvous(rank=rank, host=host, port=port)
 
 
-def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Environment) -> int:
+def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Mapping[str, str]) -> int:
     count = config.launch.nodes.count
     if given is not None:
         name, text = "--node-rank", str(given)
@@ -190,7 +188,7 @@ def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:
     )
 
 
-def socket_names(own_address: str, environment: Environment = os.environ) -> dict[str, str]:
+def socket_names(own_address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that make gloo and NCCL listen on the interface with `own_address` only; without those that are set already."""
     name = interface_of(own_address)
     if name is None:

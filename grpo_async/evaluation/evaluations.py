@@ -27,7 +27,7 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.log import EvaluationLog
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
-from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import RunDir
 from grpo_async.store.rollout_store import RolloutStore, all_groups
 from grpo_async.tracking.evaluation_record import EvaluationRecord, When, scores_by_step
@@ -81,7 +81,7 @@ class RunEvaluations:
         config: ExperimentConfig,
         run_dir: RunDir,
         *,
-        source: AsyncRolloutSource,
+        source: RolloutSource,
         evaluator: Evaluator | None,
         start: int,
         listeners: Listeners,

@@ -38,7 +38,7 @@ _SWITCH_INTERVAL_S = 5e-5
 lets go of it at each of hundreds of operations a step, and waits that long wherever the rollout thread computes just then."""
 
 
-class AsyncRolloutSource:
+class RolloutSource:
     """See the module's docstring."""
 
     def __init__(

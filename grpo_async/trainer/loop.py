@@ -24,7 +24,7 @@ from grpo_async.batching.weights import token_weights
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import RunEvaluations
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
-from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.source import RolloutSource
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import CheckpointState
@@ -73,7 +73,7 @@ class LeaderLoop:
         self,
         context: TrainerContext,
         *,
-        source: AsyncRolloutSource,
+        source: RolloutSource,
         sync: FleetSync,
         read: Callable[[], CounterSnapshot],
         on_step: Callable[[int, dict[str, float], Sequence[ScoredGroup]], None],
@@ -232,7 +232,7 @@ class LeaderLoop:
         return config.num_steps
 
     def _take(self, step: int) -> list[ScoredGroup] | None:
-        """The groups of a step; see AsyncRolloutSource.take. When generation has failed for good, the steps so far are saved before
+        """The groups of a step; see RolloutSource.take. When generation has failed for good, the steps so far are saved before
         its error propagates."""
         waiting = f"waiting for the samples of step {step}"
         try:

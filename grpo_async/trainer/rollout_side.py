@@ -22,7 +22,7 @@ from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rollout.components import Components, ProducerParts, load_components, token_counter
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
@@ -50,7 +50,7 @@ class RolloutSide:
     """
 
     config: ExperimentConfig
-    source: AsyncRolloutSource
+    source: RolloutSource
     evaluator: Evaluator | None
     first_prompts: Sequence[Prompt]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
@@ -172,7 +172,7 @@ def build_rollout_side(
     )
     thread = LoopThread()
     thread.start()
-    source = AsyncRolloutSource(
+    source = RolloutSource(
         config,
         thread=thread,
         client=client,

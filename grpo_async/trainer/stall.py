@@ -28,7 +28,7 @@ from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import RankFailure, write_failure
-from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.source import RolloutSource
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.utils.threads import in_thread
 
@@ -57,7 +57,7 @@ class StallGuard:
         config: ExperimentConfig,
         control: ControlClient,
         *,
-        source: AsyncRolloutSource,
+        source: RolloutSource,
         loop: LeaderLoop,
         fleet: Fleet,
     ) -> None:

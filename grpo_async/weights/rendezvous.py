@@ -40,10 +40,10 @@ _MAGIC = struct.pack("=I", len(_FIRST_KEY)) + _FIRST_KEY
 
 
 class RendezvousAbortedError(RuntimeError):
-    """The rendezvous was ended with `Rendezvous.abort`."""
+    """The rendezvous was ended with `GroupRendezvous.abort`."""
 
 
-class Rendezvous:
+class GroupRendezvous:
     """The trainer's end. `close` it when the group has formed or failed; a group that has formed does not need the store.
 
     Args:

@@ -27,7 +27,7 @@ from grpo_async.weights.calls import (
     start_calls,
 )
 from grpo_async.weights.choice import choose_transport
-from grpo_async.weights.rendezvous import Rendezvous, device_identity
+from grpo_async.weights.rendezvous import GroupRendezvous, device_identity
 
 
 class WeightTransport:
@@ -92,7 +92,9 @@ class WeightTransport:
         group = f"forming the weight group of trainer and {', '.join(ranks)} at {self._host}"
         broken: Exception | None = None
         try:
-            rendezvous = Rendezvous(self._host, world_size=world_size, timeout_s=self._timeout_s, private=self._private)
+            rendezvous = GroupRendezvous(
+                self._host, world_size=world_size, timeout_s=self._timeout_s, private=self._private
+            )
 
             def ask_to_join(server: ServerControl) -> None:
                 info = rendezvous.init_info(self.kind, rank_offset=ranks[server.name])
@@ -126,7 +128,7 @@ class WeightTransport:
         hint = f"deadline {self._timeout_s:.0f} s: {SETTING}"
         raise PushFailedError(group, phase="connect", failures=failed, affected=affected, hint=hint) from broken
 
-    def _join(self, rendezvous: Rendezvous) -> Backend:
+    def _join(self, rendezvous: GroupRendezvous) -> Backend:
         """The trainer's own end.
 
         Raises:

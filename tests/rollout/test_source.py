@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock
 
 from grpo_async.records import GroupStatus
-from grpo_async.rollout.source import AsyncRolloutSource
+from grpo_async.rollout.source import RolloutSource
 from tests.support.records import make_scored
 
 
@@ -18,7 +18,7 @@ async def _generates_nothing() -> None:
     """A worker's run."""
 
 
-def _source() -> AsyncRolloutSource:
+def _source() -> RolloutSource:
     """Whose thread runs nothing."""
 
     def spawn(work: Coroutine[Any, Any, None], *, on_error: object) -> None:
@@ -31,7 +31,7 @@ def _source() -> AsyncRolloutSource:
         name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
     }
     parts["buffer"].drain.return_value = []
-    return AsyncRolloutSource(config, thread=thread, worker=worker, **parts)
+    return RolloutSource(config, thread=thread, worker=worker, **parts)
 
 
 def test_while_it_generates_threads_switch_sooner_and_what_was_loaded_before_is_not_collected() -> None:

@@ -18,7 +18,7 @@ from grpo_async.inference.api import INFO_PATH, PauseMode, ServerInfo, WeightUpd
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.receiver import parameter_specs
-from grpo_async.weights.rendezvous import Rendezvous
+from grpo_async.weights.rendezvous import GroupRendezvous
 
 Tensors = Mapping[str, torch.Tensor]
 ADDRESS = "127.0.0.1"
@@ -84,7 +84,7 @@ class WeightPusher:
     def connect(self) -> None:
         """Meet the server's workers in a new group."""
         num_workers = self.info().num_workers
-        rendezvous = Rendezvous(ADDRESS, world_size=1 + num_workers, timeout_s=self.timeout_s)
+        rendezvous = GroupRendezvous(ADDRESS, world_size=1 + num_workers, timeout_s=self.timeout_s)
         init = rendezvous.init_info("gloo", rank_offset=1)
         self.group = None
         with ThreadPoolExecutor(1) as pool:

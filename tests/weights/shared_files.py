@@ -9,7 +9,7 @@ import torch
 
 from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.ipc import CudaMemory, Handle
-from grpo_async.weights.rendezvous import Rendezvous, join_rendezvous
+from grpo_async.weights.rendezvous import GroupRendezvous, join_rendezvous
 
 TIMEOUT_S = 60.0
 
@@ -46,7 +46,7 @@ class SharedFiles(CudaMemory):
 
 def group_of_two() -> tuple[GlooBackend, GlooBackend]:
     """Trainer and worker."""
-    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
+    rendezvous = GroupRendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
 
     def join() -> GlooBackend:
         store = join_rendezvous(rendezvous.init_info("gloo", rank_offset=1), rank=1, device="cpu")

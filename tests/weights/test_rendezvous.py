@@ -18,7 +18,7 @@ from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights import rendezvous as rendezvous_module
 from grpo_async.weights.calls import NOT_FORMED, PushFailedError
 from grpo_async.weights.receiver import UpdateRefusedError, check_membership
-from grpo_async.weights.rendezvous import Rendezvous, RendezvousAbortedError, join_rendezvous, problem_with_store
+from grpo_async.weights.rendezvous import GroupRendezvous, RendezvousAbortedError, join_rendezvous, problem_with_store
 from tests.weights.servers import Workers
 from tests.weights.test_transport import Parameters, make_transport, push
 
@@ -108,9 +108,9 @@ def test_a_group_on_one_machine_listens_on_loopback_only_and_leaves_no_file(tmp_
 
 
 @pytest.fixture
-def rendezvous(tmp_path: Path) -> Iterator[Rendezvous]:
+def rendezvous(tmp_path: Path) -> Iterator[GroupRendezvous]:
     """Of a trainer that waits for one worker."""
-    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S, private=tmp_path)
+    rendezvous = GroupRendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S, private=tmp_path)
     yield rendezvous
     rendezvous.close()
 
@@ -134,7 +134,7 @@ def _refusal(file: Path) -> str:
 
 
 def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(
-    rendezvous: Rendezvous, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rendezvous: GroupRendezvous, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Path(rendezvous.store_file)
     check_membership(_info(store))
@@ -186,7 +186,7 @@ def test_a_store_that_fails_is_the_trainers_own_failure_and_leaves_no_file(
         raise RuntimeError("no space left on device")
 
     for name in fails:
-        monkeypatch.setattr(rendezvous_module if name == "_file_store" else Rendezvous, name, fail)
+        monkeypatch.setattr(rendezvous_module if name == "_file_store" else GroupRendezvous, name, fail)
     private = tmp_path if fails else tmp_path / "gone"
     servers: list[Any] = [_Looking("a", lambda _: None, joins=False)]
     with pytest.raises(PushFailedError, match="no space left" if fails else "FileNotFoundError") as caught:
@@ -203,7 +203,7 @@ def test_what_the_trainer_says_reaches_a_worker_over_a_file_and_over_tcp(
         monkeypatch.setattr(rendezvous_module, "is_loopback", lambda _: False)
     before = _listening()
     for reason in ("", "another member is gone"):
-        rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S)
+        rendezvous = GroupRendezvous("127.0.0.1", world_size=2, timeout_s=LIMIT_S)
         listening = _listening() - before
         assert listening == ({("127.0.0.1", rendezvous.port)} if between_machines else set())
         info = rendezvous.init_info("gloo", rank_offset=1)

@@ -35,7 +35,7 @@ _PACKAGES = {"verifiers": "verifiers", "nemo_gym": "verifiers", "openenv": "open
 _CLOSE_TIMEOUT_S = 30.0
 
 
-class Environment(Protocol):
+class EnvironmentAdapter(Protocol):
     """What an adapter is. All methods are called on one event loop."""
 
     async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ class Environment(Protocol):
 class EnvironmentAgent(FunctionAgent):
     """Runs an environment as the function of an agent: same loop, time limit, errors, reading of results."""
 
-    def __init__(self, environment: Environment, section: AgentSection, *, max_concurrent: int) -> None:
+    def __init__(self, environment: EnvironmentAdapter, section: AgentSection, *, max_concurrent: int) -> None:
         super().__init__(environment.run, section.model_copy(update={"arguments": {}}), max_concurrent=max_concurrent)
         self._environment = environment
 
@@ -99,7 +99,7 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     return make_environment(environment, arguments).tasks()
 
 
-def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environment:
+def make_environment(reference: str, arguments: Mapping[str, Any]) -> EnvironmentAdapter:
     """`verifiers:NAME`, `nemo_gym:URL`, `openenv:URL` or `openenv:MODULE:APP`.
 
     Raises:

@@ -50,7 +50,7 @@ class OpenEnvOptions(StrictModel):
 
 
 class OpenEnvEnvironment:
-    """See the module's docstring; implements agents.environments.Environment.
+    """See the module's docstring; implements agents.environments.EnvironmentAdapter.
 
     Args:
         name: http://HOST:PORT, or MODULE:APP of a FastAPI application that `openenv.core.env_server.create_app` made.

@@ -46,7 +46,7 @@ _client: ContextVar[AgentClient] = ContextVar("client of the rollout's session")
 
 
 class VerifiersEnvironment:
-    """See the module's docstring; implements agents.environments.Environment.
+    """See the module's docstring; implements agents.environments.EnvironmentAdapter.
 
     Args:
         name: id of a taskset: a module that exports one, or one that the library ships.

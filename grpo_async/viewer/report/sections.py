@@ -152,7 +152,7 @@ def tools(run: RunData) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineSection:
+class TimelineDrawing:
     """The data of the drawing for static/timeline.js, what it is of, and who waited for whom. `why_not` where there is nothing to
     draw; then `data` is None."""
 
@@ -163,15 +163,15 @@ class TimelineSection:
     waits: Table | None = None
 
 
-def timeline(runs: Sequence[RunData]) -> TimelineSection:
+def timeline(runs: Sequence[RunData]) -> TimelineDrawing:
     """The last steps of the first run: several timelines have no time in common."""
     run = runs[0]
     if not run.run_dir.events.is_file():
-        return TimelineSection(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
+        return TimelineDrawing(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
     try:
         found = load_events(run.run_dir.events, newest_steps=_TIMELINE_STEPS)
     except ConfigError as error:
-        return TimelineSection(why_not=str(error))
+        return TimelineDrawing(why_not=str(error))
     steps = sorted(found.steps)[-_TIMELINE_STEPS:]
     start = min((found.steps[step].start for step in steps), default=None)
     end = max((found.steps[step].end for step in steps), default=None)
@@ -180,14 +180,14 @@ def timeline(runs: Sequence[RunData]) -> TimelineSection:
         if drawn is None or len(drawn["spans"]) <= _MAX_SPANS:
             break
     if drawn is None:
-        return TimelineSection(why_not="The timeline has no events.")
+        return TimelineDrawing(why_not="The timeline has no events.")
     which = f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is"
     used = usage(found.events)
     waits = None
     if used is not None:
         rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
         waits = Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows)
-    return TimelineSection(
+    return TimelineDrawing(
         data=drawn,
         of=which + (f" of {run.label}" if len(runs) > 1 else ""),
         notes=found.notes,
