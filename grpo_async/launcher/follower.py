@@ -24,9 +24,7 @@ from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
 from grpo_async.errors import RunError
 from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
-from grpo_async.launcher.gpus import share_gpus
 from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.memory import plan_memory
 from grpo_async.launcher.plan import ProcessPlan, first_server, own_urls, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of, unwinding
@@ -83,15 +81,12 @@ def _plan(
 ) -> ProcessPlan:
     attempt = run_dir.logs / joined.assignment.attempt_dir.name
     own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private, "node": joined.node}
-    machine = machine_module.inspect()
-    shares = share_gpus(config, engine, machine.gpus, joined.node)
     return plan_processes(
         config,
         engine=engine,
         assignment=joined.assignment.model_copy(update=own),
-        machine=machine,
+        machine=machine_module.inspect(),
         token=joined.token,
-        memory=plan_memory(config, engine, shares, machine.gpu_bytes),
     )
 
 

@@ -150,9 +150,6 @@ def plan_dry(
     config = with_dtypes(config, engine, machine.gpus)
     ports = (0,) * config.inference.replicas if config.launch.server_port is None else None
     urls = tuple(url for host in hosts for url in own_urls(config, host, ports=ports))
-    memory = None
-    if plans_memory and is_looked_at:
-        memory = plan_memory(config, engine, share_gpus(config, engine, machine.gpus, node), machine.gpu_bytes)
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.logs / "attempt_N",
@@ -162,7 +159,13 @@ def plan_dry(
         node=node,
     )
     return plan_processes(
-        config, engine=engine, assignment=assignment, machine=machine, token=None, memory=memory, notes=notes
+        config,
+        engine=engine,
+        assignment=assignment,
+        machine=machine,
+        token=None,
+        plans_memory=plans_memory and is_looked_at,
+        notes=notes,
     )
 
 
@@ -191,7 +194,7 @@ def plan_processes(
     assignment: Assignment,
     machine: Machine,
     token: str | None,
-    memory: MemoryPlan | None = None,
+    plans_memory: bool = True,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
     """Plan the processes of this machine: its servers, and torchrun with its ranks.
@@ -201,14 +204,16 @@ def plan_processes(
         assignment: of node 0, without `transport`, which is planned here; of another machine, whole. `server_urls` are those of all
             servers that the run starts, in the order of the machines; they keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
-        memory: of the processes, see launcher.memory.
+        plans_memory: see `plan_dry`.
         notes: shown with the plan, after its own.
 
     Raises:
-        ConfigError: there are too few GPUs, or `weights.transport` or `inference.vllm.sleep_while_training` is impossible here.
+        ConfigError: there are too few GPUs, or they cannot be divided (see launcher.memory), or `weights.transport` or
+            `inference.vllm.sleep_while_training` is impossible here.
     """
-    node, memory = assignment.node, memory or MemoryPlan()
+    node = assignment.node
     shares = share_gpus(config, engine, machine.gpus, node)
+    memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
     facts = list(_nodes_facts(config, node, engine, has_gpus=bool(machine.gpus)))
     if (
         node.rank == 0

@@ -27,9 +27,8 @@ from grpo_async.display.output import Output
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.follower import follow
-from grpo_async.launcher.gpus import assumed_gpus, share_gpus, with_dtypes
+from grpo_async.launcher.gpus import assumed_gpus, with_dtypes
 from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display
-from grpo_async.launcher.memory import plan_memory
 from grpo_async.launcher.plan import SERVERS_ELSEWHERE, ProcessPlan, own_urls, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, empty, lock, set_aside_broken, writing
 from grpo_async.launcher.reaper import private_folder
@@ -246,16 +245,13 @@ class Launcher:
             return run_with_display(config, plan, self.output, cluster)
 
     def _plan(self, assignment: Assignment, engine: EngineChoice, *, token: str | None, start: Start) -> ProcessPlan:
-        machine = machine_module.inspect()
-        shares = share_gpus(self.config, engine, machine.gpus, assignment.node)
         return self.amend(
             plan_processes(
                 self.config,
                 engine=engine,
                 assignment=assignment,
-                machine=machine,
+                machine=machine_module.inspect(),
                 token=token,
-                memory=plan_memory(self.config, engine, shares, machine.gpu_bytes),
                 notes=(*start.notes, *self.notes),
             )
         )

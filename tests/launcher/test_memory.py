@@ -69,7 +69,7 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert plan.notes == ()
     assert f"keys and values {plan.cache_mb / 1024:.1f} GiB" in plan.server
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
-    made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",)), engine=VLLM_ON_GPU, memory=plan)
+    made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
     assert f"  memory   by estimate {plan.trainer}" in made.describe()
     assert f"  memory   by estimate {plan.server}" in made.describe()
@@ -110,7 +110,8 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     apart = _plan(config, ("0", "1"))
     assert (apart.cache_mb, apart.notes) == (None, ())
     assert apart.server.startswith("72.0 GiB: ")  # 0.9 of 80
-    made = make_plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_GPU, memory=apart)
+    machine = Machine(num_cpus=8, gpus=("0", "1"), gpu_bytes=80 * GIB)
+    made = make_plan(config, machine, engine=VLLM_ON_GPU)
     assert "--set" not in made.servers[0].command
     on_cpu = _plan(config, (), None, VLLM_ON_CPU)
     assert on_cpu.cache_mb is None
@@ -122,12 +123,7 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert "not known before the model is loaded" in _plan(hub, ("0", "1")).trainer
     asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
-    assert (
-        "sleeping gains nothing"
-        in make_plan(
-            asleep, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_GPU, memory=_plan(asleep, ("0", "1"))
-        ).describe()
-    )
+    assert "sleeping gains nothing" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +141,6 @@ def test_an_evaluation_has_no_trainer_whose_memory_is_planned(tmp_path: Path, mo
     from grpo_async.launcher.evaluate import _evaluating
 
     config = make_config(tmp_path, model={"path": model})
-    made = make_plan(config, memory=MemoryPlan(trainer="3 GiB"))
-    assert "3 GiB" in made.describe()
-    assert "3 GiB" not in _evaluating(made).describe()
+    made = make_plan(config)
+    assert "weights 3.8 MiB" in made.describe()
+    assert "weights 3.8 MiB" not in _evaluating(made).describe()
