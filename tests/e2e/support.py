@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 REPOSITORY = Path(__file__).parents[2]
 _MARK = "GRPO_ASYNC_TEST_MARK"
@@ -91,7 +91,7 @@ class Run:
         return found
 
     def assert_nothing_is_left(self, *, within_s: float = 10.0) -> None:
-        wait_for(lambda: not self.processes(), what="every process of the run to end", timeout_s=within_s)
+        assert eventually(lambda: not self.processes(), within_s, every_s=0.05), "every process of the run to end"
 
     def metrics(self) -> list[dict[str, Any]]:
         return _json_lines(self.folder / "metrics.jsonl")
@@ -118,7 +118,7 @@ class Run:
             assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}\n{self.logs()[-3000:]}"
             return condition()
 
-        wait_for(reached, what=what, timeout_s=timeout_s)
+        assert eventually(reached, timeout_s, every_s=0.05), f"waited {timeout_s:.0f} s for {what}"
 
     def wait_for_step(self, step: int, process: subprocess.Popen[str], *, timeout_s: float = 120.0) -> None:
         self.wait_for(lambda: len(self.metrics()) >= step, process, what=f"step {step}", timeout_s=timeout_s)

@@ -22,7 +22,7 @@ from tests.e2e.support import (
     rows_of,
     run_command,
 )
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -120,7 +120,7 @@ def test_kill_nine_of_the_trainer_or_the_launcher_leaves_no_agent_and_a_resume_g
         (trainer,) = [p for p in run.processes("grpo_async.trainer.main") if "torchrun" not in " ".join(p.cmdline())]
         trainer.kill()
     finish(process, timeout_s=60.0)
-    wait_for(lambda: not run.processes(), what="every process of the run to end", timeout_s=30.0)
+    assert eventually(lambda: not run.processes(), 30.0), "every process of the run to end"
     summary, _ = run.complete("--resume")
     assert summary["steps"] == 6
     assert_ledger_closes_at_every_step(run.metrics())

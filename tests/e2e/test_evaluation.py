@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, finish, make_run, rows_of, run_command, serving_alone
 from tests.support.ports import free_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -231,7 +231,7 @@ def test_eval_that_is_interrupted_ends_at_once_with_130_and_leaves_nothing(tmp_p
     process = run.start("--checkpoint", str(model), command="eval")
     folder = tmp_path / "run.eval-model"
     blocks = folder / "rollouts"
-    wait_for(lambda: any(path.stat().st_size for path in blocks.glob("block-*")), what="rollouts", timeout_s=120.0)
+    assert eventually(lambda: any(path.stat().st_size for path in blocks.glob("block-*")), 120.0), "rollouts"
     process.send_signal(signal.SIGINT)
     assert finish(process, timeout_s=60.0).returncode == 130
     run.assert_nothing_is_left()

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.support import SMALL, Run, finish, make_run, rewards, serving_alone
 from tests.support.ports import free_port
 from tests.support.stored import scan_groups
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +116,7 @@ def _kill_kill_and_stop(tmp_path: Path, base: str, *, heartbeat_s: float = HEART
 
     victim = _server(run, base)
     with _connection(run) as client:
-        wait_for(lambda: _is_paused(client), what="a push", timeout_s=RECOVERY_S, every_s=0.0)
+        assert eventually(lambda: _is_paused(client), RECOVERY_S, every_s=0.0), "a push"
         victim.kill()
     _wait_until(run, process, restarts=2)
 
@@ -172,12 +172,12 @@ def test_serving_by_hand_starts_all_replicas_and_one_that_is_killed_comes_back(t
             return False
 
     with serving_alone(run.config, port, "a-token-of-the-user") as command:
-        wait_for(serve, what="both servers", timeout_s=120.0)
+        assert eventually(serve, 120.0), "both servers"
         children = psutil.Process(command.pid).children(recursive=True)
         second = next(child for child in children if str(port + 1) in child.cmdline())
         second.kill()
         second.wait(timeout=30.0)
-        wait_for(serve, what="the server that was killed", timeout_s=120.0)
+        assert eventually(serve, 120.0), "the server that was killed"
         command.terminate()
         assert command.wait(timeout=60.0) == 143
         assert not psutil.wait_procs(children, timeout=30.0)[1]

@@ -19,7 +19,7 @@ import pytest
 
 from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run
 from tests.support.namespaces import Machine, machines, why_not
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -66,9 +66,7 @@ class Cluster:
         return found
 
     def assert_nothing_is_left(self) -> None:
-        wait_for(
-            lambda: not any(map(self.processes_on, RANKS)), what="every process on all nodes to end", timeout_s=30.0
-        )
+        assert eventually(lambda: not any(map(self.processes_on, RANKS)), 30.0), "every process on all nodes to end"
 
     def watch_listeners(self, ended: threading.Event) -> None:
         """Note (machine, address) of everything that listens, until `ended`."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.support import SMALL, Run, finish, make_run, rewards
 from tests.e2e.user_rewards import DISK_DELAY_S, SCORED
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
@@ -89,7 +89,7 @@ def test_sigterm_during_the_write_of_a_checkpoint(tmp_path: Path) -> None:
     def is_writing() -> bool:
         return any(not path.name.removeprefix("step_").isdecimal() for path in checkpoints.iterdir())
 
-    wait_for(is_writing, what="a checkpoint that is being written", timeout_s=60.0, every_s=0.001)
+    assert eventually(is_writing, 60.0, every_s=0.001), "a checkpoint that is being written"
     stopped_at = _stops_in_time(run, process)
     assert not is_writing(), "half a checkpoint is left"
     run.complete("--resume", "--set", f"training.max_steps={stopped_at + 2}")

@@ -23,7 +23,7 @@ from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, 
 from tests.e2e.support import Run, finish, make_run, rewards
 from tests.e2e.test_failures import ENDLESS
 from tests.support.tls import make_certificates
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -302,14 +302,14 @@ def test_of_two_servers_one_is_killed_with_all_its_processes_and_training_goes_o
     dying = _below(second)
     before = len(live.run.metrics())
     second.kill()
-    wait_for(lambda: not _still_run(dying), what="the killed server's processes to end", timeout_s=10.0)
+    assert eventually(lambda: not _still_run(dying), 10.0), "the killed server's processes to end"
 
     def is_mended() -> bool:
         assert live.process.poll() is None, live.run.logs()[-3000:]
         last = live.run.metrics()[-1]
         return last["servers/restarts"] == 1 and last["servers/serving"] == 2
 
-    wait_for(is_mended, what="a new server", timeout_s=120.0)
+    assert eventually(is_mended, 120.0), "a new server"
     assert _still_run([first])
     lines = live.run.metrics()[before:]
     assert [line for line in lines if line["servers/serving"] == 1], "no step was made while one server was down"
@@ -328,7 +328,7 @@ def test_a_killed_rank_ends_the_run_with_its_number_and_afterwards_no_process_an
     assert done.returncode == 1, done.stdout[-3000:]
     assert "rank 1" in done.stdout
     assert "SIGKILL" in done.stdout
-    wait_for(lambda: not _still_run(everything), what="every process of the run to end", timeout_s=15.0)
+    assert eventually(lambda: not _still_run(everything), 15.0), "every process of the run to end"
     assert live.token not in done.stdout
     assert _files_with(live.run.folder, live.token) == []
     assert not (live.run.folder / "token").exists()
@@ -351,7 +351,7 @@ def test_a_run_on_vllm_is_closed_to_others_and_its_dead_server_leaves_no_orphan(
         for process in dying:
             assert INSECURE.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
         server.kill()
-        wait_for(lambda: not _still_run(dying), what="the processes of the killed server to end", timeout_s=20.0)
+        assert eventually(lambda: not _still_run(dying), 20.0), "the processes of the killed server to end"
         assert live.process.poll() is None, "one dead server does not end the run"
     assert not (run.folder / "token").exists()
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rewards
 from tests.support.tiny_model import build_tiny_model
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.nightly]
 
@@ -77,7 +77,7 @@ def _roles(run: Run) -> dict[str, psutil.Process]:
 def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]]:
     """Samples of each process, some a second, from the first step to the last."""
     samples: dict[str, list[Sample]] = {}
-    wait_for(lambda: bool(run.metrics()) or process.poll() is not None, what="the first step", timeout_s=300.0)
+    assert eventually(lambda: bool(run.metrics()) or process.poll() is not None, 300.0), "the first step"
     roles = _roles(run)
     assert sorted(roles) == ["launcher", "server", "trainer"]
 
@@ -97,7 +97,7 @@ def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]
                 samples.setdefault(role, []).append(sample)
         return process.poll() is not None
 
-    wait_for(sample_all, what=f"{NUM_STEPS} steps", timeout_s=LONGEST_S, every_s=0.5)
+    assert eventually(sample_all, LONGEST_S, every_s=0.5), f"{NUM_STEPS} steps"
     return samples
 
 

@@ -35,7 +35,7 @@ from grpo_async.servers.engine_choice import choose_engine
 from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, run_command
 from tests.launcher.support import make_config
 from tests.support.ports import free_port
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 LIMIT_S = 600.0  # five processes import torch, on a machine that may be busy
 HOSTS = "127.0.0.1,127.0.0.1,127.0.0.1"  # nodes 0, 1 and 2: all are this machine
@@ -391,7 +391,7 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
 
     job = start()
     token = run.folder / "token"
-    wait_for(lambda: token.is_file() and bool(token.read_text()), what="the token", timeout_s=LIMIT_S)
+    assert eventually(lambda: token.is_file() and bool(token.read_text()), LIMIT_S), "the token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     secret = token.read_text()
     run.wait_for_step(2, job, timeout_s=LIMIT_S)

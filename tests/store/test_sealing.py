@@ -41,7 +41,7 @@ from tests.store.builders import (
     write_groups,
 )
 from tests.support.stored import read_groups
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 
 def _fill(store: RolloutStore, rows: range) -> None:
@@ -148,7 +148,7 @@ def test_a_full_block_is_sealed_while_the_run_goes_on_and_the_last_one_at_its_en
         _fill(store, range(30))
         store.flush()
         before = read_groups(folder)
-        wait_for(lambda: any(block.is_sealed for block in find_blocks(folder)), what="a sealed block", timeout_s=60.0)
+        assert eventually(lambda: any(block.is_sealed for block in find_blocks(folder)), 60.0), "a sealed block"
         assert read_groups(folder) == before
     assert all(block.is_sealed for block in find_blocks(folder))
     assert read_groups(folder) == before

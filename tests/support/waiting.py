@@ -26,11 +26,6 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0, *, every_
     return True
 
 
-def wait_for(condition: Callable[[], bool], *, what: str, timeout_s: float, every_s: float = 0.05) -> None:
-    """Until `condition` holds; `what` says what was waited for in vain."""
-    assert eventually(condition, timeout_s, every_s=every_s), f"waited {timeout_s:.0f} s for {what}"
-
-
 def is_alive(pid: int) -> bool:
     """Whether a process runs. Where nobody reaps orphans, as in some containers, a killed one stays as a zombie."""
     try:

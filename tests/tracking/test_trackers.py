@@ -22,7 +22,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, backends, open_trackers
 from grpo_async.tracking.backends import Prometheus, Rows
-from tests.support.waiting import wait_for
+from tests.support.waiting import eventually
 
 ROWS: list[dict[str, str | float | None]] = [
     {"step": 4, "prompt": "3 + 4 =", "completion": "it is\n7 | seven", "reward": 1.0, "rewards/exact": 1.0},
@@ -120,7 +120,7 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
     # its own process writes the file, some time after finish() has returned
-    wait_for(lambda: VERDICT[1].encode() in file.read_bytes(), what="the verdict to be written", timeout_s=30.0)
+    assert eventually(lambda: VERDICT[1].encode() in file.read_bytes(), 30.0), "the verdict to be written"
     (table,) = file.parent.glob("files/media/table/held_out/completions_*.table.json")
     content = json.loads(table.read_text())
     assert content["columns"] == list(ROWS[0])
