@@ -256,7 +256,7 @@ class RolloutApp:
         self._requests.gate.close()
         try:
             if wanted.mode == "drain":
-                await self._drained(wanted.timeout_s)
+                await self._drained(number, wanted.timeout_s)
             async with self._lock:
                 self._requests.gate.close()  # a /resume may have come before this got the lock
                 await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
@@ -266,8 +266,8 @@ class RolloutApp:
             raise
         return {"is_paused": True}
 
-    async def _drained(self, timeout_s: float) -> None:
-        """Return when the engine has ended all requests. Not paused when this raises.
+    async def _drained(self, number: int, timeout_s: float) -> None:
+        """Return when the engine has ended all requests. Not paused when this raises. `number`: of the /pause that wants it.
 
         Raises:
             HTTPException: 504, not within `timeout_s`; 409, another /pause or /resume came.
@@ -277,10 +277,13 @@ class RolloutApp:
                 return
             if self._requests.is_paused:  # by a trainer that is gone: frozen requests would never end
                 await self._engine.resume()
+        superseded = HTTPException(409, "another /pause or /resume came while requests were draining")
+        if number != self._pause_number:  # while this waited for the lock
+            raise superseded
         self._drain = drain = asyncio.create_task(self._requests.wait_until_empty())
         await asyncio.wait({drain}, timeout=timeout_s)
         if drain.cancelled():
-            raise HTTPException(409, "another /pause or /resume came while requests were draining")
+            raise superseded
         if not drain.done():
             drain.cancel()
             raise HTTPException(
