@@ -93,8 +93,8 @@ def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: 
         [f"{num_servers * each} for {servers} (inference.replicas, sizes under inference.vllm)"] if num_servers else []
     )
     remedies = []
-    room = number - num_servers * each
-    if ranks and num_servers and room > 0:
+    room = number if config.launch.colocate else number - num_servers * each
+    if num_servers and 0 < room < ranks:
         remedies.append(f"set launch.num_trainer_ranks: {room}")
     if each and num_servers > 1 and number - ranks >= each:
         remedies.append(f"set inference.replicas: {(number - ranks) // each}")

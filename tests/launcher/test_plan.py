@@ -238,7 +238,8 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
         (8, 6, 1, 4, False, ["launch.num_trainer_ranks: 4", "launch.nodes.infer", "launch.colocate: true"]),
         (8, 4, 3, 2, False, ["launch.num_trainer_ranks: 2", "inference.replicas: 2"]),
         (1, 1, 1, 1, False, ["launch.colocate: true"]),
-        (1, 3, 1, 1, True, ["3 for the trainer's ranks"]),
+        (1, 3, 1, 1, True, ["3 for the trainer's ranks", "set launch.num_trainer_ranks: 1"]),
+        (8, 9, 1, 4, True, ["set launch.num_trainer_ranks: 8"]),  # ranks and servers share them
         (2, 1, 1, 4, True, ["4 for 1 server of 4"]),
     ],
 )
