@@ -49,7 +49,11 @@ def train(
     ] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove the run directory of an earlier run first.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything and print the plan; start and write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Validate, check what the configuration names, too, print the plan; start and write nothing.",
+        ),
     ] = False,
     node_rank: Annotated[
         int | None,
