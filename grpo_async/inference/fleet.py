@@ -65,8 +65,8 @@ class _Tracked:
     """In order. What happens to a server until it serves again is one failure."""
     num_restarts: int = 0
     """Restarts that were seen."""
-    num_lost: int = 0
-    """Times it was taken out since it last served."""
+    num_failed: int = 0
+    """Times it failed since it last served."""
     exit_message: str = ""
     """Of the launcher, when the process has ended, which it starts again by itself."""
     worked_at: float = 0.0
@@ -292,7 +292,7 @@ class Fleet:
                     continue
                 self._set(tracked, changed, state=ServerState.SERVING)
                 new.append(tracked.server)
-                tracked.num_lost = 0
+                tracked.num_failed = 0
                 since = ""
                 if tracked.failures and tracked.failures[-1].recovery_s is None:
                     recovery_s = time.monotonic() - tracked.failures[-1].at
@@ -302,10 +302,10 @@ class Fleet:
         return new
 
     def fence(self, server: Server, reason: str) -> None:
-        """Take a server out: it gets no requests, those that it has go elsewhere, and it is restarted or looked for."""
+        """Fence a server in this incarnation; it is restarted or looked for."""
         current = self.server(server.index)
         if current.instance_id == server.instance_id:
-            self.lost(current, reason)
+            self.failed(current, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
         """Never use this server again."""
@@ -388,20 +388,20 @@ class Fleet:
             if idle_s > timeout_s or age_s > self._inference.longest_startup_s:
                 limit = f"inference.startup_timeout_s = {timeout_s:g} s"
                 works = "" if idle_s > timeout_s else f", although it works: it has had {age_s:.0f} s"
-                self.lost(server, f"it is not up within {limit}{works}: {reason}")
+                self.failed(server, f"it is not up within {limit}{works}: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
     def restarted(self, server: Server, info: ServerInfo) -> None:
         """It answers, and was restarted."""
-        self._lose(server, "it was restarted", ask=False)
+        self._fence(server, "it was restarted", ask=False)
         self.found(self.server(server.index), info)
 
-    def lost(self, server: Server, reason: str) -> None:
+    def failed(self, server: Server, reason: str) -> None:
         """It is dead or hangs."""
-        self._lose(server, reason, ask=True)
+        self._fence(server, reason, ask=True)
 
-    def _lose(self, server: Server, reason: str, *, ask: bool) -> None:
+    def _fence(self, server: Server, reason: str, *, ask: bool) -> None:
         with self._changing() as changed:
             tracked = self._tracked[server.index]
             if server is not tracked.server or server.state in (ServerState.DOWN, ServerState.GONE):
@@ -409,12 +409,12 @@ class Fleet:
             if tracked.exit_message:  # the launcher saw its end, and restarts it by itself
                 reason, ask = f"{tracked.exit_message} ({reason})", False
             tracked.last_message = reason
-            tracked.num_lost += 1
+            tracked.num_failed += 1
             self._set(tracked, changed, state=ServerState.DOWN)
             if not tracked.failures or tracked.failures[-1].recovery_s is not None:
                 failure = ServerFailure(index=server.index, name=server.name, reason=reason, at=tracked.server.since)
                 tracked.failures.append(failure)
-        logger.warning("%s is taken out: %s", server.name, reason)
+        logger.warning("%s is fenced: %s", server.name, reason)
         if ask and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
@@ -422,11 +422,11 @@ class Fleet:
         """Why a server that was looked for and answers does not count as up; "" when it does."""
         server = tracked.server
         if self._ask_restart is None:
-            wait_s = return_delay_s(tracked.num_lost)
+            wait_s = return_delay_s(tracked.num_failed)
             if time.monotonic() - server.since >= wait_s:
                 return ""
             return (
-                f"it failed {tracked.num_lost} times without having served, so it is tried again after {wait_s:.0f} s"
+                f"it failed {tracked.num_failed} times without having served, so it is tried again after {wait_s:.0f} s"
             )
         if server.state is ServerState.STARTING:  # the launcher has just started it
             is_new = instance_id != tracked.last_instance_id or not instance_id
@@ -456,6 +456,6 @@ class Fleet:
         self._changed.notify_all()
 
 
-def return_delay_s(num_lost: int) -> float:
+def return_delay_s(num_failed: int) -> float:
     """How long a server that others run is left alone: 0 after the first failure, then 2, 4, 8, ... 60 s."""
-    return 0.0 if num_lost < 2 else min(_MAX_RETURN_DELAY_S, 2.0 ** (num_lost - 1))
+    return 0.0 if num_failed < 2 else min(_MAX_RETURN_DELAY_S, 2.0 ** (num_failed - 1))

@@ -1,15 +1,15 @@
 """Watches servers, each from its own thread: finds those that start, sends heartbeats to those that serve, judges both.
 
     STARTING, DOWN    asked /health, then the engine, then what it is     Fleet.found or not_found
-    READY, SERVING    heartbeat through the engine, then what it is       Fleet.note, restarted or lost
+    READY, SERVING    heartbeat through the engine, then what it is       Fleet.note, restarted or failed
 
 A heartbeat that fails:
 
-    refused or reset, twice in a row           lost at once: nobody listens anymore
-    no answer within heartbeat_timeout_s       lost, unless weights were loaded meanwhile: an engine that loads them is silent,
+    refused or reset, twice in a row           failed at once: nobody listens anymore
+    no answer within heartbeat_timeout_s       failed, unless weights were loaded meanwhile: an engine that loads them is silent,
                                                and a push has its own deadlines
-    answers >= 400, /health says dead          lost at once
-    answers >= 400 for heartbeat_timeout_s     lost, unless weights were loaded
+    answers >= 400, /health says dead          failed at once
+    answers >= 400 for heartbeat_timeout_s     failed, unless weights were loaded
 
 Asking is a loop over time, because HTTP offers nothing to wait for that says "is still there"; `ask_now` cuts a pause short.
 """
@@ -153,23 +153,23 @@ class Monitor:
         if isinstance(error.__cause__, httpx.TimeoutException):
             self._silent.add(server.index)
             if not self._fleet.has_loaded_since(asked_at):
-                self._fleet.lost(
+                self._fleet.failed(
                     server, f"its engine did not answer for {timeout_s:g} s (inference.heartbeat_timeout_s)"
                 )
             return
         if not is_answer(error):
-            self._fleet.lost(server, f"its connection broke: {error}")
+            self._fleet.failed(server, f"its connection broke: {error}")
             return
         try:
             server.control.health(timeout_s=_MAX_QUESTION_S)
         except InferenceError as death:
             if is_answer(death):
-                self._fleet.lost(server, str(death))
+                self._fleet.failed(server, str(death))
                 return  # else the next heartbeat finds out
         now = time.monotonic()
         since = self._errors_since.setdefault(server.index, now)
         if now - since > timeout_s and not self._fleet.has_loaded_since(asked_at):
-            self._fleet.lost(server, f"for {now - since:.0f} s its engine has answered with errors: {error}")
+            self._fleet.failed(server, f"for {now - since:.0f} s its engine has answered with errors: {error}")
 
     def _forget_errors(self, server: Server) -> None:
         self._silent.discard(server.index)

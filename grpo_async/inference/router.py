@@ -64,7 +64,7 @@ class FixedServers:
 
 
 class FencedError(ServerUnavailableError):
-    """The server of a request was taken out while it ran; never leaves the client."""
+    """The server of a request was fenced while it ran; never leaves the client."""
 
 
 Key = tuple[int, str]
@@ -107,7 +107,7 @@ class Router:
             avoid: index of a server to be taken only when there is no other.
 
         Raises:
-            FencedError: the server was taken out before the end of the `with` block, which was cancelled for that.
+            FencedError: the server was fenced before the end of the `with` block, which was cancelled for that.
             DeadlineError: no server within the time.
         """
         if not self._is_attached:
@@ -123,7 +123,7 @@ class Router:
         except TimeoutError as error:
             if not request.expired():
                 raise
-            raise FencedError(f"{route.server.name} was taken out") from error
+            raise FencedError(f"{route.server.name} was fenced") from error
         finally:
             route.requests.discard(request)
 

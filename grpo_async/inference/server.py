@@ -9,14 +9,15 @@ process, if this run has started it.
        | weights pushed: mark_serving                --> server_serving
     SERVING                                               |
                                                      <-- "exited": the process has ended; before it ever served, the run ends
-    DOWN   from any of the above: dead, hung,        --> restart_server: it is killed with all its processes
-       |   a push failed (fence)                          | a wait, then it is started again: "starting"
+    DOWN   fenced, from any of the above: dead,      --> restart_server: it is killed with all its processes
+       |   hung, a push failed                            | a wait, then it is started again: "starting"
        |-- healthy, in a new incarnation: READY           |
     GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
 
 An incarnation has an `instance_id`, random for every start of a server. A server that this run has started is back only in a new
 incarnation: one that hung and wakes before it is killed must not be. One that others run is back when it answers again, but not at
-once if it was lost several times without having served.
+once if it failed several times without having served. A server that fails is fenced: it is DOWN, gets no requests, and those that
+it has go elsewhere.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ServerState(StrEnum):
     STARTING = "starting"  # has not answered yet, or was started again
     READY = "ready"  # healthy, with old weights or those of its checkpoint
     SERVING = "serving"  # has the current weights; gets requests
-    DOWN = "down"  # fenced: dead, hung, or failed in a push; gets nothing
+    DOWN = "down"  # fenced
     GONE = "gone"  # given up
 
     @property

@@ -50,7 +50,7 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
     return fleet
 
 
-def is_lost(fleet: Fleet, server: Server) -> bool:
+def has_died(fleet: Fleet, server: Server) -> bool:
     """Whether a server has died since its record was read, seen or not."""
     if all(server.instance_id != other.instance_id for other in fleet.serving()):
         return True
@@ -151,7 +151,7 @@ class StateLogger:
                 elif server.state is ServerState.GONE:
                     self._tell(f"{server.name} is given up: {self._fleet.last_message(server.index)}; {count}")
                 elif server.state is ServerState.DOWN and before is not None:
-                    self._tell(f"{server.name} is lost: {self._fleet.last_message(server.index)}; {count}")
+                    self._tell(f"{server.name} is fenced: {self._fleet.last_message(server.index)}; {count}")
 
 
 class StateSpans:

@@ -37,7 +37,7 @@ from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.trainer.connections import is_lost, open_fleet, watch_servers
+from grpo_async.trainer.connections import has_died, open_fleet, watch_servers
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
@@ -332,10 +332,10 @@ class _Leader:
                     return
             checks = self._preflight(servers)
             failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
-            lost = [server.name for server in servers if is_lost(self._fleet, server)] if failed else []
-            if not lost or attempt == _PREFLIGHTS:
+            dead = [server.name for server in servers if has_died(self._fleet, server)] if failed else []
+            if not dead or attempt == _PREFLIGHTS:
                 break
-            logger.warning("%s died while it was checked; it is checked again", " and ".join(lost))
+            logger.warning("%s died while it was checked; it is checked again", " and ".join(dead))
         self._phases.end()
         self._control.send("preflight", checks=[asdict(check) for check in checks])
         if failed:

@@ -118,7 +118,7 @@ def test_a_server_that_was_restarted_behind_our_back_is_fenced_before_it_is_read
         pushed_to = watch.serve_all()
         server.instance_id = "second"
         watch.wait_state(READY)
-        (failure,) = watch.fleet.failures  # it was taken out in between
+        (failure,) = watch.fleet.failures  # it was fenced in between
         assert failure.reason == "it was restarted"
         assert watch.restarts == []  # it has been restarted already
         assert watch.fleet.metrics()["servers/restarts"] == 1.0
@@ -173,7 +173,7 @@ def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_l
     """It answers every probe; without a delay it would be pushed to several times a second, forever."""
     delays = [fleet_module.return_delay_s(number) for number in (0, 1, 2, 3, 6, 7, 50)]
     assert delays == [0.0, 0.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_lost: 0.0 if num_lost < 2 else 3600.0)
+    monkeypatch.setattr(fleet_module, "return_delay_s", lambda num_failed: 0.0 if num_failed < 2 else 3600.0)
     with local_server() as server, watched([server.url], spawned=False, interval_s=0.02) as watch:
         for number in range(3):  # one that has served in between is back at once
             watch.wait_state(READY)

@@ -1,4 +1,4 @@
-"""Which server a request goes to, and what becomes of it when that is taken out."""
+"""Which server a request goes to, and what becomes of it when that is fenced."""
 
 from __future__ import annotations
 
