@@ -25,7 +25,7 @@ from tests.servers.embedded_support import (
     with_weights,
     worst_error,
 )
-from tests.support.dying_trainer import killed_trainer
+from tests.support.dying_trainer import MOMENTS, killed_trainer
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher, announcement, push_state_dict
@@ -160,15 +160,7 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("pause", marks=pytest.mark.nightly),
-        pytest.param("start", marks=pytest.mark.nightly),
-        "broadcast",
-        pytest.param("update", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_trainer_that_is_killed_leaves_the_old_weights_or_none_and_the_next_one_goes_on(
     server: Live, tiny_model: Path, moment: str
 ) -> None:

@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+MOMENTS = [
+    "broadcast",
+    *(pytest.param(moment, marks=pytest.mark.nightly) for moment in ("pause", "start", "update")),
+]
+
 
 def killed_trainer(url: str, token: str | None, folder: Path, moment: str) -> None:
     """Push to the server at `url`, which serves the model of `folder`, and die by SIGKILL when the push has come to `moment`: after

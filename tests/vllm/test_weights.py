@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
-from tests.support.dying_trainer import killed_trainer
+from tests.support.dying_trainer import MOMENTS, killed_trainer
 from tests.support.weight_push import WeightPusher
 from tests.vllm.reference import TOLERANCE, Reference, assert_exact, largest_difference
 from tests.vllm.server import VllmServer, join
@@ -101,15 +101,7 @@ def test_an_update_that_does_not_fit_is_refused_before_anything_is_sent(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param("pause", marks=pytest.mark.nightly),
-        pytest.param("start", marks=pytest.mark.nightly),
-        "broadcast",
-        pytest.param("update", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_trainer_that_is_killed_leaves_the_old_weights_exactly_or_none_and_the_next_one_goes_on(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, moment: str
 ) -> None:
