@@ -5,7 +5,7 @@
 
 So each end holds two buckets. Deadlines follow the bytes: one for each bucket, from the end of the one before.
 
-Both ends of each kind are ours. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they
+Both ends of each transport are ours. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they
 unpickle, wait without a deadline, know neither the CPU nor gloo, and raise in one worker of several, whose executor then takes the
 answers of the others for those of later calls.
 """
@@ -72,11 +72,13 @@ def join_backend(info: WeightInitInfo, *, rank: int, device: torch.device) -> Ba
         raise RuntimeError(f"{NOT_FORMED}: {error}") from error
 
 
-def check_device(kind: TransportKind, device: torch.device) -> None:
-    """Raises RuntimeError when `kind` is impossible on `device`."""
-    if kind != "gloo" and device.type != "cuda":
-        raise RuntimeError(f"weights.transport: {kind} needs a GPU, this process has its weights on {device}; set gloo")
-    if kind == "nccl" and not dist.is_nccl_available():
+def check_device(transport: TransportKind, device: torch.device) -> None:
+    """Raises RuntimeError when `transport` is impossible on `device`."""
+    if transport != "gloo" and device.type != "cuda":
+        raise RuntimeError(
+            f"weights.transport: {transport} needs a GPU, this process has its weights on {device}; set gloo"
+        )
+    if transport == "nccl" and not dist.is_nccl_available():
         raise RuntimeError("weights.transport: nccl is not part of this build of torch; set gloo")
 
 

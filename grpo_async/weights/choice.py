@@ -46,12 +46,12 @@ def choose_transport(
     Raises:
         ConfigError: `wanted` is impossible; says what to set instead.
     """
-    kind, why = fitting_transport(trainer, workers)
-    if wanted in ("auto", kind):
-        return kind, why
+    transport, why = fitting_transport(trainer, workers)
+    if wanted in ("auto", transport):
+        return transport, why
     if wanted == "gloo":
-        return "gloo", f"weights.transport says so (auto would be {kind}: {why})"
+        return "gloo", f"weights.transport says so (auto would be {transport}: {why})"
     devices = f"{trainer} (trainer) and {', '.join(workers)}"
     raise ConfigError(
-        f"weights.transport: {wanted} is impossible between {devices}, because {why}; set {kind}, or auto"
+        f"weights.transport: {wanted} is impossible between {devices}, because {why}; set {transport}, or auto"
     )

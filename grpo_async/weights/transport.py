@@ -34,7 +34,7 @@ class WeightTransport:
     """One group over all given servers.
 
     Args:
-        kind: see `choose_transport`, which is asked again when the devices of all members are known.
+        transport: see `choose_transport`, which is asked again when the devices of all members are known.
         host: own address in the group; one of loopback when every server is on this machine.
         bucket_bytes: parameters travel in buckets of this many bytes.
         timeout_s: deadline of joining and of each bucket.
@@ -44,12 +44,12 @@ class WeightTransport:
             temporary folder.
 
     Raises:
-        WeightPushError: `kind` is impossible on `device`.
+        WeightPushError: `transport` is impossible on `device`.
     """
 
     def __init__(
         self,
-        kind: TransportKind,
+        transport: TransportKind,
         *,
         host: str,
         bucket_bytes: int,
@@ -59,10 +59,10 @@ class WeightTransport:
         private: Path | None = None,
     ) -> None:
         try:
-            check_device(kind, device)
+            check_device(transport, device)
         except RuntimeError as error:
             raise WeightPushError(str(error)) from error
-        self.kind = kind
+        self._transport = transport
         self.bucket_bytes = bucket_bytes
         self._host = host
         self._timeout_s = timeout_s
@@ -97,7 +97,7 @@ class WeightTransport:
             )
 
             def ask_to_join(server: ServerControl) -> None:
-                info = rendezvous.init_info(self.kind, rank_offset=ranks[server.name])
+                info = rendezvous.init_info(self._transport, rank_offset=ranks[server.name])
                 try:
                     server.init_weight_transfer(info, timeout_s=self._timeout_s + GRACE_S)
                 except Exception as error:
@@ -137,12 +137,12 @@ class WeightTransport:
         """
         own, *others = rendezvous.wait(device_identity(self._own_device))
         try:
-            choose_transport(self.kind, own, others)
+            choose_transport(self._transport, own, others)
         except ConfigError as error:
             rendezvous.abort(str(error))
             raise WeightPushError(str(error)) from error
         rendezvous.begin()
-        info = rendezvous.init_info(self.kind, rank_offset=1)
+        info = rendezvous.init_info(self._transport, rank_offset=1)
         return build_backend(info, rendezvous.store, rank=0, address=self._host, device=self._own_device)
 
     def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
