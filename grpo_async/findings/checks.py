@@ -47,11 +47,11 @@ def no_steps(evidence: Evidence) -> Finding | None:
     if evidence.metrics:
         return None
     if evidence.status == RUNNING:
-        return Finding(key="no-steps", severity=NOTE, title="No optimizer step has ended yet")
+        return Finding(key="no-steps", severity=NOTE, title="No optimizer step has finished yet")
     how = f" It ended with: {first_line(evidence.error)}" if evidence.error and evidence.error.strip() else ""
     return Finding(
         key="no-steps", severity=ERROR, title="No optimizer step was finished",
-        text=f"There is no line in metrics.jsonl, so nothing was trained.{how}", fix="The logs say more: logs/latest/.", query="",
+        text=f"metrics.jsonl is empty, so nothing was trained.{how}", fix="See the logs: logs/latest/.", query="",
     )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def reward_fails(evidence: Evidence) -> Finding | None:
     return Finding(
         key="reward-fails", severity=WARNING if evidence.metrics else ERROR, title="A reward function fails",
         text=f"{found}.", query="failed",
-        fix="Groups that it cannot score are not trained. Fix it, and try it: grpo-async check-reward.",
+        fix="Groups that it cannot score are not trained. Fix it, then test it: grpo-async check-reward.",
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def truncated(evidence: Evidence) -> Finding | None:
         title="Almost every completion is truncated" if is_most else "Many completions are truncated",
         text=f"{percent(fraction)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
         "answer rarely earns its reward.",
-        fix="Raise the limit, and look whether the policy ends its turns at all: the end-of-turn token may be missing from "
+        fix="Raise the limit, and check whether the policy ends its turns at all: the end-of-turn token may be missing from "
         "model.end_of_turn_tokens, or the chat template may not be the model's.",
         setting="rollout.max_completion_tokens", current=limit if isinstance(limit, int) else None,
         query="truncated", sort="-step", plot="truncated",
@@ -114,7 +114,7 @@ def no_gradient(evidence: Evidence) -> Finding | None:
     if len(norms) >= 3 and max(norms) == 0.0:
         return Finding(
             key="no-gradient", severity=ERROR, title="The gradient is 0",
-            text="grad_norm is 0 in every step: no advantage is different from 0, or every token is clipped or masked.",
+            text="grad_norm is 0 in every step: either every advantage is 0, or every token is clipped or masked.",
             query="trained", plot="grad-norm",
         )  # fmt: skip
     return None
@@ -151,14 +151,14 @@ def zero_variance(evidence: Evidence) -> Finding | None:
     value = equal_rewards(evidence)
     if value is not None:
         rest = (
-            "the prompts are solved (harder ones or a stricter reward leave something to learn), or the function pays for all"
+            "the prompts are solved (use harder ones or a stricter reward), or the function pays for all"
             if value > 0.0
-            else "the prompts are too hard for this policy (take easier ones, or a reward with partial credit), or the "
+            else "the prompts are too hard for this policy (use easier ones, or a reward with partial credit), or the "
             "function does not recognize right answers"
         )
         return Finding(
             key="zero-variance", severity=ERROR, title=f"All rewards are {format_number(value)}", numbers={"reward": value},
-            text="No group has better and worse answers, so their advantages are 0 and there is nothing to learn from.",
+            text="Every group's rewards are all equal, so its advantages are 0 and there is nothing to learn from.",
             fix=f"Either {rest}. Try it on one good and one bad answer: grpo-async check-reward.", query="group_std=0",
             sort="-step", plot="zero-variance" if evidence.metrics else None,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
             key="zero-variance", severity=NOTE if evidence.has_risen else WARNING, title="Most groups are solved by now",
             text=f"{text}, mostly at the top (mean reward {format_number(reward)} of at most {format_number(top)}): "
             "they teach nothing more.",
-            fix="Harder prompts, or an end of the run, would save the compute.", plot="zero-variance",
+            fix="Use harder prompts or end the run to save compute.", plot="zero-variance",
         )  # fmt: skip
     severity = ERROR if fraction >= _MOSTLY else WARNING
     size = evidence.setting("rollout.group_size")
@@ -181,7 +181,7 @@ def zero_variance(evidence: Evidence) -> Finding | None:
         title="Almost every group has no learning signal" if severity is ERROR else "Many groups have no learning signal",
         text=f"{text} (mean reward {format_number(reward or 0.0)}), so their advantages are 0 and nothing is learned from them. "
         f"A group{f' of {size}' if isinstance(size, int) else ''} needs better and worse answers.",
-        fix="Take easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
+        fix="Use easier prompts, a reward with partial credit, a larger rollout.group_size or a higher rollout.temperature; and "
         "check that the reward can be earned at all: grpo-async check-reward.",
         query="group_std=0", sort="-step", plot="zero-variance",
     )  # fmt: skip
@@ -213,7 +213,7 @@ def collapsed(evidence: Evidence) -> Finding | None:
         key="collapsed", severity=ERROR, title="The reward collapsed",
         numbers={"best": means[best], "best_step": steps[best], "last": means[-1]},
         text=f"It was {format_number(means[best])} at steps {steps[best]} to {steps[best + size - 1]}, and is "
-        f"{format_number(means[-1])} now.",
+        f"now {format_number(means[-1])}.",
         fix="Resume from an earlier checkpoint with a lower optimizer.lr. Look at the entropy, the importance ratio and the "
         "gradient norm before the fall.",
         setting="optimizer.lr", current=evidence.last("lr"), query="", sort="-step", plot="reward",
@@ -231,17 +231,17 @@ def reward_trend(evidence: Evidence) -> Finding | None:
             plot="reward",
         )  # fmt: skip
     severity, title, fix, is_shown = WARNING, "The reward is flat", (
-        "The other findings may say why; else give it more steps, a higher optimizer.lr or a larger rollout.group_size."
+        "The other findings may explain why; otherwise try more steps, a higher optimizer.lr or a larger rollout.group_size."
     ), True  # fmt: skip
     if change.has_risen:
         severity, title, fix, is_shown = GOOD, "The reward rose", "", False
     elif change.has_fallen:
         severity, title, fix = ERROR, "The reward fell", (
             "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy (see the importance ratio and "
-            "the staleness); or one part of the reward works against another (see the parts)."
+            "the staleness), or one part of the reward works against another (see the parts)."
         )  # fmt: skip
     elif top is not None and change.first >= top - _NEAR_TOP * max(abs(top), 1.0):
-        title, is_shown = "The reward was at its top from the first step on", False
+        title, is_shown = "The reward was at its maximum from the first step on", False
         fix = f"No rollout got more than {format_number(top)}. Harder prompts or a stricter reward would leave something to learn."
     return Finding(
         key="reward-trend", severity=severity, title=title, text=f"The line through the steps goes {change}.", fix=fix,
@@ -264,7 +264,7 @@ def reward_parts(evidence: Evidence) -> Finding | None:
     return Finding(
         key="reward-parts", severity=WARNING, title="A part of the reward never changes",
         text=f"Every rollout of every step got the same from {', '.join(f'{n} ({format_number(v)})' for n, v in still)}. It adds "
-        "nothing to the advantage: either it cannot be earned (look at completions that ought to), or everything earns it.",
+        "nothing to the advantage: either it cannot be earned (look at completions that should earn it), or everything earns it.",
         query=f"rewards['{name}']<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
     )  # fmt: skip
 
@@ -303,7 +303,7 @@ def held_out(evidence: Evidence) -> Finding | None:
         did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
             f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "
-            "with the highest reward: are they what you want?), or it learned the prompts by heart (more data, fewer steps), or "
+            "with the highest reward: are they what you want?), or it memorized the prompts (use more data or fewer steps), or "
             "evaluation and training differ (prompts, reward, temperature, lengths)."
         )
         severity = ERROR if change.has_fallen else WARNING
@@ -324,7 +324,7 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
         )  # fmt: skip
     if results:
         return Finding(
-            key="one-evaluation", severity=NOTE, title="There is one evaluation only",
+            key="one-evaluation", severity=NOTE, title="There is only one evaluation",
             text=f"Held-out reward {format_number(results[0].metrics['reward'])} at step {results[0].step}; a second one would "
             "show whether it changes.",
             plot="held-out",
@@ -332,11 +332,11 @@ def _few_evaluations(evidence: Evidence, results: list[EvaluationRecord]) -> Fin
     if evidence.setting("evaluation") is not None:
         return Finding(
             key="one-evaluation", severity=NOTE, title="No evaluation has ended yet",
-            text="`evaluation` is set, and evaluations.jsonl has no result.",
+            text="`evaluation` is set, but evaluations.jsonl has no result.",
         )  # fmt: skip
     return Finding(
         key="no-evaluation", severity=NOTE, title="There is no evaluation",
-        text="The training reward alone cannot tell learning from gaming the reward.",
+        text="The training reward alone cannot distinguish learning from gaming the reward.",
         fix="Set evaluation.data and evaluation.every_steps.", setting="evaluation.data",
     )  # fmt: skip
 
@@ -351,7 +351,7 @@ def held_out_peak(evidence: Evidence) -> Finding | None:
     if best is results[0] or best is last or not fell.has_fallen or -fell.value <= _NEAR_TOP * evidence.reward_range:
         return None
     return Finding(
-        key="held-out-peaked", severity=WARNING, title="The held-out reward was better before",
+        key="held-out-peaked", severity=WARNING, title="The held-out reward was better earlier",
         text=f"It is {format_number(fell.last)} at step {last.step}; the best was {format_number(fell.first)} at step {best.step}.",
         fix="The checkpoint of that step may be the one to keep (checkpoint.keep_best).",
         numbers={"best": fell.first, "best_step": best.step, "last": fell.last}, plot="held-out",
@@ -380,8 +380,8 @@ def no_tool_calls(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         key="tools", severity=WARNING, title="The tools are hardly ever called", query="tool_calls=0", plot="tools",
-        text=f"There are {format_number(calls)} calls in a completion. A policy that never calls a tool cannot learn to use it.",
-        fix="Say in the system prompt (data.train.system_prompt) how, or begin with a model that does.",
+        text=f"There are {format_number(calls)} calls per completion. A policy that never calls a tool cannot learn to use it.",
+        fix="Explain in the system prompt (data.train.system_prompt) how to call them, or start from a model that does.",
     )  # fmt: skip
 
 
@@ -393,7 +393,7 @@ def lengths(evidence: Evidence) -> Finding | None:
     text = f"The mean length went from {format_number(ends[0])} to {format_number(ends[1])} tokens ({ratio:.2g} times)"
     if ratio >= _GROWN and change.has_risen:
         title, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
-        text += f"; {percent(cut)} of them are truncated by now"
+        text += f"; {percent(cut)} of them are now truncated"
         why = "it may pay for length itself, or the policy has stopped ending its answers"
     elif ratio <= _SHRUNK and change.has_fallen:
         title, sort, is_fine = "Completions grew short", "length", learns
@@ -436,10 +436,13 @@ def off_policy(evidence: Evidence) -> Finding | None:
         return None
     is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
     if first > _MISMATCH:
-        why = "It was so in the first step already, before any staleness: the server computes other log-probabilities."
-        fix = "See the check of the log-probabilities in preflight.json, inference.dtype and the chat template."
+        why = "This was already so in the first step, before any staleness: the server computes different log-probabilities."
+        fix = "See the log-probability check in preflight.json, inference.dtype and the chat template."
     else:
-        why, fix = "It came with training.", "Lower rollout.max_staleness or optimizer.lr, or set loss.correction."
+        why, fix = (
+            "It developed during training.",
+            "Lower rollout.max_staleness or optimizer.lr, or set loss.correction.",
+        )
     return Finding(
         key="off-policy", severity=ERROR if is_far else WARNING,
         title="Samples are far off policy" if is_far else "Samples are off policy",
@@ -456,7 +459,7 @@ def entropy(evidence: Evidence) -> Finding | None:
     if last < _SMALL_ENTROPY and last < _COLLAPSED * first:
         return Finding(
             key="entropy", severity=NOTE if learns else WARNING,
-            title="The entropy is almost used up" if learns else "The entropy collapsed",
+            title="The entropy is nearly 0" if learns else "The entropy collapsed",
             text=f"{moved}: the policy says nearly the same each time, and then all rewards of a group are equal. "
             + ("The reward rose, so this may be the end of what these prompts teach." if learns else "The reward did not rise."),
             fix="" if learns else "A higher loss.epsilon_high, loss.entropy_bonus or rollout.temperature, or a lower optimizer.lr "
@@ -465,8 +468,8 @@ def entropy(evidence: Evidence) -> Finding | None:
         )  # fmt: skip
     if last > _EXPLODED * first and last - first > 0.5 and not learns:
         return Finding(
-            key="entropy", severity=WARNING, title="The entropy exploded", text=f"{moved}: the policy loses its language.",
-            fix="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) holds it.",
+            key="entropy", severity=WARNING, title="The entropy exploded", text=f"{moved}: the policy is losing its language.",
+            fix="A lower optimizer.lr, no loss.entropy_bonus, or a KL term (loss.beta) stabilizes it.",
             query="entropy>2", sort="-step", plot="entropy",
         )  # fmt: skip
     return None
@@ -477,8 +480,8 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     if skipped:
         return Finding(
             key="bad-updates", severity=WARNING, title="Updates were skipped",
-            text=f"{format_number(skipped)} updates were not finite and were not made.",
-            fix="Where it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
+            text=f"{format_number(skipped)} updates were not finite and were skipped.",
+            fix="If it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
         )  # fmt: skip
     middle = median(norms) if len(norms) >= 10 else 0.0
     if middle <= 0.0 or max(norms) <= _SPIKE * middle:
@@ -487,7 +490,7 @@ def bad_updates(evidence: Evidence) -> Finding | None:
     return Finding(
         key="bad-updates", severity=WARNING, title="The gradient has spikes",
         text=f"Its norm reached {format_number(max(norms))} at step {step}; its median is {format_number(middle)}.",
-        fix="optimizer.max_grad_norm cuts what it does; look at the rollouts of that step.",
+        fix="optimizer.max_grad_norm limits its effect; look at the rollouts of that step.",
         query=f"step={step}", sort="-ratio_max", plot="grad-norm",
     )  # fmt: skip
 
@@ -522,12 +525,12 @@ _LEFT_OUT = "leaves {} of the tokens out of the loss"
 _WIDEN = "Widen it, or find out why the samples are so far off policy."
 _LIMITS = (
     _Limit(key="tools", metric="tools/parse_error_frequency", warns=0.1, fails=0.5, title="Tool calls cannot be read",
-           text="{} of the turns could not be searched for calls", query="tool_calls=0", plot="tools",
-           fix="tool_calling.parser may not be that of the model, or the policy writes calls that its template does not know."),
+           text="{} of the turns could not be parsed for calls", query="tool_calls=0", plot="tools",
+           fix="tool_calling.parser may be wrong for this model, or the policy writes calls that its template does not know."),
     _Limit(key="tools", metric="tools/failure_frequency", warns=0.5, title="Most tool calls fail",
            text="{} of the calls of a rollout failed", query="failed_tool_calls>0", sort="-step", plot="tools"),
     _Limit(key="clipped", metric="clip_ratio/region_mean", warns=0.2, title="Many tokens are clipped",
-           text="the clip took {} of the tokens, so they do not move the policy", query="clipped", plot="clip",
+           text="{} of the tokens are clipped, so they do not move the policy", query="clipped", plot="clip",
            sort="-clipped_fraction",
            fix="The steps are too large (optimizer.lr, training.minibatches), or the samples too old (rollout.max_staleness)."),
     _Limit(key="masked", metric="masked/correction", warns=0.5, fails=0.9, title="Most tokens are left out of the loss",
@@ -535,7 +538,7 @@ _LIMITS = (
     _Limit(key="masked", metric="masked/off_policy", warns=0.5, fails=0.9, title="Most tokens are left out of the loss",
            text=f"loss.off_policy_mask {_LEFT_OUT}", fix=_WIDEN, query="masked", sort="-masked_fraction", plot="masked"),
     _Limit(key="kl", metric="kl", warns=5.0, title="The policy is far from the reference", form=format_number,
-           text="the KL divergence is {} nats a token", fix="A higher loss.beta or a lower optimizer.lr holds it.",
+           text="the KL divergence is {} nats per token", fix="A higher loss.beta or a lower optimizer.lr keeps it closer.",
            query="", sort="-step", plot="kl"),
 )  # fmt: skip
 

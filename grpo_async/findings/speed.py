@@ -209,7 +209,7 @@ def weight_pushes(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | N
     suggested = min(math.ceil(current * fraction / _PUSH_TARGET - 1e-9), setup.rollout.max_staleness + 1)
     if suggested > current:
         return _change("weight pushes", why, "training.weight_sync_steps", current, suggested)
-    why += f", and rollout.max_staleness {setup.rollout.max_staleness} allows no fewer of them"
+    why += f", and rollout.max_staleness {setup.rollout.max_staleness} does not allow fewer"
     help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
     return _bound("weight pushes", f"{why}; {help_}")
 
@@ -221,7 +221,7 @@ def checkpoints(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | Non
     if fraction is None or fraction < _MANY_SAVES:
         return None
     suggested = math.ceil(current * fraction / _SAVE_TARGET - 1e-9)
-    why = f"the trainer stands still {fraction:.0%} of the time for checkpoints"
+    why = f"the trainer waits for checkpoints {fraction:.0%} of the time"
     return _change("checkpoints", why, "checkpoint.every_steps", current, suggested)
 
 
@@ -250,7 +250,7 @@ def slow_tools(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None
     suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
     if suggested > setup.rollout.max_in_flight and (metrics.kv_usage or 0.0) < _KV_TARGET:
         return _change("tools", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
-    return _bound("tools", f"{why}, and no more rollouts can be in flight: faster tools would help, no setting")
+    return _bound("tools", f"{why}, and no more rollouts can be in flight: faster tools would help; no setting would")
 
 
 def slow_scoring(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
@@ -300,7 +300,7 @@ def held_back(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
     if not 0 < setup.rollout.max_staleness < _MAX_STALENESS or min(trainer, generator) < _IDLE:
         return None
-    why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation may not run further ahead"
+    why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation is not allowed to run further ahead"
     suggested = setup.rollout.max_staleness + 1
     return _change("the staleness limit", why, "rollout.max_staleness", setup.rollout.max_staleness, suggested)
 
@@ -397,9 +397,7 @@ def filtered_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding |
 
 def nothing_to_gain(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
     trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
-    return _bound(
-        "nothing", f"nothing to gain from a setting: trainer idle {trainer:.0%}, servers idle {generator:.0%}"
-    )
+    return _bound("nothing", f"no setting would help: trainer idle {trainer:.0%}, servers idle {generator:.0%}")
 
 
 RULES: tuple[Callable[[PipelineMetrics, PipelineSetup], Finding | None], ...] = (

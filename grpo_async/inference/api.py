@@ -211,7 +211,9 @@ class WeightInitInfo(ApiModel):
         if bool(self.store_file) == bool(self.master_port):
             raise ValueError("name one store: either master_port or store_file")
         if not 1 <= self.rank_offset < self.world_size:
-            raise ValueError(f"rank_offset {self.rank_offset} is no worker's rank of {self.world_size} members")
+            raise ValueError(
+                f"rank_offset {self.rank_offset} is not the rank of a worker among {self.world_size} members"
+            )
         return self
 
 

@@ -222,4 +222,6 @@ def _read(kind: type[Answer], body: bytes) -> Answer:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadResponseError(f"the server sent something that is no {kind.__name__}: {problems_of(error)}") from error
+        raise BadResponseError(
+            f"the server sent something that is not a {kind.__name__}: {problems_of(error)}"
+        ) from error

@@ -249,14 +249,14 @@ class Fleet:
                     for tracked in self._tracked
                 )
                 if all(state is ServerState.GONE for state in states):
-                    raise RunError(f"every inference server was given up: {described}")
+                    raise RunError(f"gave up on every inference server: {described}")
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
                         f"an inference server to be up ({described})",
                         waited_s=deadline_s,
                         setting=setting,
-                        hint="Look into the servers' logs.",
+                        hint="See the servers' logs.",
                     )
                 self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # two things end it, and a wait can be for one only
         return False
@@ -343,7 +343,9 @@ class Fleet:
                     self._set(tracked, changed, state=ServerState.STARTING, info=None, instance_id="")
             self.suspect(index)
         else:
-            raise ValueError(f"the launcher said {event!r} of a server; known are exited, starting, working, given_up")
+            raise ValueError(
+                f"the launcher reported {event!r} for a server; known events are exited, starting, working, given_up"
+            )
 
     # What the monitor finds. A record that is not the current one anymore is ignored.
 

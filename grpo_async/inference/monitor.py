@@ -109,7 +109,7 @@ class Monitor:
                     self._search(server)
             except Exception:  # a watch that ends would leave a dead server unnoticed
                 if not self._is_closed:
-                    logger.exception("asking %s failed; it is asked again", server.name)
+                    logger.exception("checking %s failed; it will be checked again", server.name)
             interval_s = self._inference.heartbeat_interval_s
             if self._fleet.server(index).state is ServerState.STARTING:
                 interval_s = min(interval_s, _STARTING_INTERVAL_S)
@@ -185,7 +185,7 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
         return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return (
-            f"its certificate is refused ({error}); inference.tls.ca_certs names the PEM file of the certificates that are "
-            "trusted, and the address in the URL has to be one of those in the certificate"
+            f"its certificate was rejected ({error}); inference.tls.ca_certs names the PEM file of trusted certificates, and the "
+            "certificate has to include the address in the URL"
         )
     return ""

@@ -159,7 +159,7 @@ class Router:
                     await self._is_open.wait()
         except TimeoutError as error:
             raise DeadlineError(
-                "an inference server that serves", waited_s=self._wait_timeout_s, setting="inference.startup_timeout_s"
+                "a serving inference server", waited_s=self._wait_timeout_s, setting="inference.startup_timeout_s"
             ) from error
 
     def _choose(self, affinity: str, avoid: int | None) -> _Route:

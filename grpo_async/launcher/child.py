@@ -152,7 +152,7 @@ async def ending_children(folder: Path, warn: Callable[[str], None]) -> AsyncIte
             yield children
         finally:
             for process in await children.tree.kill(KILL_TIMEOUT_S):
-                warn(f"process {process.pid} does not end even by SIGKILL (stuck in the kernel)")
+                warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
             if children.all:
                 await asyncio.wait([child.exited for child in children.all], timeout=KILL_TIMEOUT_S)
 

@@ -65,7 +65,9 @@ def evaluate(
     output = output or Output()
     with output.reporting():
         if config.evaluation is None:
-            raise ConfigError("evaluation: the configuration has none; say what to evaluate on (evaluation.data)")
+            raise ConfigError(
+                "evaluation: the configuration has no such section; say what to evaluate on (evaluation.data)"
+            )
         target = choose_target(config, checkpoint=checkpoint, run=run)
         engine = choose_engine(config)
         config = with_dtypes(config, engine, machine_module.inspect().gpus)
@@ -86,14 +88,14 @@ def evaluate(
 def _choose_folder(config: ExperimentConfig, target: EvaluationTarget, out: Path | None) -> Path:
     if out is not None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: it exists and is not an empty directory; name another one")
+            raise ConfigError(f"--out {out}: exists and is not an empty directory; name another one")
         return out
     name = f"{config.run.name}.eval-{target.label}"
     for number in range(1, 10_000):
         folder = config.run.dir / (name if number == 1 else f"{name}-{number}")
         if not folder.exists():
             return folder
-    raise ConfigError(f"{config.run.dir}/{name}-N: there are too many already; name a folder with --out")
+    raise ConfigError(f"{config.run.dir}/{name}-N: all names are taken; name a folder with --out")
 
 
 @contextlib.contextmanager
@@ -134,7 +136,7 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
     try:
         return ExperimentConfig.model_validate(content)
     except ValueError as error:
-        raise ConfigError(f"the configuration cannot be used for an evaluation alone: {error}") from error
+        raise ConfigError(f"the configuration cannot be used for an evaluation: {error}") from error
 
 
 def _evaluating(plan: ProcessPlan) -> ProcessPlan:

@@ -191,7 +191,7 @@ class Follower:
         self._signals.arrived.clear()
         self._launchers.post(0, "signal", name=self._signals.first.name)
         self._display.note(
-            f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal ends this machine at once)"
+            f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal stops this machine immediately)"
         )
         await first_of(self._signals, children, [self._ended], timeout_s=self._end_timeout_s)
         for trainer in children:
@@ -254,4 +254,4 @@ class Follower:
             case {"kind": "server_serving" | "restart_server", "index": int()}:
                 self._servers.receive(message)
             case _:
-                self._display.warning(f"node 0 sent a message that nobody knows: {clipped(str(dict(message)), 200)}")
+                self._display.warning(f"node 0 sent an unknown message: {clipped(str(dict(message)), 200)}")

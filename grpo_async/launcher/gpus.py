@@ -81,7 +81,7 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
     if shares.shared:
         notes.append(f"trainer and servers share GPU {','.join(shares.shared)}, as launch.colocate says")
     if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *(taken for each in servers for taken in each)}]:
-        notes.append(f"GPU {','.join(idle)} of this machine: nothing of this run works there")
+        notes.append(f"GPU {','.join(idle)} of this machine: not used by this run")
     return GpuShares(trainer=shares.trainer, servers=servers, notes=tuple(notes))
 
 
@@ -139,7 +139,10 @@ def plan_transport(
 
     wanted = config.weights.transport
     if config.model.lora is not None and config.model.lora.push == "adapter":
-        return "gloo", "adapters alone travel (model.lora.push), and each server adds them to the weights of its files"
+        return (
+            "gloo",
+            "only the adapters are sent (model.lora.push), and each server adds them to the weights of its files",
+        )
     trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
     if engine.engine == "external":
         if wanted == "auto" and trainer != "cpu":

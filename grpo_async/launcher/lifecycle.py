@@ -93,7 +93,7 @@ def report_end(outcome: RunOutcome, run_dir: RunDir, output: Output, *, report: 
         show=None if summary is None else show,
     )
     if summary is None and report is not None:
-        output.say(f"what the run did until then: {report}")
+        output.say(f"what the run did before that: {report}")
     output.console.file.flush()  # whatever comes after it
     return outcome.exit_code
 
@@ -112,7 +112,7 @@ async def _end_with_report(outcome: RunOutcome, run_dir: RunDir, output: Output)
         timeout_s = _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S
         problem = await _write_report(run_dir, signals, timeout_s)
         if problem is not None:
-            output.warn(f"there is no report.html: {plain(problem)}; try again: grpo-async report {run_dir.root}")
+            output.warn(f"report.html was not written: {plain(problem)}; try again: grpo-async report {run_dir.root}")
     return exit_code
 
 
@@ -134,7 +134,9 @@ async def _write_report(run_dir: RunDir, signals: Signals, timeout_s: float) -> 
         await asyncio.wait([said], timeout=KILL_TIMEOUT_S)  # else it hangs in the kernel; this process ends without it
         said.cancel()
         return (
-            f"{signals.first.name} ended it" if signals.first is not None else f"it was not done after {timeout_s:g} s"
+            f"{signals.first.name} ended it"
+            if signals.first is not None
+            else f"it was not finished after {timeout_s:g} s"
         )
     if child.returncode == 0:
         return None

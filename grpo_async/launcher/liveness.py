@@ -57,14 +57,14 @@ class _Watched:
         return self.status == psutil.STATUS_STOPPED
 
     def describe(self) -> str:
-        return f"{self.name} (pid {self.pid}) has given no sign of life for {self.silent_s:.0f} s: {_WHY.get(self.status, _HELD)}"
+        return f"{self.name} (pid {self.pid}) has sent no heartbeat for {self.silent_s:.0f} s: {_WHY.get(self.status, _HELD)}"
 
 
-_HELD = "one of its threads holds the Python interpreter and does not give it back"
+_HELD = "one of its threads holds the GIL and does not release it"
 _WHY: Mapping[str, str] = {
     psutil.STATUS_STOPPED: "it is stopped by a signal (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "a debugger holds it",
-    psutil.STATUS_DISK_SLEEP: "it hangs in the kernel, which waits for a disk or a device",
+    psutil.STATUS_DISK_SLEEP: "it is stuck in the kernel, waiting for a disk or a device",
 }
 
 
@@ -144,7 +144,7 @@ class Liveness:
         if silent_s < _MIN_SILENCE_S:
             if watched.is_told:
                 watched.is_told = False
-                self._warn(f"{watched.name} (pid {watched.pid}) gives signs of life again")
+                self._warn(f"{watched.name} (pid {watched.pid}) is responsive again")
             return
         try:
             status = psutil.Process(watched.pid).status()
@@ -164,11 +164,13 @@ class Liveness:
     async def _declare_frozen(self, watched: _Watched) -> None:
         stacks = await self._stacks_of(watched)
         if watched.is_stopped:
-            advice = f"It was continued to save. `kill -CONT {watched.pid}` in time lets a run continue"
+            advice = f"It was resumed so that it can save. `kill -CONT {watched.pid}` in time would have let the run continue"
         elif watched.status in _WHY:
             advice = ""
         else:
-            advice = "A reward that may compute for so long belongs in `run_in: process`, where its time limit ends it"
+            advice = (
+                "A reward that can compute for that long belongs in `run_in: process`, where its time limit applies"
+            )
         lines = [
             watched.describe(),
             *([] if stacks is None else self._keep(watched, stacks)),

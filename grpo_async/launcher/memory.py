@@ -45,7 +45,7 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
         missing = "the size of the model (a hub name)" if model is None else "the memory of the GPU"
         raise ConfigError(
             f"inference.vllm.kv_cache_mb: trainer and server share GPU {','.join(shares.shared)}, and {missing} is not known "
-            "before the start, so it cannot be divided; set how many MiB vLLM is to take for keys and values"
+            "before the start, so it cannot be divided; set how many MiB vLLM should use for the KV cache"
         )
     if model is None:
         return MemoryPlan(trainer="not known before the model is loaded", cache_mb=cache_mb if num_sharing else None)
@@ -64,14 +64,14 @@ def plan_memory(config: ExperimentConfig, engine: EngineChoice, shares: GpuShare
         server["keys and values"] = cache_mb << 20
         tokens = server["keys and values"] / sequence * config.inference.max_model_len
         text = f"{describe(server)}, room for {tokens:,.0f} tokens"
-        who = "the trainer and vLLM beside it" if num_sharing else "vLLM"
+        who = "the trainer and vLLM next to it" if num_sharing else "vLLM"
         needs[who] = beside + (num_sharing or 1) * sum(server.values())
     return MemoryPlan(
         trainer=describe(trainer),
         server=text,
         cache_mb=cache_mb if num_sharing else None,
         notes=tuple(
-            f"by estimate too little memory: {who} {format_bytes(size)}, a GPU {format_bytes(gpu_bytes)}; {ADVICE}"
+            f"probably too little memory: {who} {format_bytes(size)}, a GPU {format_bytes(gpu_bytes)}; {ADVICE}"
             for who, size in needs.items()
             if gpu_bytes is not None and size > gpu_bytes
         ),

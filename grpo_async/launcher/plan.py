@@ -465,4 +465,4 @@ def _own_notes(
             "see launch.trainer_threads, launch.num_trainer_ranks, inference.threads"
         )
     if config.inference.vllm.sleep_while_training and not shared_gpus:
-        yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping gains nothing"
+        yield "inference.vllm.sleep_while_training: the servers share no GPU with the trainer, so sleeping has no benefit"

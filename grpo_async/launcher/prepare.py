@@ -77,8 +77,8 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         steps = run_dir.checkpoint_steps()
         if steps:
             raise ConfigError(
-                f"the run directory {run_dir.root} exists already, with a checkpoint of step {steps[-1]}: "
-                "--resume continues it, --clean removes it first, another run.name leaves it alone"
+                f"the run directory {run_dir.root} already exists, with a checkpoint of step {steps[-1]}: "
+                "--resume continues it, --clean removes it first, a different run.name leaves it alone"
             )
         return _reuse(run_dir, config)
     return Start(resume_step=None)
@@ -93,10 +93,10 @@ def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
     _check_removable(run_dir, config)
     if run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0:
         raise ConfigError(
-            f"the run directory {run_dir.root} exists already, with trained steps and without a checkpoint to continue from: "
-            "--clean removes it first, another run.name leaves it alone"
+            f"the run directory {run_dir.root} already exists, with trained steps but without a checkpoint to continue from: "
+            "--clean removes it first, a different run.name leaves it alone"
         )
-    note = f"an earlier start in {run_dir.root} trained nothing: this run begins there, its logs stay"
+    note = f"an earlier attempt in {run_dir.root} trained nothing: this run reuses the directory and keeps its logs"
     return Start(resume_step=None, is_reused=True, notes=(note,))
 
 
@@ -160,7 +160,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     if not root.exists() and not root.is_symlink():
         return
     if root.is_symlink() or not root.is_dir():
-        raise ConfigError(f"{root} is not a directory (but a link or a file); remove it yourself")
+        raise ConfigError(f"{root} is a link or a file, not a directory; remove it yourself")
     # by a run that was killed in its first moment
     half_written = run_dir.config.with_name(f"{run_dir.config.name}.tmp")
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
@@ -169,7 +169,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
         if path.exists() and path.resolve().is_relative_to(root.resolve()):
             raise ConfigError(f"a new run in {root} would remove {name}: {path} lies there")
     if Path.cwd().is_relative_to(root.resolve()):
-        raise ConfigError(f"a new run in {root} would remove the working directory, which lies there")
+        raise ConfigError(f"a new run in {root} would remove the working directory, which is inside it")
 
 
 def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
@@ -188,7 +188,7 @@ def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
 def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     if not run_dir.config.is_file():
         raise ConfigError(
-            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave --resume out to begin one"
+            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave out --resume to start one"
         )
     steps = run_dir.checkpoint_steps()
     if not steps and resume == "latest":
@@ -202,7 +202,7 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         except OtherFormatError as error:
             problem = str(error)
         if problem is not None:
-            raise ConfigError(f"--resume {resume}: {problem}; `--resume latest` takes the newest whole checkpoint")
+            raise ConfigError(f"--resume {resume}: {problem}; `--resume latest` takes the newest complete checkpoint")
     # else evaluation or export are still to be done
     problems: list[str] = []
     finished = _finished_steps(run_dir, config, problems)
@@ -211,12 +211,10 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
         raise ConfigError(
             f"--resume: the run in {run_dir.root} has finished its {finished} steps; raise training.{setting} to train on"
         )
-    notes = [f"{each}; whether the run had finished is not known" for each in problems]
+    notes = [f"{each}; whether the run had finished is unknown" for each in problems]
     notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
     if not run_dir.metrics.exists():
-        notes.append(
-            f"{run_dir.metrics} is missing: the metrics of the steps up to {step} are lost, those after it follow"
-        )
+        notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
     changes = _compare_with_last_attempt(run_dir, config)
     return Start(
         resume_step=step, resume_is_named=resume != "latest", broken_steps=tuple(broken), notes=(*notes, *changes)
@@ -246,7 +244,7 @@ def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int,
     raise ConfigError(
         "\n".join(
             [
-                f"--resume: no checkpoint in {run_dir.checkpoints} is whole:",
+                f"--resume: no checkpoint in {run_dir.checkpoints} is complete:",
                 *(f"  step {step}: {problem}" for step, problem in broken.items()),
                 "restore one from a copy, or start over with --clean",
             ]
@@ -290,7 +288,7 @@ def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Ite
         )
     for each in changed:
         if not _is_below(each.path, _FREE):
-            yield f"changed since the run began: {each}"
+            yield f"changed since the run started: {each}"
 
 
 def _is_below(key: str, sections: tuple[str, ...]) -> bool:

@@ -33,7 +33,7 @@ class RunDirWatch:
         """What happened, as a sentence; None: the directory is where it was. Checks now."""
         if self._is_there() and not self.lost.is_set():
             return None
-        return f"the run directory {self._root} was deleted or renamed while the run went on"
+        return f"the run directory {self._root} was deleted or renamed during the run"
 
     @property
     def is_free(self) -> bool:

@@ -166,7 +166,7 @@ class Supervisor:
 
     async def _end_trainer(self, trainer: Child, why: str, *, saves: bool = False) -> None:
         """`saves`: ask it first to save the steps that it has made."""
-        self._display.phase(f"{why}: ending the trainer")
+        self._display.phase(f"{why}: stopping the trainer")
         if saves:
             self._control.request_stop()
             await first_of(self._signals, [trainer], timeout_s=self._config.launch.stop_timeout_s)
@@ -178,7 +178,7 @@ class Supervisor:
         if saves:
             self._assignment.run_dir.create(self._config_text)
             self._assignment.attempt_dir.mkdir(parents=True, exist_ok=True)
-            failure += "; it was created again to save what was left"
+            failure += "; it was recreated to save what was left"
         await self._end_trainer(trainer, "the run directory is gone", saves=saves)
         return self._failed(failure)
 
@@ -208,7 +208,9 @@ class Supervisor:
         name = signals.first.name
         self._control.request_stop()
         self._display.phase("stopping")
-        self._display.note("stopping: finishing the step and saving a checkpoint (press Ctrl-C again to end at once)")
+        self._display.note(
+            "stopping: finishing the step and saving a checkpoint (press Ctrl-C again to stop immediately)"
+        )
         stopping = asyncio.create_task(self._servers.stop(_RESTART_TIMEOUT_S))  # a server that ends now is not missed
         try:
             await first_of(signals, [trainer], timeout_s=timeout_s)
@@ -218,7 +220,7 @@ class Supervisor:
         if not trainer.is_running:
             return await self._finish(trainer, exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
-        reason = "a second signal" if is_second else f"it did not end within launch.stop_timeout_s: {timeout_s:g} s"
+        reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
         reason = "; ".join(filter(None, [reason, self._liveness.silent()]))
         error = f"{name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
@@ -304,9 +306,7 @@ class Supervisor:
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary
             case _:
-                self._display.warning(
-                    f"the trainer sent a message that nobody knows: {clipped(str(dict(message)), 200)}"
-                )
+                self._display.warning(f"the trainer sent an unknown message: {clipped(str(dict(message)), 200)}")
 
 
 def _read_check(content: Any) -> Check:

@@ -145,7 +145,7 @@ def preflight(config: ExperimentConfig, *, amend: Amend = _as_planned, output: O
                 }
             )
             notes = (
-                f"launch.nodes: {nodes.count} machines; the checks are made on this one only, with its ranks and one server",
+                f"launch.nodes: {nodes.count} machines; the checks run on this one only, with its ranks and one server",
             )
         engine = choose_engine(config)
         config = with_dtypes(config, engine, machine_module.inspect().gpus)

@@ -185,9 +185,9 @@ class AgentProducer:
             self._errors.note("rollout", error)
             message = str(error) or type(error).__name__
             if isinstance(error, TimeoutError):
-                message = f"the agent did not end within rollout.agent.timeout_s = {section.timeout_s:g} s"
+                message = f"the agent did not finish within rollout.agent.timeout_s = {section.timeout_s:g} s"
             if session.last_error is not None:
-                message = f"{message} (its last call of the model failed: {session.last_error})"
+                message = f"{message} (its last call to the model failed: {session.last_error})"
             return session.completion(RolloutStatus.FAILED, error=message)
 
     def _completion(self, result: AgentResult, session: AgentSession) -> RolloutCompletion:
@@ -202,7 +202,7 @@ class AgentProducer:
         )
         if completion.num_sampled_tokens == 0 and not session.is_truncated:
             raise AgentError(
-                "the agent ended without a call of the model that was answered; it has to call the endpoint of its rollout, with "
+                "the agent ended without an answered call to the model; it has to call the endpoint of its rollout, with "
                 "its key (in a function: client.openai, or client.base_url and client.api_key; in a command: $OPENAI_BASE_URL and "
                 "$OPENAI_API_KEY, or $ANTHROPIC_BASE_URL and $ANTHROPIC_API_KEY)"
             )

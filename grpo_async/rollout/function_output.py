@@ -209,7 +209,7 @@ def _logprobs(value: Any, ids: Sequence[int], mask: Sequence[int], token_ids: An
         if not _MIN_LOGPROB <= float(entry) <= _ROUNDING:
             raise FatalRolloutError(
                 f"rollout_func: logprobs[{index}][{position}] is {float(entry):g}; the natural logarithm of the probability of a "
-                f"token that was sampled lies between {_MIN_LOGPROB:g} and 0 (a probability or a logit is none)"
+                f"token that was sampled lies between {_MIN_LOGPROB:g} and 0 (not a probability or a logit)"
             )
         checked.append(float(entry))
     return checked

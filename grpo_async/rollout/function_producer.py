@@ -150,7 +150,7 @@ class FunctionProducer:
                 f"the rollout function to return {len(ids)} rollouts",
                 waited_s=self._section.timeout_s,
                 setting="rollout_function.timeout_s",
-                hint=f"It holds its event loop at {error.where}." if isinstance(error, BlockedLoopError) else "",
+                hint=f"It is blocking its event loop at {error.where}." if isinstance(error, BlockedLoopError) else "",
             ) from error
         finally:
             trainer.close()

@@ -71,8 +71,9 @@ class FunctionTrainer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. What rollout functions do "
-            "with `trainer.vllm_generation` in TRL, `trainer.generate(prompts)` does here"
+            f"`trainer` has no `{name}`; it has processing_class, args, state, generate and agenerate. Instead of TRL's "
+            f"`trainer.vllm_generation`, "
+            "use `trainer.generate(prompts)`"
         )
 
     def __init__(
@@ -173,7 +174,7 @@ class FunctionTrainer:
         overrides = dict(generation_overrides or {})
         unknown = sorted(set(overrides) - set(_OVERRIDES))
         if unknown:
-            raise ValueError(f"generation_overrides: {unknown} are not known; there are {', '.join(_OVERRIDES)}")
+            raise ValueError(f"generation_overrides: unknown settings {unknown}; there are {', '.join(_OVERRIDES)}")
         return asyncio.run_coroutine_threadsafe(self._generate(prompts, overrides), self._loop)
 
     async def _generate(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -234,5 +235,5 @@ def _is_on_a_loop() -> bool:
 def _call_is_over() -> RunError:
     return RunError(
         "this call of the rollout function is over (its time limit passed, its prompts became too stale, or the run stops), "
-        "so its trainer sends nothing more"
+        "so its trainer sends no more requests"
     )

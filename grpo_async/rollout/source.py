@@ -238,7 +238,7 @@ class RolloutSource:
             return running.result(timeout=0.0)
         except CancelledError:
             if self._failure is not None:
-                raise RunError(f"the evaluation was broken off: {self._failure}") from self._failure
+                raise RunError(f"the evaluation was interrupted: {self._failure}") from self._failure
             return None
 
     def stop_generating(self) -> None:

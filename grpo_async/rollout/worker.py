@@ -235,7 +235,7 @@ class RolloutWorker:
     async def _make(self, group_id: int, entry: OpenGroup) -> ScoredGroup | None:
         """Generate and score; None when there is nothing to score because no token was sampled.
 
-        This is not a failure: the prompt is too long, or its environment was done at once.
+        This is not a failure: the prompt is too long, or its environment was done immediately.
         """
 
         def on_tokens(index: int, num_tokens: int, version: int) -> None:
@@ -383,7 +383,7 @@ class RolloutWorker:
 def why_no_signal(scored: ScoredGroup | None) -> str:
     """Why a group had nothing to train; None: no token of it was sampled."""
     if scored is None:
-        return "no token was sampled: its prompt is too long, or its environment was done at once"
+        return "no token was sampled: its prompt is too long, or its environment was done immediately"
     rewards = [reward for reward in scored.rewards if reward is not None]
     if len(rewards) < 2:
         return "it was not scored"

@@ -192,7 +192,7 @@ class RolloutApp:
         if wanted.instance_id not in ("", mine):
             raise HTTPException(
                 503,
-                f"this request is meant for server {wanted.instance_id}, and this is {mine}: it has restarted since",
+                f"this request is for server {wanted.instance_id}, but this is {mine}: it has restarted since",
             )
         length = len(wanted.token_ids) + wanted.max_tokens
         if length > limit:
@@ -306,7 +306,7 @@ class RolloutApp:
             if not self._is_whole:
                 raise HTTPException(
                     409,
-                    "this server has loaded a part of a weight update, so it stays paused until it has received a whole one",
+                    "this server has loaded part of a weight update, so it stays paused until it has received a complete one",
                 )
             await self._engine.resume()
             self._requests.gate.open()
@@ -358,7 +358,7 @@ class RolloutApp:
             if info is None:
                 raise HTTPException(409, "no update was started: POST /start_weight_update first")
             if not await self._engine.is_paused():
-                raise HTTPException(409, "an update is loaded by a server that is paused and awake: POST /pause first")
+                raise HTTPException(409, "a server has to be paused and awake to load an update: POST /pause first")
             self._is_whole = self._is_loaded = False
             try:
                 await self._engine.load_update(info)

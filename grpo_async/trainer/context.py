@@ -57,7 +57,7 @@ def device_kind(assignment: Assignment) -> str:
         return "cpu"
     if not torch.cuda.is_available():
         raise ConfigError(
-            f"launch.device: the run is planned with GPUs, and torch {torch.__version__} sees none; `grpo-async doctor` says why "
+            f"launch.device: the run was planned with GPUs, but torch {torch.__version__} sees none; `grpo-async doctor` says why "
             "(a build for CPUs, an old driver), or set launch.device: cpu"
         )
     return "cuda"

@@ -325,7 +325,7 @@ class _Leader:
         Raises:
             RunError: something would.
         """
-        self._phases.begin("checking trainer and servers against each other")
+        self._phases.begin("comparing trainer and servers")
         for attempt in range(1, _PREFLIGHTS + 1):
             while not (servers := self._fleet.serving()):  # it has died since the push
                 if self._push_first() is None:
@@ -339,7 +339,7 @@ class _Leader:
         self._phases.end()
         self._control.send("preflight", checks=[asdict(check) for check in checks])
         if failed:
-            raise RunError("the preflight found what would spoil the run:\n" + "\n".join(failed))
+            raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
 
     def _preflight(self, servers: Sequence[Server]) -> list[Check]:
         context = self._context

@@ -336,7 +336,7 @@ class LeaderLoop:
             raise RunError(
                 f"{self._bad_steps} consecutive steps were not finite; step {step} had loss {result.loss} and gradient norm "
                 f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl; "
-                "where model.compute_dtype is float16 its range may be too small for this model: set bfloat16"
+                "if model.compute_dtype is float16, its range may be too small for this model: set bfloat16"
             )
 
     def save(self, step: int, *, wait: bool = False) -> None:

@@ -142,7 +142,7 @@ class StallGuard:
                 break
             num_begun = self._loop.activity.num_begun
             main.join(timeout=grace_s)
-        message = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was ended."
+        message = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was killed."
         _within(_REPORT_S, lambda: self._report(RunError(message)))
         os._exit(1)
 
@@ -157,10 +157,10 @@ class StallGuard:
         now = time.monotonic()
         servers = self._fleet.servers()
         return (
-            f"for {stalled_s:.0f} s no step was finished and no token generated; raise `training.stall_timeout_s` if this is "
+            f"no step was finished and no token generated for {stalled_s:.0f} s; raise `training.stall_timeout_s` if this is "
             f"expected. The trainer has finished step {self._loop.version} and is {self._loop.activity}. "
             f"{self._source.describe()}. Servers: {_servers(servers, now)}. "
-            "The stacks of all threads stand in trainer.log."
+            "The stacks of all threads are in trainer.log."
         )
 
 

@@ -112,7 +112,7 @@ class FleetSync:
                 raise
             self._served(members, version)
             return metrics
-        logger.warning("no inference server is up: version %d is pushed when one is", version)
+        logger.warning("no inference server is up: version %d will be pushed when one is", version)
         return None
 
     def _push_to(
@@ -222,7 +222,7 @@ class FleetSync:
         wire = self._config.inference.dtype_in_use
         if info.dtype != wire:
             logger.warning(
-                "the server serves %s, inference.dtype says %s: weights are sent as %s and cast by the server",
+                "the server serves %s, but inference.dtype is %s: weights are sent as %s and cast by the server",
                 info.dtype,
                 wire,
                 wire,
@@ -232,7 +232,7 @@ class FleetSync:
         except RequestRejectedError as error:
             raise ConfigError(f"{server.name} cannot take pushed weights: {error}") from error
         except GrpoAsyncError as error:
-            self._fleet.fence(server, f"it does not say what it serves: {error}")
+            self._fleet.fence(server, f"it does not report what it serves: {error}")
             return False
         problems = self._parameters.problems(served)
         if problems:
@@ -272,9 +272,9 @@ class FleetSync:
                 if self._was_restarted(server):
                     continue
                 raise RunError(
-                    f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it says "
+                    f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it reports "
                     f"version {sorted(versions)}, and log-probabilities of fixed sequences differ by {difference.mean:.3g} nats "
-                    f"in the mean (at most {difference.max:.3g}; allowed {limit:.3g}, weights.verify_tolerance); rounding alone "
+                    f"on average (at most {difference.max:.3g}; allowed {limit:.3g}, weights.verify_tolerance); rounding alone "
                     f"moves the trainer's own by {expected.rounding.mean:.3g}"
                 )
             found.append(difference)
@@ -314,7 +314,7 @@ def check_server(info: ServerInfo, config: ExperimentConfig) -> None:
     """
     if info.max_model_len < config.inference.max_model_len:
         raise ConfigError(
-            f"the server takes {info.max_model_len} tokens, inference.max_model_len is {config.inference.max_model_len}; "
+            f"the server accepts {info.max_model_len} tokens, but inference.max_model_len is {config.inference.max_model_len}; "
             "start the server with this config, or lower the setting"
         )
     wanted, head = config.model.head_dtype, info.head_dtype or info.dtype

@@ -115,10 +115,10 @@ def _obstacle_to_varlen(device: torch.device, dtype: torch.dtype, config: Any) -
         return None
     text = config.get_text_config()
     if getattr(text, "attn_logit_softcapping", None):
-        return "it has no soft-capping, and the model sets `attn_logit_softcapping`"
+        return "it does not support soft-capping, and the model sets `attn_logit_softcapping`"
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if head_dim > _VARLEN_MAX_HEAD_DIM:
-        return f"its heads have at most {_VARLEN_MAX_HEAD_DIM} dimensions, and those of the model have {head_dim}"
+        return f"it supports heads of at most {_VARLEN_MAX_HEAD_DIM} dimensions, and the model's have {head_dim}"
     return None
 
 
@@ -195,7 +195,9 @@ def _varlen_attention(
 
     layout, scale, window, softcap = _settings(module, query, attention_mask, arguments)
     if softcap is not None:
-        raise ConfigError("model.attention: varlen has no soft-capping, and the model sets one; set it to mask")
+        raise ConfigError(
+            "model.attention: varlen does not support soft-capping, and the model uses it; set it to mask"
+        )
     rows, heads, tokens, _ = query.shape
     options: dict[str, Any] = {}
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:

@@ -157,7 +157,7 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} has another format than this version reads ({FORMAT})")
+            raise CheckpointError(f"{path} has a format that this version cannot read ({FORMAT})")
         lines = (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()
         return CheckpointState(lines=lines, **content)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -184,14 +184,14 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         if problem is None:
             return step, notes
         if is_named:
-            raise CheckpointError(f"--resume {step}: {problem}; `--resume latest` takes the newest whole checkpoint")
+            raise CheckpointError(f"--resume {step}: {problem}; `--resume latest` takes the newest complete checkpoint")
         earlier = [max((each for each in run_dir.checkpoint_steps() if each < step), default=None)]
         if rank == 0:
             set_aside(run_dir.checkpoint(step), "broken")
         dist.broadcast_object_list(earlier, src=0)  # one answer, whatever a rank's machine sees of a shared disk
         said = damaged(step, problem)
         if earlier[0] is None:
-            raise CheckpointError(f"{said}; there is none before it: start over with --clean")
+            raise CheckpointError(f"{said}; there is no earlier one: start over with --clean")
         step = earlier[0]
         notes.append(f"{said}; resuming from step {step}")
 
@@ -456,7 +456,7 @@ class CheckpointWriter:
                     f"the checkpoint of step {self._step} to be written",
                     waited_s=waited_s,
                     setting="training.collective_timeout_s",
-                    hint="A disk that hangs causes this.",
+                    hint="A disk that hangs can cause this.",
                 )
             heartbeat()
         self._writing = None

@@ -83,7 +83,7 @@ class OtherFormatError(CheckpointError):
     def __init__(self, folder: Path, found: object) -> None:
         super().__init__(
             f"{folder} has format {found!r}, of another version of this package ({FORMAT} is read); finish that run with that "
-            "version, or begin a new one (`model/` of a finished run can be its model.path)"
+            "version, or start a new one (`model/` of a finished run can be its model.path)"
         )
 
 
@@ -117,7 +117,7 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
             if size != expected["bytes"]:
                 return f"{path} has {size} bytes instead of {expected['bytes']}"
             if reads(name) and _checksum(path) != expected["sha256"]:
-                return f"{path} is damaged: its checksum is not the one it was written with"
+                return f"{path} is damaged: its checksum does not match"
         except FileNotFoundError:
             return f"{path} is missing"
         except (OSError, KeyError, TypeError) as error:

@@ -25,7 +25,7 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
     for name in _LOGIT_CHANGES:
         if config.get(name) not in (None, 1, 1.0):
             raise ConfigError(
-                f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not apply; "
+                f"model.path: {path!r} sets `{name}`, which the trainer's log-probabilities do not include; "
                 "models of this family cannot be trained yet"
             )
     layer_types = set(config.get("layer_types") or ())
@@ -35,7 +35,7 @@ def check_family(config: Mapping[str, Any], path: str, max_model_len: int) -> No
     if "chunked_attention" in layer_types and chunk is not None:
         if chunk < max_model_len:
             raise ConfigError(
-                f"model.path: {path!r} attends within chunks of {chunk} tokens, which the trainer does not apply; "
+                f"model.path: {path!r} attends within chunks of {chunk} tokens, which the trainer does not support; "
                 f"set inference.max_model_len (now {max_model_len}) to at most {chunk}"
             )
         layer_types.discard("chunked_attention")
@@ -55,14 +55,14 @@ def check_tokenizer_size(num_ids: int, num_embeddings: int | None) -> None:
     """
     if num_embeddings is not None and num_ids > num_embeddings:
         raise ConfigError(
-            f"model.path: the tokenizer has {num_ids} ids, the model's embedding {num_embeddings} rows: it is another model's, "
-            "or tokens were added to it; take the model's own tokenizer, or resize the embedding to it and save the model"
+            f"model.path: the tokenizer has {num_ids} ids, the model's embedding {num_embeddings} rows: it belongs to another "
+            "model, or tokens were added to it; use the model's own tokenizer, or resize the embedding to it and save the model"
         )
 
 
 def other_vocabulary(path: str, *, ours: int, theirs: int) -> str:
     """What is wrong with a reference at `path` that has `theirs` tokens where the policy has `ours`."""
     return (
-        f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to be "
-        "a model with the policy's tokenizer"
+        f"loss.reference: {path!r} has a vocabulary of {theirs} tokens, model.path one of {ours}; the reference has to use "
+        "the policy's tokenizer"
     )

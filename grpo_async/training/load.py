@@ -241,7 +241,7 @@ def _load(
         converted = read.convert(model, partial(_whole, files))
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.path: {path!r} does not hold what {read.target} is made of: {error}; copy the model again"
+            f"model.path: {path!r} lacks what {read.target} is made of: {error}; copy the model again"
         ) from error
     done = set()
     for target, tensor in converted.items():
@@ -265,7 +265,8 @@ def _whole(files: CheckpointFiles, key: str) -> torch.Tensor:
 def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...], path: str) -> None:
     if wanted != found:
         raise ConfigError(
-            f"model.path: {path!r} has {name} in the shape {list(found)}, its config.json says {list(wanted)}; copy the model again"
+            f"model.path: {path!r} has {name} in the shape {list(found)}, but its config.json says {list(wanted)}; copy the "
+            f"model again"
         )
 
 

@@ -258,7 +258,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if ctx.has_objective:
             gradients, ctx.gradients = ctx.gradients, None
             if gradients is None:
-                raise RuntimeError("an objective that is computed in chunks has one backward pass only")
+                raise RuntimeError("an objective that is computed in chunks has only one backward pass")
             return *gradients.result(upstream[2] / ctx.loss_scale), *nothing
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         temperature, transform, chunk_tokens, with_entropy, in_float32 = ctx.settings

@@ -92,7 +92,8 @@ def saved_modules(model: Any, section: LoraSection) -> list[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in own and not _is_in(name, chosen):
             raise ConfigError(
-                f"model.lora.modules_to_save: {name} is tied to one of {section.modules_to_save} and would move with it; name both"
+                f"model.lora.modules_to_save: {name} is tied to one of {section.modules_to_save} and would change with it; "
+                f"name both"
             )
     return chosen
 

@@ -221,7 +221,7 @@ class UserLoss:
         """
         loss = self._function(inputs, **self._arguments)
         expected = tuple(inputs.logprobs.shape)
-        wanted = f"it is to return a floating point tensor of shape {expected}, the loss of each token"
+        wanted = f"it has to return a floating-point tensor of shape {expected}, the loss of each token"
         if not isinstance(loss, torch.Tensor):
             raise RunError(f"loss.function: {self._name} returned a {type(loss).__name__}; {wanted}")
         if tuple(loss.shape) != expected or not loss.is_floating_point():

@@ -86,11 +86,11 @@ class Policy(nn.Module):
         super().__init__()
         if model.base_model is model:
             raise ConfigError(
-                f"model.path: {type(model).__name__} has no part that ends before the head; this family cannot be trained"
+                f"model.path: {type(model).__name__} has no submodule that ends before the head; this family cannot be trained"
             )
         if head_in_float32 and not is_plain_linear(model.get_output_embeddings()):
             raise ConfigError(
-                "model.head_dtype: the head has adapters, which compute in the dtype of the weights; take it from "
+                "model.head_dtype: the head has adapters, which compute in the dtype of the weights; remove it from "
                 "model.lora.target_modules, or leave head_dtype out"
             )
         self.model = model
@@ -214,7 +214,7 @@ def experts_per_token(model: Any) -> int:
     count = getattr(config, "num_experts_per_tok", None)
     if count is None or "router_logits" not in recorded:
         raise ConfigError(
-            f"model.router_aux_loss: {type(model).__name__} gives no router logits, so there is no load-balancing loss; "
+            f"model.router_aux_loss: {type(model).__name__} returns no router logits, so there is no load-balancing loss; "
             "set it to 0"
         )
     return int(count)
@@ -314,7 +314,7 @@ def shard_policy(
     """
     if cpu_offload and mesh.device_type == "cpu":
         raise ConfigError(
-            "training.cpu_offload: the trainer runs on the CPU, everything is in the machine's memory already; set it to false"
+            "training.cpu_offload: the trainer runs on the CPU, so everything is already in the machine's memory; set it to false"
         )
     if not any(parameter.device.type == "meta" for parameter in policy.parameters()):
         policy.to(mesh.device_type)

@@ -93,7 +93,7 @@ def _make_muon(policy: Policy, trained: Sequence[nn.Parameter], section: Optimiz
     matrices = [parameter for parameter in trained if parameter.ndim in (2, 3) and id(parameter) in in_layers]
     chosen = {id(parameter) for parameter in matrices}
     if not matrices:
-        raise ConfigError("optimizer.type: muon moves matrices of the layers, and none of them is trained; set adamw")
+        raise ConfigError("optimizer.type: muon updates matrices of the layers, and none of them is trained; set adamw")
     muon = {"params": matrices, "weight_decay": section.weight_decay, "is_muon": True}
     rest = [parameter for parameter in trained if id(parameter) not in chosen]
     adamw = [{**group, "is_muon": False} for group in _decay_groups(rest, section)]
@@ -197,7 +197,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient; no rank waits for another."""
         if closure is not None:
-            raise ValueError("AdamW8bit takes no closure")
+            raise ValueError("AdamW8bit does not support a closure")
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -128,7 +128,7 @@ def list_sources(model: Any) -> list[NamedTensor]:
         if len(shared) > 1 and any(source.product is not None for source in shared):
             names = " and ".join(source.name for source in shared)
             raise ConfigError(
-                f"LoRA: {names} are one tied weight, an adapter on one of them would untie it; take it from the targets"
+                f"LoRA: {names} are one tied weight, an adapter on one of them would untie it; remove it from the targets"
             )
         sources.append(next((source for source in shared if source.name not in tied), shared[0]))
     return sources
@@ -208,7 +208,7 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
         everything = _shapes(to_checkpoint(model, sources))
     except Exception as error:  # whatever transformers raises for a model that it cannot save either
         raise ConfigError(
-            f"transformers cannot bring {type(model).__name__} into the form of its checkpoint: {error}"
+            f"transformers cannot convert {type(model).__name__} to the format of its checkpoint: {error}"
         ) from error
     groups: dict[str, FusedTensors] = {}
     rest = list(sources)
@@ -217,7 +217,7 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
     missing = everything.keys() - {name for group in groups.values() for name in group.outputs}
     if missing or rest:
         raise ConfigError(
-            f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} come of tensors all over the model"
+            f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} depend on tensors all over the model"
         )
     return [groups[name] for name in sources if name in groups]
 

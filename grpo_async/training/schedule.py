@@ -54,5 +54,5 @@ def _after_warmup(config: ExperimentConfig) -> Callable[[int], float]:
         factor: Callable[[int], float] = scheduler.lr_lambdas[0]
         factor(0)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.schedule_kwargs: {name} cannot be made with them: {error}") from error
+        raise ConfigError(f"optimizer.schedule_kwargs: {name} cannot be created with them: {error}") from error
     return factor

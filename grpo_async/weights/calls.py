@@ -87,7 +87,7 @@ def failed_calls(
         try:
             error = call.exception(timeout=max(0.0, until - time.monotonic()))
         except TimeoutError:
-            error = DeadlineError(f"an answer of {name} to {phase}", waited_s=deadline_s, setting=setting)
+            error = DeadlineError(f"an answer from {name} to {phase}", waited_s=deadline_s, setting=setting)
         if error is not None and not isinstance(error, Exception):
             raise error
         if error is not None:

@@ -30,7 +30,7 @@ def fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKi
         return "nccl", "trainer and servers have separate GPUs"
     return (
         "gloo",
-        "some share a GPU and others do not, which neither nccl (one process per GPU) nor ipc (one GPU) can do",
+        "some share a GPU and others do not, which neither nccl (one process per GPU) nor ipc (one GPU) supports",
     )
 
 

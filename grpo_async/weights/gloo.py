@@ -99,7 +99,7 @@ class GlooBackend:
         num_bytes = int(length)
         if not 0 <= num_bytes <= _MAX_MESSAGE_BYTES:
             raise RuntimeError(
-                f"a message of {num_bytes} bytes in the weight group, at most {_MAX_MESSAGE_BYTES} are taken"
+                f"a message of {num_bytes} bytes in the weight group; at most {_MAX_MESSAGE_BYTES} are accepted"
             )
         body = torch.zeros(num_bytes, dtype=torch.uint8)
         if data is not None:

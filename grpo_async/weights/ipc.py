@@ -132,7 +132,7 @@ class IpcBackend:
         except ValidationError as error:
             raise RuntimeError(f"not a signal of the trainer: {problems_of(error)}") from error
         if signal.num_bytes != num_bytes:
-            raise RuntimeError(f"the trainer sends {signal.num_bytes} bytes, {num_bytes} are expected")
+            raise RuntimeError(f"the trainer sent {signal.num_bytes} bytes, but {num_bytes} were expected")
         if signal.handles is not None:
             if len(signal.handles) != group.world_size - 1:
                 raise RuntimeError(f"{len(signal.handles)} memory handles for {group.world_size - 1} workers")
@@ -141,7 +141,7 @@ class IpcBackend:
         mapped = self._known[signal.buffer]
         if mapped is None or mapped.numel() < num_bytes:
             raise RuntimeError(
-                f"the trainer speaks of buffer {signal.buffer}, which it has not shared with {num_bytes} bytes"
+                f"the trainer refers to buffer {signal.buffer}, which it has not shared with {num_bytes} bytes"
             )
         bucket = self._copy(mapped[:num_bytes])  # vLLM keeps what belongs to a layer until it has all of it
         self._finish_copies()

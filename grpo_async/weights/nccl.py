@@ -51,7 +51,7 @@ class NcclBackend:
             formed.result(timeout=timeout_s)
         except TimeoutError as error:
             self.close()
-            raise RuntimeError(f"NCCL's communicator did not form within {timeout_s:.0f} s") from error
+            raise RuntimeError(f"the NCCL communicator did not form within {timeout_s:.0f} s") from error
 
     def buffer(self, num_bytes: int) -> torch.Tensor:
         return self._buffers.take(num_bytes)

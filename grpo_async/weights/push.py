@@ -275,5 +275,5 @@ def _check_answers(answers: Mapping[str, Future[object]], early: dict[str, Excep
     for name, answer in answers.items():
         if answer.done():
             if (error := answer.exception()) is None:
-                error = early[name] = WeightPushError("it ended the update before all parameters were sent")
+                error = early[name] = WeightPushError("it ended the update before all parameters had been sent")
             raise WeightPushError(f"{name}: {error}") from error

@@ -152,7 +152,9 @@ def join_rendezvous(info: WeightInitInfo, *, rank: int, device: str) -> dist.Sto
     try:
         reason = store.get(_BEGIN).decode()  # within the store's `timeout`
     except RuntimeError as error:
-        raise RuntimeError(f"{NOT_FORMED}: no answer of the trainer within {info.timeout_s:.0f} s: {error}") from error
+        raise RuntimeError(
+            f"{NOT_FORMED}: no answer from the trainer within {info.timeout_s:.0f} s: {error}"
+        ) from error
     if reason:
         raise RendezvousAbortedError(f"{NOT_FORMED}, the trainer aborted it: {reason}")
     return store
@@ -170,11 +172,13 @@ def problem_with_store(info: WeightInitInfo) -> str | None:
     file = Path(info.store_file)
     named = file.is_absolute() and file.name == _NAME and file.parent.name.startswith(_PREFIX)
     if not named or "\0" in info.store_file:
-        return f"{file} is not the name of a store that a trainer makes"
+        return f"{file} is not the name of a trainer's store"
     try:
         folder, found = file.parent.lstat(), file.lstat()
         if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid() or folder.st_mode & 0o777 != 0o700:
-            return f"{file.parent} is not a private folder of the user of this server; run it as the same user as the trainer"
+            return (
+                f"{file.parent} is not a private folder of this server's user; run it as the same user as the trainer"
+            )
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             return f"{file} is not a file of the user that runs this server"
         with file.open("rb") as stream:

@@ -83,7 +83,7 @@ class WeightTransport:
         """
         self.close()
         if not servers:
-            raise WeightPushError("there is no server to connect with")
+            raise WeightPushError("there is no server to connect to")
         ranks: dict[str, int] = {}  # of each server's first worker
         world_size = 1
         for server in servers:
@@ -110,7 +110,7 @@ class WeightTransport:
                     self._backend = self._join(rendezvous)
                 except RuntimeError as error:
                     broken = error
-                    rendezvous.abort(f"not all workers came within {self._timeout_s:.0f} s")
+                    rendezvous.abort(f"not all workers joined within {self._timeout_s:.0f} s")
                 # once it is aborted, every worker that is alive says so
                 deadline_s = GRACE_S if broken else self._timeout_s + GRACE_S
                 errors = failed_calls(joins, phase="connect", deadline_s=deadline_s)

@@ -76,7 +76,7 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
     """
     if [len(scores) for scores in trainer] != [len(scores) for scores in server]:
         raise ValueError(
-            f"log-probabilities of other numbers of tokens: trainer {[len(scores) for scores in trainer]}, "
+            f"log-probabilities of different numbers of tokens: trainer {[len(scores) for scores in trainer]}, "
             f"server {[len(scores) for scores in server]}"
         )
     differences = [

@@ -53,7 +53,7 @@ def open_weights(file: Path, framework: Literal["numpy", "pt"]) -> Any:
         return safe_open(file, framework=framework)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"model.path: {file} is not a whole safetensors file: {error}; copy the model again"
+            f"model.path: {file} is not a complete safetensors file: {error}; copy the model again"
         ) from error
 
 
@@ -61,7 +61,7 @@ def no_weights(folder: Path) -> str:
     """Why a folder without `weight_files` cannot be loaded."""
     if any((folder / name).is_file() for name in _PICKLED):
         return (
-            f"{folder} holds its weights as pickled .bin files, which may run code when they are read; convert them "
+            f"{folder} holds its weights as pickled .bin files, which can run code when they are read; convert them "
             "once: AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder) writes safetensors"
         )
-    return f"{folder} holds no weights that can be loaded: neither {SINGLE} nor {INDEX} is there"
+    return f"{folder} holds no weights that can be loaded: neither {SINGLE} nor {INDEX} exists"

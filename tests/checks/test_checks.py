@@ -100,7 +100,7 @@ def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_pa
     config = make_config(tmp_path, rollout={"agent": agent}, rewards=[{"function": reward}])
     notes = "\n".join(check_inputs(config, engine=EMBEDDED))
     assert "rollout.agent: grpo_async.quickstart.agent:run makes the rollouts" in notes
-    assert "3 at once, each in at most 300 s; it calls the model at an endpoint on 127.0.0.1" in notes
+    assert "3 at once, each for at most 300 s; it calls the model at an endpoint on 127.0.0.1" in notes
     assert "its own reward (`agent`, weight 1) is added to that of grpo_async.rewards.text:exact_match" in notes
     for section, told in (
         ({"function": "grpo_async.quickstart.agent:runn"}, r"rollout\.agent\.function: .*did you mean 'run'"),
@@ -249,7 +249,7 @@ def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_not
         with pytest.raises(ConfigError, match=rf"inference\.urls: {server.url}: it is not a server of grpo-async"):
             check_inputs(config, engine=external)
     notes = check_inputs(config, engine=external)
-    assert any(note.startswith(f"inference.urls: {server.url} does not serve now (") for note in notes)
+    assert any(note.startswith(f"inference.urls: {server.url} is not serving now (") for note in notes)
 
 
 def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Pa
     tokenizer.eos_token = "<|endoftext|>"
     problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
     assert [status for status, _ in problems] == ["warn"]
-    assert "goes on after an answer with ['<|im_end|>'" in problems[0][1]
+    assert "after an answer the chat template continues with ['<|im_end|>'" in problems[0][1]
     assert _problems(check_chat_template(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))) == []
 
 
@@ -107,7 +107,7 @@ def test_prompts_that_change_when_they_are_tokenized_again_are_a_warning(
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decode(ids, **options).replace("world", " world"))
     problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
     assert [status for status, _ in problems] == ["warn"]
-    assert "prompt 0 as text encodes to other ids from token " in problems[0][1]
+    assert "prompt 0 re-encodes to different ids from token " in problems[0][1]
 
 
 def test_a_prompt_with_ids_that_the_model_has_not_fails(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_a_step_the_latest_the_best_or_a_folder(tmp_path: Path) 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_module, "check_inputs", lambda *_, **__: [])
-    with pytest.raises(ConfigError, match="evaluation: the configuration has none"):
+    with pytest.raises(ConfigError, match="evaluation: the configuration has no such section"):
         evaluate(make_config(tmp_path), checkpoint=None, run=None, out=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()

@@ -66,7 +66,7 @@ CASES = [
     Case(key="reward-trend", severity=WARNING, what=["The reward is flat"]),
     Case(key="reward-trend", severity=ERROR, what=["The reward fell"], metrics=steps(20, first=0.8, last=0.3), query=""),
     Case(key="reward-trend", severity=NOTE, metrics=steps(5)),  # too few steps
-    Case(key="reward-trend", severity=WARNING, what=["The reward was at its top from the first step on"],
+    Case(key="reward-trend", severity=WARNING, what=["The reward was at its maximum from the first step on"],
          metrics=steps(20, first=1.0, last=1.0, reward_min=0.5)),
     Case(key="zero-variance", severity=ERROR, what=["95%", "A group of 8"], query="group_std=0",
          metrics=steps(20, first=0.0, last=0.0, frac_reward_zero_std=0.95), more={"config": {"rollout": {"group_size": 8}}}),
@@ -87,20 +87,20 @@ CASES = [
     *(Case(key="held-out", severity=ERROR, metrics=metrics, more={"evaluations": _evaluations(0.6, 0.4, 0.3)})
       for metrics in (RISES, _flat())),
     Case(key="held-out-peaked", severity=None, more={"evaluations": _evaluations(0.6, 0.4, 0.3)}),  # best before training
-    Case(key="held-out-peaked", severity=WARNING, what=["The held-out reward was better before", "0.7 at step 10"],
+    Case(key="held-out-peaked", severity=WARNING, what=["The held-out reward was better earlier", "0.7 at step 10"],
          more={"evaluations": _evaluations(0.2, 0.7, 0.2)}),
     Case(key="held-out", severity=GOOD, metrics=RISES, more=RISES_HELD_OUT),  # below its best, it has risen all the same
     Case(key="held-out-peaked", severity=WARNING, metrics=RISES, more=RISES_HELD_OUT),
     Case(key="no-evaluation", severity=NOTE, metrics=RISES),
     # off policy: the server's from the first step on, or it came with training; a ratio of 0.5 is as far as 2
-    Case(key="off-policy", severity=ERROR, what=["0.5 nats", "in the first step already"],
+    Case(key="off-policy", severity=ERROR, what=["0.5 nats", "already so in the first step"],
          metrics=_flat(sampling__sampling_logp_difference__mean=0.5)),
-    Case(key="off-policy", severity=WARNING, what=["importance ratio is 1.2", "It came with training"],
+    Case(key="off-policy", severity=WARNING, what=["importance ratio is 1.2", "It developed during training"],
          metrics=_flat(from_step=6, **{f"{RATIO}__mean": 1.2})),
     Case(key="off-policy", severity=ERROR, metrics=_flat(**{f"{RATIO}__mean": 0.5})),
     # with rollout.top_p the first step shows what it cuts off
     Case(key="off-policy", severity=None, metrics=CUT_OFF, more={"config": {"rollout": {"top_p": 0.8}}}),
-    Case(key="off-policy", severity=ERROR, what=["0.5 nats on average more than in the first step", "It came with training"],
+    Case(key="off-policy", severity=ERROR, what=["0.5 nats on average more than in the first step", "It developed during training"],
          metrics=[{**row, DIFFERENCE: 0.2 if row["step"] < 6 else 0.7} for row in CUT_OFF],
          more={"config": {"rollout": {"top_p": 0.8}}}),
     Case(key="entropy", severity=WARNING, what=["The entropy collapsed"], metrics=_flat(from_step=9, entropy=0.01)),

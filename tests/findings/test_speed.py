@@ -65,7 +65,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     # 1 x 0.3 / 0.1 = 3 steps between pushes; max_staleness 1 allows 2, max_staleness 3 the 3
     ({}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 2), ""),
     ({"max_staleness": 3}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 3), ""),
-    ({"weight_sync_steps": 2}, {"push_fraction": 0.3}, "weight pushes", None, "rollout.max_staleness 1 allows no fewer"),
+    ({"weight_sync_steps": 2}, {"push_fraction": 0.3}, "weight pushes", None, "rollout.max_staleness 1 does not allow fewer"),
     ({}, {"push_fraction": 0.19}, "nothing", None, ""),
     # 60 s of 50 steps of 10 s: 0.12; 50 x 0.12 / 0.05 = 120
     ({}, {"checkpoint_s": 60.0}, "checkpoints", ("checkpoint.every_steps", 50, 120), ""),

@@ -213,7 +213,7 @@ SAID = {
     "all rewards 1": "All rewards are 1", "learning rate 1e-9, synchronous": "optimizer.lr",
     "all rewards 1, trained all the same": "All rewards are 1", "a reward raises, no evaluation": RAISES,
     "a reward raises in the first evaluation": RAISES, "truncated": "rollout.max_completion_tokens is 16",
-    "before its first step": "No optimizer step has ended yet", "learns, the last evaluation failed": "The evaluation failed",
+    "before its first step": "No optimizer step has finished yet", "learns, the last evaluation failed": "The evaluation failed",
     "ended before its first step": "the server ended with status 1",
 }  # fmt: skip
 

@@ -239,7 +239,7 @@ def test_a_start_that_is_seen_to_work_has_six_times_as_long(monkeypatch: pytest.
     assert [wait(200.0, works=True) for _ in range(8)] == [STARTING] * 8
     assert wait(199.0, works=True) is STARTING
     assert wait(2.0, works=True) is DOWN
-    assert "although it works: it has had 1801 s" in asked[0]
+    assert "although it is still working: it has had 1801 s" in asked[0]
     fleet.on_launcher_message({"kind": "server", "index": 0, "event": "starting"})
     assert wait(299.0, works=False) is STARTING
     assert wait(2.0, works=False) is DOWN

@@ -73,7 +73,7 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
     assert f"  memory   by estimate {plan.trainer}" in made.describe()
     assert f"  memory   by estimate {plan.server}" in made.describe()
-    assert "sleeping gains nothing" not in made.describe()
+    assert "sleeping has no benefit" not in made.describe()
 
 
 def test_what_the_user_says_of_the_cache_is_taken_and_a_fraction_becomes_a_cache(tmp_path: Path, model: str) -> None:
@@ -95,7 +95,7 @@ def test_a_gpu_that_seems_too_small_is_a_warning_and_vllm_gets_at_least_one_sequ
     plan = _plan(config, gpu_bytes=3 * GIB)
     assert plan.cache_mb == -(-20_000 * TOKEN_BYTES // 2**20)
     (note,) = plan.notes
-    assert "the trainer and vLLM beside it" in note
+    assert "the trainer and vLLM next to it" in note
     assert "model.activation_checkpointing" in note
     tight = make_config(tmp_path, model={"path": model}, training={"micro_batch_tokens": 1 << 20})
     assert [note.split(": ")[1].split(" ")[:2] for note in _plan(tight, ("0", "1"), 1 << 34).notes] == [

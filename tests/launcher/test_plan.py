@@ -228,7 +228,7 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
     assert list(shares.shared) == shared
     assert any("share GPU" in note for note in shares.notes) == bool(shared)
     idle = "".join(gpu for gpu in gpus if gpu not in trainer + "".join(servers))
-    assert any(f"GPU {','.join(idle)} of this machine: nothing" in note for note in shares.notes) == bool(idle)
+    assert any(f"GPU {','.join(idle)} of this machine: not used" in note for note in shares.notes) == bool(idle)
 
 
 @pytest.mark.parametrize(

@@ -175,7 +175,7 @@ def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: 
         _refused(make_config(tmp_path, **{section: values}), "put them back", resume="latest")
     changed = make_config(tmp_path, optimizer={"lr": 0.5}, inference={"threads": 2})
     start = check_start(changed, resume="latest", clean=False)
-    assert start.notes == ("changed since the run began: optimizer.lr: 1e-06 -> 0.5",)
+    assert start.notes == ("changed since the run started: optimizer.lr: 1e-06 -> 0.5",)
 
 
 def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:

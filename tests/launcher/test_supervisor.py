@@ -181,7 +181,7 @@ def test_a_preflight_shows_the_checks_and_leaves_the_run_directory_alone(tmp_pat
     assert ["pass", "logprobs", "mean", "1e-6"] in lines
     assert ["fail", "memory", "little", "is", "left"] in lines
     assert "error: preflight: 1 of 2 checks failed: memory" in launcher.output
-    assert "launch.nodes: 3 machines; the checks are made on this one only" in launcher.output
+    assert "launch.nodes: 3 machines; the checks run on this one only" in launcher.output
     assert "checkpoint" not in launcher.output
 
 

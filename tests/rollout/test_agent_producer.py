@@ -173,7 +173,7 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
         return AgentResult()
 
     completions, _ = _produce(run, section={"timeout_s": 0.3})
-    assert {each.error for each in completions} == {"the agent did not end within rollout.agent.timeout_s = 0.3 s"}
+    assert {each.error for each in completions} == {"the agent did not finish within rollout.agent.timeout_s = 0.3 s"}
 
 
 def test_the_section_says_whose_settings_of_sampling_hold() -> None:
@@ -209,7 +209,7 @@ def test_an_agent_that_never_calls_the_model_has_failed() -> None:
 
     completions, _ = _produce(run)
     assert completions[0].status is RolloutStatus.FAILED
-    assert "ended without a call of the model that was answered" in (completions[0].error or "")
+    assert "ended without an answered call to the model" in (completions[0].error or "")
 
 
 def test_without_reward_functions_the_agent_has_to_say_its_reward() -> None:
@@ -252,7 +252,7 @@ def test_an_agent_that_fails_because_no_server_answers_says_so() -> None:
 
     completions, _ = _produce(run, policy=_policy(say))
     assert completions[0].error == (
-        "answered 503 (its last call of the model failed: ServerUnavailableError: connection refused)"
+        "answered 503 (its last call to the model failed: ServerUnavailableError: connection refused)"
     )
 
 

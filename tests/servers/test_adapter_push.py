@@ -64,7 +64,7 @@ def test_a_server_with_another_base_or_none_is_refused(tmp_path: Path) -> None:
         # a trainer that does not ask is refused by the server itself
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AdapterParameters, "problems", lambda *_: [])
-            with pytest.raises(WeightPushError, match="adapters of another base"):
+            with pytest.raises(WeightPushError, match="these adapters have a different base model"):
                 push(server.url, None, policy, section, 1)
         assert all(torch.equal(tensor, before[name]) for name, tensor in _served(server).items())
         assert server.info().policy_version == 0

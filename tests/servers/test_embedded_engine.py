@@ -226,7 +226,10 @@ def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_diffe
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             raise KeyError("no such cache")
 
-    for broken, words in ((ForgetsPositions, "not served right"), (Raises, "no such cache.*inference.engine: vllm")):
+    for broken, words in (
+        (ForgetsPositions, "not served correctly"),
+        (Raises, "no such cache.*inference.engine: vllm"),
+    ):
         model.__class__ = broken
         with pytest.raises(ConfigError, match=words):
             check_against_model(_engine(model), model)

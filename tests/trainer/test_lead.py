@@ -287,7 +287,7 @@ def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
         Check(name="logprobs", status="fail", detail="they differ by 3 nats"),
     ]
     with pytest.raises(
-        RunError, match=r"the preflight found what would spoil the run:\nlogprobs: they differ by 3 nats$"
+        RunError, match=r"the preflight found problems that would spoil the run:\nlogprobs: they differ by 3 nats$"
     ):
         _lead(make_config(tmp_path))
     assert stub.events[-1] == "preflight"

@@ -240,7 +240,7 @@ def _config(**settings: Any) -> Any:
             torch.bfloat16,
             _config(head_dim=512),
             "mask",
-            "at most 256 dimensions, and those of the model have 512",
+            "at most 256 dimensions, and the model's have 512",
         ),
     ],
 )

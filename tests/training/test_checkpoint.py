@@ -96,7 +96,7 @@ def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_m
     ]  # fmt: skip
     assert found["notes"][-1].endswith("resuming from step 1")
     assert found["left"] == ["broken_step_2", "broken_step_3", "step_1"]
-    assert "__0_0.distcp is missing; there is none before it" in found["none"]
+    assert "__0_0.distcp is missing; there is no earlier one" in found["none"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])

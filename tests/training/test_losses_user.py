@@ -70,7 +70,7 @@ def test_a_loss_that_cannot_be_called_is_refused_at_the_start(name: str, argumen
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("returns_a_number", r"returned a float; it is to return a floating point tensor of shape \(2,\)"),
+        ("returns_a_number", r"returned a float; it has to return a floating-point tensor of shape \(2,\)"),
         ("returns_the_mean", r"returned a tensor of shape \(\) and torch.float32"),
         ("forgets_the_gradient", "without gradient, so nothing would be learned"),
     ],

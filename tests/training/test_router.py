@@ -74,5 +74,5 @@ def test_the_loss_of_a_packed_batch_is_that_of_its_samples_unpacked(
 
 
 def test_a_model_without_a_router_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.router_aux_loss: LlamaForCausalLM gives no router logits"):
+    with pytest.raises(ConfigError, match=r"model\.router_aux_loss: LlamaForCausalLM returns no router logits"):
         Policy(build_family("llama"), temperature=1.0, chunk_tokens=16, with_router_loss=True)

@@ -232,7 +232,7 @@ def test_an_answer_before_everything_was_sent_is_a_failure_of_that_server(monkey
     _gather_after_the_answer_of_a(push, monkeypatch)
     failed = push.fail()
     assert list(failed.failures) == ["a"]
-    assert "before all parameters were sent" in str(failed)
+    assert "before all parameters had been sent" in str(failed)
 
 
 def _short(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> WeightsSection:

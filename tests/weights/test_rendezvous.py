@@ -140,7 +140,7 @@ def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(
     check_membership(_info(store))
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: NOBODY)
-        assert "not a private folder of the user of this server" in _refusal(store)
+        assert "not a private folder of this server's user" in _refusal(store)
     bytes_of_it = store.read_bytes()
     ssh = tmp_path / ".ssh"
     ssh.mkdir(mode=0o700)

@@ -48,7 +48,7 @@ def test_a_token_that_one_side_holds_impossible_is_an_infinite_difference() -> N
     ("trainer", "server"), [([[-1.0]], [[-1.0, -2.0]]), ([[-1.0]], []), ([[-1.0], []], [[-1.0], [-1.0]])]
 )
 def test_other_numbers_of_tokens_are_refused(trainer: list[list[float]], server: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="other numbers of tokens"):
+    with pytest.raises(ValueError, match="different numbers of tokens"):
         compare_logprobs(trainer, server)
 
 

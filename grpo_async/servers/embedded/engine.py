@@ -473,7 +473,7 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
     if not all(error <= _TOLERANCE[model.dtype] for error in errors):  # NaN fails this too
         raise ConfigError(
             f"model.path: logprobs of the embedded engine and of a plain forward of {model.config.model_type} differ by "
-            f"{errors} nats, so this architecture is not served right; use `inference.engine: vllm`"
+            f"{errors} nats, so this architecture is not served correctly; use `inference.engine: vllm`"
         )
 
 

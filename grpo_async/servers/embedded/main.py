@@ -81,7 +81,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     except Exception as error:  # whatever transformers makes of a broken file, or of a family that it does not know
         raise ConfigError(
             f"model.path: {config.model.path} cannot be loaded by the embedded engine: {type(error).__name__}: {error}\n"
-            "copy the model again if a file is broken; set inference.engine: vllm if its family is none of this engine's"
+            "copy the model again if a file is broken; set inference.engine: vllm if this engine does not support its family"
         ) from error
     model = model.to(inference.embedded.device).eval().requires_grad_(False)
     if config.model.head_dtype == "float32":
@@ -227,7 +227,7 @@ def start_listening(listener: socket.socket) -> None:
 
 def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        what = "another process, perhaps another server, has this address; end it, or choose another --port"
+        what = "another process, perhaps another server, is using this address; stop it, or choose another --port"
     else:
         what = f"{error}; choose another inference.host or --port"
     return ConfigError(f"cannot bind {_address(host, port)}: {what}")

@@ -116,7 +116,7 @@ class EngineThread:
             self._send_chunks()
             self._end("the server is shutting down")
         except Exception as error:
-            logger.exception("the engine failed; every request ends with an error")
+            logger.exception("the engine failed; every request fails")
             reason = f"the engine failed: {type(error).__name__}: {error}"
             self._end(reason)
             self._engine.fail_all(reason)
@@ -164,7 +164,7 @@ class EmbeddedEngine(Engine):
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
         tokenizer_options: of the model's, such as `revision`.
         on_failure: called in the event loop after the engine failed and every request got the error.
-        timeout_s: for the engine to end its step, after which an answer is 503.
+        timeout_s: for the engine to finish its step, after which an answer is 503.
     """
 
     def __init__(
@@ -287,12 +287,12 @@ class EmbeddedEngine(Engine):
         specs = parameter_specs(info)
         if info.base is not None:
             if info.base.digest != (await self.parameters()).base_digest:
-                raise UpdateRefusedError("adapters of another base than this server's")
+                raise UpdateRefusedError("these adapters have a different base model than this server")
             problems = self._base.problems(specs, self._shapes)
         else:
             served = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._parameters.items()}
             problems = check_names(specs, self._shapes) + [
-                f"{spec.name} has the dtype {spec.dtype_name}, the server's {served[spec.name]}"
+                f"{spec.name} has the dtype {spec.dtype_name}, but on the server {served[spec.name]}"
                 for spec in specs
                 if served.get(spec.name, spec.dtype_name) != spec.dtype_name
             ]
@@ -342,7 +342,7 @@ class EmbeddedEngine(Engine):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise DeadlineError(
-                "the engine to end its step",
+                "the engine to finish its step",
                 waited_s=self._timeout_s,
                 setting="inference.heartbeat_timeout_s",
                 hint="It is stuck, or the machine is too slow for prompts of this length.",

@@ -110,7 +110,7 @@ def vllm_installed() -> tuple[bool, str]:
     if not torch.cuda.is_available():
         return (
             False,
-            f"{name} {version} is installed, but torch sees no GPU, and on a CPU another build serves; {INSTALL}",
+            f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}",
         )
     return True, f"{name} {version} is installed and torch sees {torch.cuda.device_count()} GPU(s)"
 
@@ -132,7 +132,7 @@ def vllm_command(
     host = config.inference.host
     if not is_loopback(host) and not base.get(TOKEN_VARIABLE):
         raise ConfigError(
-            f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anybody could "
+            f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anyone could "
             f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
         )
     if config.model.head_dtype is not None and (found := _distribution()) is not None:

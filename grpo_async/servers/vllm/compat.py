@@ -85,10 +85,10 @@ class WorkerExtension:
             with set_current_vllm_config(self.vllm_config):
                 load_weights(self.model_runner.get_model(), model_config, weights)
         except UpdateFailedError as error:
-            logger.warning("a weight update broke off: %s", error)
+            logger.warning("a weight update was interrupted: %s", error)
             return f"worker {self.rank}: {error}"
         except Exception:
-            logger.exception("loading new weights failed: ending this server")
+            logger.exception("loading new weights failed: stopping this server")
             for handler in logger.handlers:
                 handler.flush()
             os._exit(1)
@@ -346,7 +346,7 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     model_config = engine.vllm_config.model_config
     if model_config.quantization is not None:
         raise UpdateRefusedError(
-            f"it serves weights quantized by {model_config.quantization}, and what is pushed is not; serve a checkpoint that is "
+            f"its weights are quantized by {model_config.quantization}, and pushed weights are not; serve a checkpoint that is "
             "not quantized, without --quantization in inference.vllm.extra_args"
         )
     digest = base.digest_or_none()

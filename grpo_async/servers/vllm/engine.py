@@ -238,7 +238,7 @@ class VllmEngine(Engine):
             raise HTTPException(409, "the server sleeps: POST /wake_up first")
         specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
-            raise UpdateRefusedError("adapters of another base than this server's")
+            raise UpdateRefusedError("these adapters have a different base model than this server")
         find_problems = check_names if info.base is None else self._base.problems
         problems = find_problems(specs, served.shapes, served.optional)
         if problems:

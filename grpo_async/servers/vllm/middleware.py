@@ -43,7 +43,7 @@ class RolloutMiddleware:
         try:
             await self._engine.warm_up()
         except Exception as error:
-            logger.exception("the first requests failed: ending this server")
+            logger.exception("the first requests failed: stopping this server")
             await receive()  # waits: lifespan.startup, which is there
             return await send({"type": "lifespan.startup.failed", "message": f"{type(error).__name__}: {error}"})
         self._ours = RolloutApp(self._engine).app
