@@ -249,7 +249,7 @@ class Fleet:
                     for tracked in self._tracked
                 )
                 if all(state is ServerState.GONE for state in states):
-                    raise RunError(f"gave up on every inference server: {described}")
+                    raise RunError(f"every inference server was given up: {described}")
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(

@@ -109,7 +109,7 @@ class SpawnedServer:
         self.count_as_served()
         if down_since is not None:
             took_s = time.monotonic() - down_since
-            self._display.note(f"the {self.name} is serving again, {took_s:.1f} s after it was lost")
+            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
 
     def count_as_served(self) -> None:
         """Its end is no longer that of a server that cannot start."""
@@ -196,7 +196,7 @@ class SpawnedServer:
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
         for process in await self._servers.children.tree.kill_below(child.pid, tag_of(self._spec), KILL_TIMEOUT_S):
-            self._display.warning(f"process {process.pid} of the {self.name} survived SIGKILL")
+            self._display.warning(f"process {process.pid} of the {self.name} does not end even by SIGKILL")
         await asyncio.wait([child.exited], timeout=KILL_TIMEOUT_S)
         return child.describe_end(how=end.how)
 
@@ -209,13 +209,13 @@ class SpawnedServer:
             return _End(how=f"could not be started: {error}", asked=False)
         assert self.child is not None
         self._tell("starting", f"restart {self._restarts.in_a_row}")
-        self._display.note(f"restarting the {self.name} (log: {self.child.log.name})")
+        self._display.note(f"the {self.name} starts again (log: {self.child.log.name})")
         return None
 
     def _give_up(self, end: _End, last_words: str) -> None:
         number = self._restarts.in_a_row
         after = f"after {count(number, 'consecutive restart')} (inference.max_restarts)"
-        self.given_up = f"gave up on the {self.name} {after}: it {end.how}"
+        self.given_up = f"the {self.name} was given up {after}: it {end.how}"
         self._tell("given_up", f"{end.how}, {after}")
         self._servers.gave_up(self, last_words)
 

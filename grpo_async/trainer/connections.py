@@ -149,7 +149,7 @@ class StateLogger:
                 if server.state is ServerState.SERVING:
                     self._tell(f"{server.name} serves; {count}")
                 elif server.state is ServerState.GONE:
-                    self._tell(f"gave up on {server.name}: {self._fleet.last_message(server.index)}; {count}")
+                    self._tell(f"{server.name} is given up: {self._fleet.last_message(server.index)}; {count}")
                 elif server.state is ServerState.DOWN and before is not None:
                     self._tell(f"{server.name} is fenced: {self._fleet.last_message(server.index)}; {count}")
 

@@ -167,10 +167,10 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
             "has a vocabulary of 9 tokens, model.path one of 7",
         ),
         ({"model": {"path": "{folder}/train.jsonl"}}, "model.path: {folder}/train.jsonl is a file"),
-        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is not a whole safetensors file: "),
+        ({"model": {"path": "{folder}/cut"}}, "model.safetensors is not a complete safetensors file: "),
         (
             {"model": {"path": "{folder}/renamed"}},
-            "neither model.safetensors nor model.safetensors.index.json is there",
+            "neither model.safetensors nor model.safetensors.index.json exists",
         ),
         ({"model": {"path": "{folder}/deep"}}, "model.path: cannot read {folder}/deep/config.json"),
         (
@@ -358,7 +358,7 @@ def test_a_start_takes_the_tokenizer_only_where_a_prompt_may_be_too_long(
         ("model/config.json", '{"layer_types": [[1]]}', "config.json has layer_types: [[1]]"),
         ("model/config.json", '{"vocab_size": "7"}', "config.json has vocab_size: '7'"),
         ("model/config.json", "[]", "config.json is no mapping"),
-        ("model/model.safetensors", "", "is not a whole safetensors file"),
+        ("model/model.safetensors", "", "is not a complete safetensors file"),
         ("model/tokenizer.json", "{}", "cannot load a tokenizer"),
         ("model/tokenizer.json", "[" * 5000, "cannot load a tokenizer"),
     ],

@@ -67,7 +67,7 @@ def test_a_tied_head_that_the_file_holds_too_counts_once(tmp_path: Path) -> None
 @pytest.mark.parametrize("content", [b"", b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 16, (5).to_bytes(8, "little") + b"[1,2]"])
 def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"model.path: .*model\.safetensors is not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=r"model.path: .*model\.safetensors is not a complete safetensors file"):
         count_parameters(str(tmp_path))
 
 

@@ -184,5 +184,5 @@ def test_the_best_steps_before_a_collapse_are_named_also_where_steps_have_no_rew
     rows = [{**row, "reward": 1.0 if row["step"] in (4, 5, 7) else 0.0} for row in steps(16)]
     del rows[5]["reward"]
     found = _found(Evidence(metrics=rows))["collapsed"]
-    assert "It was 1 at steps 4 to 7, and is 0 now." in found.text
+    assert "It was 1 at steps 4 to 7, and is now 0." in found.text
     assert found.numbers["best_step"] == 4

@@ -54,7 +54,7 @@ def test_a_killed_server_is_fenced_and_its_restart_asked_for_once() -> None:
         assert [one.url for one in watch.fleet.serving()] == [other.url]
         watch.wait(lambda: bool(watch.restarts), "the restart to be asked for")
         ((index, reason),) = watch.restarts
-        assert (index, "connection broke" in reason) == (0, True)
+        assert (index, "connection was lost" in reason) == (0, True)
         assert [failure.reason for failure in watch.fleet.failures] == [reason]
         assert watch.fleet.failures[0].recovery_s is None
 

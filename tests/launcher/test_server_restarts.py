@@ -113,7 +113,7 @@ def test_a_server_that_dies_in_every_incarnation_is_given_up_with_its_own_last_l
         assert launcher.left() == {}
         error = launcher.output[launcher.output.index("error: ") :]
         assert (
-            "gave up on the inference server after 2 consecutive restarts (inference.max_restarts): "
+            "the inference server was given up after 2 consecutive restarts (inference.max_restarts): "
             "it ended with exit code 3\n" in error
         )
         assert "  KV cache does not fit\n  giving up\n" in error

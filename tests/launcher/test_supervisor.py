@@ -35,7 +35,7 @@ def test_a_run_that_finishes_exits_0_ends_the_server_shows_the_summary_and_notes
     # a start that is refused leaves the note of the job that has the directory
     (run / "metrics.jsonl").write_text('{"step": 1}\n')  # else it would begin there again
     monkeypatch.setenv("SLURM_JOB_ID", "43")
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         launch(make_config(tmp_path))
     assert (logs / "slurm_job").read_text() == "42\n"
 

@@ -110,7 +110,7 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
         ({"transport": "nccl"}, 500, "nccl"),
         ({"transport": "pigeon"}, 400, "transport"),
         ({"key": "AAAA me@home"}, 400, "key"),
-        ({"master_port": 0, "store_file": str(Path.home() / ".ssh/authorized_keys")}, 400, "not the name of a store"),
+        ({"master_port": 0, "store_file": str(Path.home() / ".ssh/authorized_keys")}, 400, "not the name of a trainer's store"),
     ]
     for change, status, words in cases:
         info = _membership(timeout_s=60.0) | change

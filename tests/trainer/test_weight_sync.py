@@ -340,7 +340,7 @@ def test_a_server_of_another_dtype_is_warned_about_and_nothing_else_is(
     with caplog.at_level(logging.WARNING):
         w.sync.push(0, before_gather=_nothing)
     warned = [record.getMessage() for record in caplog.records]
-    assert ["the server serves bfloat16, inference.dtype says float32" in text for text in warned] == [True] * count
+    assert ["the server serves bfloat16, but inference.dtype is float32" in text for text in warned] == [True] * count
 
 
 def test_a_server_whose_logits_are_in_another_dtype_than_asked_for_is_refused(world: Any) -> None:

@@ -140,7 +140,7 @@ def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "qwen3", max_shard_size="60KB")
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=rf"{first.name} is not a whole safetensors file"):
+    with pytest.raises(ConfigError, match=rf"{first.name} is not a complete safetensors file"):
         _load(folder)
     second.unlink()
     with pytest.raises(ConfigError, match=rf"names files that are not there: \['{second.name}'\]"):

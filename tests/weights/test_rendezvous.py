@@ -145,8 +145,8 @@ def test_a_server_opens_no_file_but_a_store_that_its_own_user_has_made(
     ssh = tmp_path / ".ssh"
     ssh.mkdir(mode=0o700)
     for wrong in (ssh / "authorized_keys", ssh / "store", store.parent / "other"):
-        assert "not the name of a store" in _refusal(wrong)
-    assert "not the name of a store" in str(problem_with_store(_info(f"/\0/{store.parent.name}/store")))
+        assert "not the name of a trainer's store" in _refusal(wrong)
+    assert "not the name of a trainer's store" in str(problem_with_store(_info(f"/\0/{store.parent.name}/store")))
     shutil.copy(store, ssh / "store")
     (tmp_path / "grpo-async-weights-link").symlink_to(ssh)
     assert "not a private folder" in _refusal(tmp_path / "grpo-async-weights-link" / "store")
