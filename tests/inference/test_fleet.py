@@ -178,7 +178,7 @@ def test_an_external_server_that_fails_every_push_is_left_alone_for_longer_and_l
         for number in range(3):  # one that has served in between is back at once
             watch.wait_state(READY)
             watch.serve_all()
-            watch.fleet.fence(watch.fleet.server(0), "its connection broke")
+            watch.fleet.fence(watch.fleet.server(0), "its connection was lost")
             assert len(watch.fleet.failures) == number + 1  # each a new one, after it had served
         watch.wait_state(READY)
         watch.fleet.fence(watch.fleet.server(0), "the update was refused")  # the second time since it served

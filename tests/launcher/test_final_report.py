@@ -44,7 +44,7 @@ def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
     run_dir.report.mkdir()  # nothing can be put in its place
     assert _end(tmp_path, run_dir) == 0
     said = capsys.readouterr().err
-    assert said.startswith("warning: there is no report.html: ")
+    assert said.startswith("warning: report.html was not written: ")
     assert f"try again: grpo-async report {run_dir.root}" in said
 
 
@@ -86,7 +86,7 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
     sender.join(timeout=20.0)
     assert code == 0
     assert str(run_dir.report) in printed[0].split("next:")[1]  # the summary was there before the report was
-    assert f"there is no report.html: {number.name} ended it; try again" in capsys.readouterr().err
+    assert f"report.html was not written: {number.name} ended it; try again" in capsys.readouterr().err
     assert signal.getsignal(number) == before
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
@@ -103,4 +103,4 @@ def test_a_report_that_hangs_is_given_up_and_sooner_after_a_stop(
     _hanging_python(tmp_path, monkeypatch)
     monkeypatch.setattr(lifecycle, limit, 0.5)
     assert _end(tmp_path, run_dir, outcome) == outcome.exit_code
-    assert "it was not done after 0.5 s" in capsys.readouterr().err
+    assert "it was not finished after 0.5 s" in capsys.readouterr().err

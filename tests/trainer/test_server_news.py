@@ -33,7 +33,7 @@ def test_every_change_that_matters_is_told_once() -> None:
         fleet.states = states
         state_logger()
     assert told == ["server 0 serves; 1 of 2 servers serve"]
-    fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection broke"
+    fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
     state_logger()
     assert told[1:] == [
         "server 0 is fenced: its connection broke; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",

@@ -166,6 +166,6 @@ def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> N
 def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
     guard = _guard()
     guard.check()
-    guard._error = RunError("for 10 s no step was finished")
+    guard._error = RunError("no step was finished for 10 s")
     with pytest.raises(RunError, match="no step was finished"):
         guard.check()

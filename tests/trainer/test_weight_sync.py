@@ -300,7 +300,7 @@ def test_pushes_that_fail_although_every_server_is_well_end_the_run_after_three(
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"info": {"max_model_len": 100}}, "takes 100 tokens, inference.max_model_len is 2048"),
+        ({"info": {"max_model_len": 100}}, "accepts 100 tokens, but inference.max_model_len is 2048"),
         ({"shapes": {"w": [3, 2]}}, "server 0 serves another model than model.path"),
         ({"shapes": {"w": [2, 3], "v": [1]}}, "v"),
     ],

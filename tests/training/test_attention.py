@@ -233,7 +233,14 @@ def _config(**settings: Any) -> Any:
         ("auto", GPU, torch.bfloat16, _config(head_dim=64), "varlen", "a GPU and 16 bits"),
         ("varlen", GPU, torch.float16, None, "varlen", "asked for"),
         ("mask", GPU, torch.bfloat16, None, "mask", "asked for"),
-        ("auto", GPU, torch.bfloat16, _config(attn_logit_softcapping=50.0, head_dim=64), "mask", "does not support soft-capping"),
+        (
+            "auto",
+            GPU,
+            torch.bfloat16,
+            _config(attn_logit_softcapping=50.0, head_dim=64),
+            "mask",
+            "does not support soft-capping",
+        ),
         (
             "auto",
             GPU,
