@@ -389,7 +389,7 @@ class Fleet:
         if server.state is ServerState.STARTING:
             if idle_s > timeout_s or age_s > self._inference.longest_startup_s:
                 limit = f"inference.startup_timeout_s = {timeout_s:g} s"
-                works = "" if idle_s > timeout_s else f", although it works: it has had {age_s:.0f} s"
+                works = "" if idle_s > timeout_s else f", although it is still working: it has had {age_s:.0f} s"
                 self.failed(server, f"it is not up within {limit}{works}: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
@@ -427,9 +427,7 @@ class Fleet:
             wait_s = return_delay_s(tracked.num_failed)
             if time.monotonic() - server.since >= wait_s:
                 return ""
-            return (
-                f"it failed {tracked.num_failed} times without having served, so it is tried again after {wait_s:.0f} s"
-            )
+            return f"it failed {tracked.num_failed} times without ever serving, so it is retried after {wait_s:.0f} s"
         if server.state is ServerState.STARTING:  # the launcher has just started it
             is_new = instance_id != tracked.last_instance_id or not instance_id
         else:

@@ -158,7 +158,7 @@ class Monitor:
                 )
             return
         if not is_answer(error):
-            self._fleet.failed(server, f"its connection broke: {error}")
+            self._fleet.failed(server, f"its connection was lost: {error}")
             return
         try:
             server.control.health(timeout_s=_MAX_QUESTION_S)
@@ -169,7 +169,7 @@ class Monitor:
         now = time.monotonic()
         since = self._errors_since.setdefault(server.index, now)
         if now - since > timeout_s and not self._fleet.has_loaded_since(asked_at):
-            self._fleet.failed(server, f"for {now - since:.0f} s its engine has answered with errors: {error}")
+            self._fleet.failed(server, f"its engine has answered with errors for {now - since:.0f} s: {error}")
 
     def _forget_errors(self, server: Server) -> None:
         self._silent.discard(server.index)

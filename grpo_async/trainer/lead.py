@@ -325,7 +325,7 @@ class _Leader:
         Raises:
             RunError: something would.
         """
-        self._phases.begin("comparing trainer and servers")
+        self._phases.begin("checking trainer and servers against each other")
         for attempt in range(1, _PREFLIGHTS + 1):
             while not (servers := self._fleet.serving()):  # it has died since the push
                 if self._push_first() is None:

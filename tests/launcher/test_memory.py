@@ -123,7 +123,7 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert "not known before the model is loaded" in _plan(hub, ("0", "1")).trainer
     asleep = make_config(tmp_path, model={"path": model}, **SLEEPING)
-    assert "sleeping gains nothing" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
+    assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
 
 
 @pytest.mark.parametrize(

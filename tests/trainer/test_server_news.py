@@ -36,7 +36,7 @@ def test_every_change_that_matters_is_told_once() -> None:
     fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
     state_logger()
     assert told[1:] == [
-        "server 0 is fenced: its connection broke; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",
+        "server 0 is fenced: its connection was lost; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",
     ]  # fmt: skip
     fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
     state_logger()

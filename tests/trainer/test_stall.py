@@ -39,7 +39,7 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
     cause = explain(tmp_path)
     assert cause is not None
     told = cause.text
-    words = r"trainer rank 0 failed: for \d+ s no step was finished and no token generated"
+    words = r"trainer rank 0 failed: no step was finished and no token generated for \d+ s"
     assert re.match(words, told), told
     assert "has finished step 3 and is training step 4, for" in told
     assert "1 groups in flight" in told
