@@ -43,10 +43,8 @@ logger = logging.getLogger(__name__)
 _PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
 _MLFLOW_TABLES = "mlflow.loggedArtifacts"
-_MAX_TEXT, _CODE_WIDTH = (
-    2000,
-    120,
-)  # characters of a text, and of a line, in TensorBoard, which shows all completions at once
+_MAX_TEXT = 2000  # characters of a text in TensorBoard, which shows all completions at once
+_CODE_WIDTH = 120  # characters of a line there
 
 
 Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]

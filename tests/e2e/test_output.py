@@ -53,8 +53,9 @@ def test_trackers_get_what_held_out_prompts_got_and_the_verdict(golden_run: Gold
     folder = golden_run.run.folder / "trackers" / "tensorboard"
     assert f"tensorboard: tensorboard --logdir {folder}" in golden_run.json_logs
     written = b"".join(file.read_bytes() for file in folder.iterdir())
-    assert b"| step | prompt | completion | reward |" in written
-    assert all(f"\n| {step} | ".encode() in written for step in (0, 3, 4, 6))
+    assert all(f"### step {step}, reward ".encode() in written for step in (0, 3, 4, 6))
+    assert b"**prompt**" in written
+    assert b"**completion**" in written
     assert golden_run.run.summary()["learning"]["text"].encode() in written
 
 

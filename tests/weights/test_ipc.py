@@ -73,7 +73,7 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     [
         ({"buffer": 5, "num_bytes": 8, "handles": None}, "buffer"),
         ({"buffer": "0", "num_bytes": 8, "handles": None}, "valid integer"),
-        ({"buffer": 0, "num_bytes": 9, "handles": None}, "sends 9 bytes, 8 are expected"),
+        ({"buffer": 0, "num_bytes": 9, "handles": None}, "sent 9 bytes, but 8 were expected"),
         ({"buffer": 0, "num_bytes": 8, "handles": None}, "has not shared"),
         ({"buffer": 0, "num_bytes": 8, "handles": [HANDLE, HANDLE]}, "2 memory handles for 1 workers"),
         ({"buffer": 0, "num_bytes": 8, "handles": [{}]}, "not a signal"),
