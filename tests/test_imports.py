@@ -11,7 +11,7 @@ LIGHT = (
     "__main__", "buffer", "cli", "config", "data", "display", "envs", "errors", "findings", "processes", "records", "rewards",
     "run_directory", "scoring", "store", "tools", "tracking", "user_code", "utils", "viewer",
 )  # fmt: skip
-HEAVY = ("torch", "transformers", "vllm", "datasets", "textual")
+HEAVY = ("torch", "transformers", "vllm", "datasets")
 _IMPORT = """
 import importlib, sys
 for module in sys.argv[2:]:
@@ -23,13 +23,8 @@ for module in sys.argv[2:]:
 
 
 def test_importing_a_light_package_loads_no_heavy_library() -> None:
-    """textual: the screens of the inspector alone need it."""
     files = [file.relative_to(ROOT).with_suffix("") for file in sorted((ROOT / "grpo_async").rglob("*.py"))]
-    modules = [
-        ".".join(file.parts).removesuffix(".__init__")
-        for file in files
-        if file.parts[1] in LIGHT and file.parts[1:3] != ("viewer", "terminal")
-    ]
+    modules = [".".join(file.parts).removesuffix(".__init__") for file in files if file.parts[1] in LIGHT]
     assert len(modules) > 100  # all of them
     done = subprocess.run(
         [sys.executable, "-c", _IMPORT, " ".join(HEAVY), *modules],

@@ -1,9 +1,7 @@
-"""`inspect-rollouts`: what a run generated, during or after it, on a screen or printed."""
+"""`inspect-rollouts`: what a run generated, during or after it, printed."""
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -42,11 +40,9 @@ def inspect_rollouts(
         ),
     ],
     evaluation: EvaluationOption = None,
-    group: Annotated[
-        int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group, printed.")
-    ] = None,
+    group: Annotated[int | None, typer.Option("--group", metavar="ID", help="All rollouts of one group.")] = None,
     rollout: Annotated[
-        str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens, printed.")
+        str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens.")
     ] = None,
     where: WhereOption = None,
     superseded: SupersededOption = False,
@@ -62,16 +58,15 @@ def inspect_rollouts(
             help=f"Maximum number of groups to print; 0 = all. Default: {_TABLE_LIMIT}, with --json all.",
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Print a table, also on a terminal.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line, with every field.")] = False,
     _web: Annotated[
         bool,
         typer.Option("--web", help="Alias of `grpo-async inspect`, with its arguments and options."),
     ] = False,
 ) -> None:
-    """Look at the rollouts of a run: groups, one group side by side, one rollout token by token.
+    """Print the rollouts of a run: a table of groups, one group with its rollouts, or one rollout token by token.
 
-    On a terminal this opens a screen (? shows its keys). In a pipe, or with --plain, --json, --group or --rollout, it prints.
+    `grpo-async inspect` shows the same in the browser.
 
     \b
     Examples:
@@ -85,45 +80,30 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart --web
     """
-    is_printed = plain or as_json or group is not None or rollout is not None or not _is_terminal()
-    _refuse_what_has_no_effect(_given(context), is_printed=is_printed)
+    given = _given(context)
+    for one in ("--group", "--rollout"):
+        for other in {"--group", "--rollout", "--sort", "--limit"} - {one}:
+            if {one, other} <= given:
+                raise typer.BadParameter(f"{one} shows only one; leave out {other}", param_hint=other)
 
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
-    from grpo_async.viewer import plain as printed
+    from grpo_async.viewer.printing import Selection, show, write_json
 
     runs, text = runs_and_query(arguments, where, evaluation, several=False)
-    order = sort_order(sort)
+    selection = Selection(
+        text=text,
+        sort=sort_order(sort),
+        limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
+        group_id=group,
+        rollout_id=rollout,
+        with_superseded=superseded,
+    )
     with RolloutTable.open(runs[0].rollouts) as table:
-        if not is_printed:
-            from grpo_async.viewer.terminal.app import run_inspector
-            from grpo_async.viewer.terminal.base import Session
-            from grpo_async.viewer.token_text import load_token_texts
-
-            texts = load_token_texts(runs[0])
-            session = Session(run=runs[0], name=arguments[0], table=table, texts=texts, with_superseded=superseded)
-            run_inspector(session, text=text, sort=order)
-            return
-        selection = printed.Selection(
-            text=text,
-            sort=order,
-            limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
-            group_id=group,
-            rollout_id=rollout,
-            with_superseded=superseded,
-        )
         if as_json:
-            printed.write_json(runs[0], table, selection, typer.echo)
+            write_json(runs[0], table, selection, typer.echo)
         else:
-            printed.show(runs[0], table, selection, stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE))
-
-
-_EXCLUDE_EACH_OTHER = (
-    ("--group", "--rollout", "choose one of --group and --rollout"),
-    ("--plain", "--json", "choose one of --plain and --json"),
-    *((option, "--group", "--group shows only one; leave it out") for option in ("--sort", "--limit")),
-    *((option, "--rollout", "--rollout shows only one; leave it out") for option in ("--sort", "--limit")),
-)
+            show(runs[0], table, selection, stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE))
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -133,19 +113,3 @@ def _given(context: typer.Context) -> set[str]:
         for parameter in context.command.params
         if (source := context.get_parameter_source(parameter.name or "")) is not None and source.name == "COMMANDLINE"
     }
-
-
-def _refuse_what_has_no_effect(given: set[str], *, is_printed: bool) -> None:
-    """Raises BadParameter where one of the options that are `given` would be ignored together with the others."""
-    for option, other, why in _EXCLUDE_EACH_OTHER:
-        if {option, other} <= given:
-            raise typer.BadParameter(why, param_hint=option)
-    if "--limit" in given and not is_printed:
-        raise typer.BadParameter(
-            "the screen has all groups; leave it out, or print them with --plain", param_hint="--limit"
-        )
-
-
-def _is_terminal() -> bool:
-    """Whether a screen can be drawn: input and output are a terminal that can move its cursor."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")

@@ -1,4 +1,4 @@
-"""Numbers, statuses, prompts and tool calls as every view writes them."""
+"""Prompts, messages, tool calls and trees of calls as text, the same in every view."""
 
 from __future__ import annotations
 
@@ -7,23 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_async.records import GroupStatus, Origin, RolloutStatus, TaggedMessage
+from grpo_async.records import Origin, TaggedMessage
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.utils.safe_text import visible_line
-from grpo_async.utils.text import count, duration, percent
-
-STATUS_STYLES: dict[str, str] = {
-    GroupStatus.TRAINED: "green",
-    GroupStatus.FILTERED: "yellow",
-    GroupStatus.STALE: "magenta",
-    GroupStatus.FAILED: "red",
-    GroupStatus.CANCELLED: "dim",
-    GroupStatus.EVALUATED: "cyan",
-    RolloutStatus.FINISHED: "green",
-    RolloutStatus.TRUNCATED: "yellow",
-}
-"""Style of a group's or a rollout's status, as rich and textual spell it."""
-
+from grpo_async.utils.text import count, duration
 
 T = TypeVar("T")
 
@@ -36,27 +23,6 @@ def or_dash(value: T | None, form: Callable[[T], str] = str) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """0.25 -> '0.250'; None -> '-'."""
     return or_dash(value, f"{{:.{digits}f}}".format)
-
-
-def signed(value: float | None, digits: int = 3) -> str:
-    """0.25 -> '+0.250'; None -> '-'."""
-    return or_dash(value, f"{{:+.{digits}f}}".format)
-
-
-def span(first: int | None, last: int | None) -> str:
-    """2, 2 -> '2'; 2, 3 -> '2-3'; None -> '-'."""
-    return or_dash(first) if first == last else f"{first}-{last}"
-
-
-def fraction(part: int, whole: int) -> str:
-    """1, 4 -> '25%'; of nothing '-'."""
-    return percent(part / whole) if whole else "-"
-
-
-def versions(rollout: RolloutRow) -> str:
-    """Policy versions that sampled its tokens: '3', '3-5', '-' for none."""
-    sampled = rollout.sampled_versions
-    return span(min(sampled, default=None), max(sampled, default=None))
 
 
 def prompt_of(group: GroupRow, rollout: RolloutRow | None = None) -> Sequence[TaggedMessage]:

@@ -16,7 +16,7 @@ from tests.store.builders import append_simple, new_store
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "datasets")
-NOT_FOR_HELP = (*HEAVY, "duckdb", "textual", "starlette", "uvicorn", "numpy", "httpx", "aiohttp")
+NOT_FOR_HELP = (*HEAVY, "duckdb", "starlette", "uvicorn", "numpy", "httpx", "aiohttp")
 # runs command lines (joined by +) in this process and prints which of the heavy libraries it loaded
 LOADED = f"""
 import sys

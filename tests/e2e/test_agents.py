@@ -60,7 +60,7 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
         assert branch["advantage"] == each["advantage"]
         assert len(branch["trainer_logprobs"]) == len(branch["completion_ids"])
     name = rollouts[0]["branches"][0]["rollout_id"]
-    shown = run_command("inspect-rollouts", str(run.folder), "--rollout", name, "--plain", timeout_s=60.0)
+    shown = run_command("inspect-rollouts", str(run.folder), "--rollout", name, timeout_s=60.0)
     assert shown.returncode == 0, shown.stderr
     assert name in shown.stdout
 

@@ -1,4 +1,4 @@
-"""`inspect-rollouts` without its own screen: printed tables and pages, and JSON lines.
+"""What `inspect-rollouts` prints: a table of groups, a page about one group or one rollout, or JSON lines.
 
 Tokens are colored by their probability at the sampler: plain from 0.5 up, yellow from 0.1, red below; dim where the mask is 0
 (tool and environment tokens, not trained on)."""
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import Origin, root_id
+from grpo_async.records import GroupStatus, Origin, RolloutStatus, root_id
 from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.store.database import quote
@@ -26,19 +26,8 @@ from grpo_async.store.query import Query, both, parse_query
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
-from grpo_async.utils.text import duration
-from grpo_async.viewer.format import (
-    STATUS_STYLES,
-    call_text,
-    call_tree,
-    fraction,
-    message_text,
-    number,
-    or_dash,
-    prompt_of,
-    span,
-    versions,
-)
+from grpo_async.utils.text import duration, percent
+from grpo_async.viewer.format import call_text, call_tree, message_text, number, or_dash, prompt_of
 from grpo_async.viewer.token_colors import flag_names
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 
@@ -46,6 +35,16 @@ _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 400
 _DETAIL_WIDTH = 200  # of arguments, results and what rewards noted
 _PAGE = 500  # groups of one read
+_STATUS_STYLES: dict[str, str] = {
+    GroupStatus.TRAINED: "green",
+    GroupStatus.FILTERED: "yellow",
+    GroupStatus.STALE: "magenta",
+    GroupStatus.FAILED: "red",
+    GroupStatus.CANCELLED: "dim",
+    GroupStatus.EVALUATED: "cyan",
+    RolloutStatus.FINISHED: "green",
+    RolloutStatus.TRUNCATED: "yellow",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +167,23 @@ def _add_numbers(table: Table, *names: str) -> None:
 
 
 def _status(status: str, superseded: bool = False) -> Text:
-    return Text.assemble((status, STATUS_STYLES.get(status, "")), (" superseded", "dim") if superseded else "")
+    return Text.assemble((status, _STATUS_STYLES.get(status, "")), (" superseded", "dim") if superseded else "")
+
+
+def _span(first: int | None, last: int | None) -> str:
+    """2, 2 -> '2'; 2, 3 -> '2-3'; None -> '-'."""
+    return or_dash(first) if first == last else f"{first}-{last}"
+
+
+def _fraction(part: int, whole: int) -> str:
+    """1, 4 -> '25%'; of nothing '-'."""
+    return percent(part / whole) if whole else "-"
+
+
+def _versions(rollout: RolloutRow) -> str:
+    """Policy versions that sampled its tokens: '3', '3-5', '-' for none."""
+    sampled = rollout.sampled_versions
+    return _span(min(sampled, default=None), max(sampled, default=None))
 
 
 def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored: int) -> Table:
@@ -188,8 +203,8 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
             number(summary.reward_min),
             number(summary.reward_max),
             number(summary.num_tokens_mean, 1),
-            span(summary.version_min, summary.version_max),
-            fraction(summary.num_truncated, summary.size),
+            _span(summary.version_min, summary.version_max),
+            _fraction(summary.num_truncated, summary.size),
         )
     return table
 
@@ -231,7 +246,7 @@ def _rollout_table(rollouts: Sequence[RolloutRow]) -> Table:
             *(number(rollout.rewards.get(name)) for name in shown_names),
             number(rollout.advantage),
             str(rollout.num_tokens),
-            versions(rollout),
+            _versions(rollout),
             completion,
         )
     return table
@@ -311,12 +326,12 @@ def _token_parts(rollout: RolloutRow, texts: TokenTexts | str) -> Iterator[Rende
         sampled = (number(logprob, 4), str(version)) if mask else ("-", "-")
         found = [number(values[index], 4) for values in known.values()]
         flags = [] if rollout.token_flags is None else [", ".join(flag_names(rollout.token_flags[index]))]
-        style = token_style(logprob, mask)
+        style = _token_style(logprob, mask)
         table.add_row(str(index), str(token_id), *text, str(mask), *sampled, *found, *flags, style=style)
     yield table
 
 
-def token_style(logprob: float | None, mask: int) -> str:
+def _token_style(logprob: float | None, mask: int) -> str:
     """ln 0.5 = -0.693 and ln 0.1 = -2.303 are the bounds."""
     if not mask:
         return "dim"

@@ -15,7 +15,7 @@ from grpo_async.store import GroupRow
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
-from grpo_async.viewer.plain import group_page, group_table, rollout_page
+from grpo_async.viewer.printing import group_page, group_table, rollout_page
 from grpo_async.viewer.token_text import TokenTexts
 from tests.store.builders import (
     OpenStore,
