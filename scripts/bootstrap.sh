@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv with everything this checkout needs, and changes nothing else. Run it as often as you like: when there is
-# nothing to do it says so in a moment. Finds a Python; scripts/install/ decides and does the rest.
+# nothing to do it says so in a moment. Finds a Python; scripts/install.py decides and does the rest.
 #
-#   scripts/bootstrap.sh [--with-vllm | --with-vllm-if-possible] [--with-tests] [--with EXTRA[,EXTRA]] [--plan]
+#   scripts/bootstrap.sh [--with-vllm | --with-vllm-if-possible] [--with-tests] [--with EXTRA[,EXTRA]]
 #
-# PYTHON=/path/to/python3.12 names the Python to use; GRPO_ASYNC_TORCH=cpu|cuda overrules the look for a GPU.
+# PYTHON=/path/to/python3.12 names the Python to use; GRPO_ASYNC_TORCH=cpu|cuda overrules the look for a GPU; GRPO_ASYNC_TORCH_INDEX
+# names a mirror of PyTorch's CPU index.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONHOME PYTHONDONTWRITEBYTECODE # without .pyc files every import of torch takes twice as long
