@@ -9,7 +9,7 @@ import pytest
 
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.tracking.catalog import describe
-from scripts.install.__main__ import digest, read_stamp
+from scripts.install import digest, read_stamp
 from tests.e2e.support import REPOSITORY, Run, assert_ledger_closes_at_every_step, make_run, rows_of
 
 pytestmark = pytest.mark.slow
