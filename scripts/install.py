@@ -57,9 +57,14 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What a finished installation writes down. `torch` is the build: cpu, cuda, or default (macOS, or a Linux without a GPU for which
-    no +cpu build was found); `inputs` is a digest of the files that say what to install; `checkout` is where .venv was made: an
-    editable install and the scripts in bin/ hold that path."""
+    """What a finished installation writes down.
+
+    Attributes:
+        checkout: where .venv was made; an editable install and the scripts in bin/ hold that path.
+        inputs: digest of the files that say what to install.
+        torch: the build: cpu, cuda, or default (macOS, or a Linux without a GPU for which no +cpu build was found).
+        features: extras, "vllm" and "tests".
+    """
 
     checkout: str
     inputs: str
