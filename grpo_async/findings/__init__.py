@@ -4,8 +4,8 @@
                               -> judge -> Verdict           is it learning, by how much (verdict)
     metrics + settings        -> advise -> Finding          what bounds the speed (speed)
 
-Everything here is pure but `Evidence.read`; who shows it only renders. The audit of reward functions gives the same records
-(rewards.audit_report).
+Everything here is pure but `Evidence.read`; who shows it only renders. The check of reward functions gives the same records
+(rewards.check).
 """
 
 from grpo_async.findings.evidence import Evidence, Row

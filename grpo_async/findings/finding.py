@@ -34,7 +34,7 @@ class Finding:
         numbers: the evidence, by name.
         query: rollouts that show it, for inspect-rollouts, and their `sort`; None: no rollouts show it.
         plot: the plot of the report that shows it.
-        inputs, rows: of the audit of a reward function: names of inputs, 0-based rows.
+        inputs, rows: of the check of a reward function: kinds of completions, 0-based rows.
     """
 
     key: str

@@ -9,7 +9,7 @@ Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_
 text:number_match, format:think_format, length:soft_overlong, length:cosine_length, code:code_tests,
 reasoning_gym:task_score, http:remote_reward; and `model: NAME` in place of a function is model:model_reward.
 
-`audit_report.check_reward` tries a function on good and bad completions (`fuzz`, `audit`): `grpo-async check-reward`.
+`check.check_reward` tries a function on good and bad completions: `grpo-async check-reward`.
 """
 
 from __future__ import annotations
