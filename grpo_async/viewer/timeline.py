@@ -1,16 +1,11 @@
-"""Events of a run: read from its file, laid out in tracks, thinned out for a drawing, and summed up as who waited for whom.
-
-events of track rollout/0:  rollout 0-10, generate 0-4, tools 4-6, generate 6-10
-rows:                      depth 0: rollout; depth 1: generate, tools, generate
-"""
+"""Events of a run: read from events.jsonl, sorted by track, and summed up as who waited for whom."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
@@ -19,19 +14,9 @@ ORDER = (
     "run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",
 )  # fmt: skip
 """Tracks from top to bottom; others follow by name."""
-TITLES: Mapping[str, str] = {
-    "gpu": "trainer GPU",
-    "weights": "weight push",
-    "queue": "scored groups in the queue",
-    "rollout": "rollouts",
-    "server": "inference servers",
-}
-"""Of tracks whose name alone says too little."""
 
 _STEP = "step"
 _STEP_BYTES = b'"name":"step"'
-_WAITS = ("wait for", "queued")
-_NUM_WAITS = 5  # the longest, in a summary
 _TRAINER_WORK = (
     "wait for samples",
     "train",
@@ -110,7 +95,7 @@ def _window(path: Path, steps: Mapping[int, Event], first: int | None, last: int
     return min(steps[step].start for step in wanted), max(steps[step].end for step in wanted)
 
 
-# -- tracks and rows
+# -- tracks
 
 
 def track_group(track: str) -> str:
@@ -119,120 +104,20 @@ def track_group(track: str) -> str:
 
 
 def track_order(track: str) -> tuple[int, str, int, str]:
-    """Sorts tracks as they are drawn: by `ORDER`, then by slot."""
+    """Sorts tracks as Perfetto shows them: by `ORDER`, then by slot."""
     group, _, slot = track.partition("/")
     place = ORDER.index(group) if group in ORDER else len(ORDER)
     number = -1 if not slot else int(slot) if slot.isdecimal() and slot.isascii() else 1 << 30
     return place, group, number, slot
 
 
-@dataclass(slots=True)
-class Row:
-    """Spans that nest: any two lie inside each other or apart. `spans`: (event, depth) in the order of their starts, outer ones
-    first; depth 0 lies in no other span of the row."""
-
-    track: str
-    spans: list[tuple[Event, int]] = field(default_factory=list)
-
-
-def lay_out(events: Iterable[Event]) -> list[Row]:
-    """One row for each track, in the order of `track_order`. What overlaps without nesting gets a further row of the same track,
-    which happens only where a recorder gave one track to two at once."""
+def by_track(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """The events of each track by their starts, outer ones before those inside them; the tracks in the order of `track_order`.
+    A recorder gives a track to one thing at a time: any two spans of a track nest or lie apart."""
     tracks: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
+    for event in sorted(events, key=lambda event: (event.start, -event.end)):
         tracks[event.track].append(event)
-    rows = []
-    for track in sorted(tracks, key=track_order):
-        rows += _rows(track, sorted(tracks[track], key=lambda event: (event.start, -event.end)))
-    return rows
-
-
-def _rows(track: str, events: Sequence[Event]) -> list[Row]:
-    rows: list[Row] = []
-    open_spans: list[list[Event]] = []  # of each row: those that go on, the outermost first
-    for event in events:
-        for row, stack in zip(rows, open_spans, strict=True):  # noqa: B007 - the one that was found
-            while stack and stack[-1].end <= event.start and stack[-1] is not event:
-                stack.pop()
-            if not stack or event.end <= stack[-1].end:
-                break
-        else:
-            row, stack = Row(track), []
-            rows.append(row)
-            open_spans.append(stack)
-        row.spans.append((event, len(stack)))
-        stack.append(event)
-    return rows
-
-
-# -- drawing
-
-
-def drawing(
-    events: Sequence[Event], *, start: float | None = None, end: float | None = None, columns: int = 1500
-) -> dict[str, Any] | None:
-    """What static/timeline.js draws of a window, at the level of detail of a drawing that is `columns` wide; None without events.
-
-    In each row, neighbors that are narrower than a column and less than a column apart become one span, which has the name of the
-    most of them, their number as `count`, and the time that they fill as `busy_s`. So a row has at most about two spans a column,
-    however many there are: 100,000 spans in 200 rows at 1500 columns are drawn as those that can be told apart.
-
-    Returns:
-        `start`, `end`: the window; `first`, `last`: the whole timeline (unix seconds); `spans` in the order of their tracks, each
-        with `track`, `depth`, `start`, `end`, `name`, `details`; `num_merged`: spans that stand in others; `titles`: of tracks.
-    """
-    if not events:
-        return None
-    first, last = min(event.start for event in events), max(event.end for event in events)
-    low = first if start is None else start
-    high = max(low, last if end is None else end)
-    width = (high - low) / max(1, columns)
-    spans: list[dict[str, Any]] = []
-    num_merged = 0
-    for row in lay_out(event for event in events if event.end >= low and event.start <= high):
-        levels: dict[int, list[Event]] = defaultdict(list)
-        for event, depth in row.spans:
-            levels[depth].append(event)
-        for depth, level in sorted(levels.items()):
-            for block in _blocks(level, width):
-                spans.append(_drawn_span(block, depth))
-                num_merged += len(block) - 1
-    window = {"start": low, "end": high, "first": first, "last": last}
-    return {**window, "spans": spans, "num_merged": num_merged, "titles": TITLES}
-
-
-def _blocks(events: Sequence[Event], width: float) -> list[list[Event]]:
-    """Neighbors to be drawn as one. Instants are never merged."""
-
-    def is_short(event: Event) -> bool:
-        return 0.0 < event.duration_s < width
-
-    blocks: list[list[Event]] = []
-    for event in events:
-        block = blocks[-1] if blocks else None
-        joins = block is not None and is_short(event) and is_short(block[-1])
-        if (
-            block is not None
-            and joins
-            and event.start - block[-1].end < width
-            and event.end - block[0].start < 4 * width
-        ):
-            block.append(event)
-        else:
-            blocks.append([event])
-    return blocks
-
-
-def _drawn_span(block: Sequence[Event], depth: int) -> dict[str, Any]:
-    first = block[0]
-    span: dict[str, Any] = {"track": first.track, "depth": depth, "start": first.start, "end": block[-1].end}
-    if len(block) == 1:
-        return {**span, "name": first.name, "details": first.details}
-    names: dict[str, float] = defaultdict(float)
-    for event in block:
-        names[event.name] += event.duration_s
-    longest = max(names, key=lambda name: names[name])
-    return {**span, "name": longest, "count": len(block), "busy_s": sum(names.values()), "details": {}}
+    return {track: tracks[track] for track in sorted(tracks, key=track_order)}
 
 
 # -- who waited for whom
@@ -258,11 +143,10 @@ class NameUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Seconds, if not said otherwise.
+    """Who was busy and who waited, in seconds.
 
     Attributes:
         wall_s: length of the time that is looked at.
-        tracks: seconds in which something ran, by group of tracks; "generation" is requests at a server.
         trainer_waits_s: for samples.
         trainer_waits_generating_s: of it, while requests were generated.
         generation_idle_s: no request was at a server.
@@ -270,11 +154,9 @@ class Usage:
         both_s: training and generating at once.
         mean_in_flight: requests at a server, over the time in which there were any.
         names: by total time, the largest first.
-        waits: the longest spans that are waits.
     """
 
     wall_s: float
-    tracks: Mapping[str, float]
     trainer_waits_s: float
     trainer_waits_generating_s: float
     generation_idle_s: float
@@ -282,7 +164,6 @@ class Usage:
     both_s: float
     mean_in_flight: float
     names: Sequence[NameUsage]
-    waits: Sequence[Event]
 
     @property
     def rows(self) -> list[tuple[str, float]]:
@@ -318,22 +199,15 @@ def usage(events: Sequence[Event]) -> Usage | None:
             cut = Event(event.name, event.track, low, high, event.details)
             named[track_group(event.track), event.name].append(cut)
 
-    def ran(track: str, *names: str) -> Intervals:
-        """When any of these spans ran; without names, all of the track but the steps."""
-        wanted = [key for key in named if key[0] == track and (key[1] in names if names else key[1] != _STEP)]
-        return union(event for key in wanted for event in named[key])
+    def ran(track: str, name: str) -> Intervals:
+        return union(named.get((track, name), ()))
 
     generating, waiting = ran("rollout", "generate"), ran("trainer", "wait for samples")
     idle = subtract([(start, end)], generating)
     idle_by = {name: overlap(idle, ran("trainer", name)) for name in _TRAINER_WORK}
-    tracks = {track: seconds(ran(track)) for track in {track for track, _ in named}}
-    tracks["trainer"] = seconds(subtract(ran("trainer"), waiting))
-    tracks["generation"] = seconds(generating)
     in_flight_s = sum(event.duration_s for event in named.get(("rollout", "generate"), ()))
-    waits = [event for each in named.values() for event in each if event.name.startswith(_WAITS)]
     return Usage(
         wall_s=end - start,
-        tracks=tracks,
         trainer_waits_s=seconds(waiting),
         trainer_waits_generating_s=overlap(waiting, generating),
         generation_idle_s=seconds(idle),
@@ -341,7 +215,6 @@ def usage(events: Sequence[Event]) -> Usage | None:
         both_s=overlap(ran("trainer", "train"), generating),
         mean_in_flight=in_flight_s / seconds(generating) if generating else 0.0,
         names=_names(named),
-        waits=sorted(waits, key=lambda event: -event.duration_s)[:_NUM_WAITS],
     )
 
 

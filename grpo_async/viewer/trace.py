@@ -20,9 +20,17 @@ from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.utils.atomic_files import replacing
 from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration
-from grpo_async.viewer.timeline import ORDER, TITLES, Events, lay_out, track_group, usage
+from grpo_async.viewer.timeline import ORDER, Events, by_track, track_group, usage
 
 PERFETTO = "https://ui.perfetto.dev"
+_TITLES = {
+    "gpu": "trainer GPU",
+    "weights": "weight push",
+    "queue": "scored groups in the queue",
+    "rollout": "rollouts",
+    "server": "inference servers",
+}
+"""Of groups of tracks whose name alone says too little."""
 _COUNTERS = {
     ("queue", "queued"): "queued groups",
     ("rollout", "generate"): "requests in flight",
@@ -63,8 +71,8 @@ def _open(path: Path, *, is_compressed: bool) -> IO[str]:
 def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
     """All records of a trace: those that name things first, the others by time, outer spans before what lies in them."""
     zero = min((event.start for event in events), default=0.0)
-    rows = lay_out(events)
-    groups = [*ORDER, *sorted({track_group(row.track) for row in rows} - set(ORDER))]
+    tracks = by_track(events)
+    groups = [*ORDER, *sorted(set(map(track_group, tracks)) - set(ORDER))]
     threads: dict[int, Thread] = {}  # of each event, by its identity
     metadata: list[Record] = []
     counts: dict[int, int] = {}
@@ -74,14 +82,14 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
         metadata.append({**base, "name": f"{kind}_name", "args": {"name": text}})
         metadata.append({**base, "name": f"{kind}_sort_index", "args": {"sort_index": place}})
 
-    for row in rows:
-        group = track_group(row.track)
+    for track, spans in tracks.items():
+        group = track_group(track)
         process = groups.index(group) + 1
         thread = counts[process] = counts.get(process, 0) + 1
         if thread == 1:
-            name(process, 0, "process", f"{title}: {TITLES.get(group, group)}", process)
-        name(process, thread, "thread", row.track, thread)
-        for event, _ in row.spans:
+            name(process, 0, "process", f"{title}: {_TITLES.get(group, group)}", process)
+        name(process, thread, "thread", track, thread)
+        for event in spans:
             threads[id(event)] = process, thread
     timed = [_span(event, threads[id(event)], zero) for event in events]
     timed += _arrows(events, threads, zero)
@@ -184,32 +192,18 @@ def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator
 _MAX_NAMES = 12
 _NAME_WIDTH = 34
 _ALWAYS_BUSY = ("run", "server")
-_SHOWN_DETAILS = ("step", "version", "group", "rollout")
-_TRACKS = {
-    "trainer": "trainer",
-    "gpu": "trainer GPU",
-    "generation": "generation",
-    "scoring": "scoring",
-    "weights": "weight pushes",
-    "checkpoint": "writing checkpoints",
-    "evaluation": "evaluation",
-}
 
 
 def summary(file: Events) -> str:
-    """Who waited for whom, in some paragraphs of plain text, at most 79 wide."""
+    """Who waited for whom and where the time went, in plain text, at most 79 wide."""
     found = usage(file.events)
     if found is None:
         return "the timeline has no span yet"
     steps = f"steps {min(file.steps)} to {max(file.steps)}" if file.steps else "no step yet"
     attempts = f", {file.num_attempts} attempts" if file.num_attempts > 1 else ""
     lines = [f"{len(file.events)} events over {duration(found.wall_s)}, {steps}{attempts}", "", "who waited for whom"]
-    lines += [f"  {what:<50} {_of(spent, found.wall_s)}" for what, spent in found.rows]
-    lines += ["", "busy"]
-    for track, title in _TRACKS.items():
-        if track in found.tracks:
-            more = f", {found.mean_in_flight:.1f} requests at once" if track == "generation" else ""
-            lines.append(f"  {title + more:<50} {_of(found.tracks[track], found.wall_s)}")
+    lines += [f"  {what:<50} {spent / found.wall_s:>4.0%}  {duration(spent):>8}" for what, spent in found.rows]
+    lines.append(f"  {found.mean_in_flight:.1f} requests were at a server at once, on average")
     lines += ["", f"{'where the time went':<{_NAME_WIDTH}}{'count':>8}{'total':>11}{'mean':>11}{'longest':>11}"]
     names = [
         each
@@ -220,16 +214,4 @@ def summary(file: Events) -> str:
         title = visible_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
         times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
         lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")
-    if found.waits:
-        lines += ["", "longest waits", *(_wait(event, file.events[0].start) for event in found.waits)]
     return "\n".join([*lines, *(f"note: {note}" for note in file.notes)])
-
-
-def _wait(event: Event, zero: float) -> str:
-    details = (f"{name} {event.details[name]}" for name in _SHOWN_DETAILS if name in event.details)
-    where = visible_line(", ".join([event.track, *details]), 34)
-    return f"  {visible_line(event.name, 22):<22} {duration(event.duration_s):>8}  at {duration(event.start - zero):>8}  {where}"
-
-
-def _of(part_s: float, wall_s: float) -> str:
-    return f"{part_s / wall_s if wall_s else 0.0:>4.0%}  {duration(part_s):>8}"

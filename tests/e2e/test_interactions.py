@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_async.tracking.timeline_file import read_events
-from grpo_async.viewer.timeline import lay_out, track_group
+from grpo_async.viewer.timeline import track_group
 from tests.e2e.support import REPOSITORY, SMALL, assert_on_policy, make_run
 from tests.support.stored import read_groups
 
@@ -81,8 +81,6 @@ def test_environments_tools_and_rewards_written_for_trl_run_unchanged(tmp_path: 
     tools = next(event for event in events if event.name == "tools")
     assert tools.details["seconds"][0] <= tools.duration_s + 1e-3
     assert any(event.name == "generate" and event.details.get("turn") == 1 for event in events)
-    rows = lay_out(events)
-    assert len({row.track for row in rows}) == len(rows)
 
 
 def test_a_rollout_function_written_for_trl_makes_the_rollouts(tmp_path: Path) -> None:

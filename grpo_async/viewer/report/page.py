@@ -29,7 +29,7 @@ from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollou
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
-_SCRIPTS = ("uplot.iife.min.js", "charts.js")
+_SCRIPTS = ("uplot.iife.min.js", "charts.js", "report/report.js")
 _COLUMN_WIDTH = 200  # characters
 _NO_EVALUATION = "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."
 
@@ -52,7 +52,6 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         made_at: when, for the foot of the page.
         version: of this package.
     """
-    timeline = sections.timeline(runs)
     chapters = []
     for chapter in CHAPTERS:
         plots = [each for plot in chapter.plots for each in draw(plot, runs)]
@@ -70,7 +69,6 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         )
         if run.rollouts.num_rollouts
     ]
-    scripts = _SCRIPTS + (("timeline.js",) if timeline.data is not None else ())
     configured = [run for run in runs if run.config]
     return _environment().get_template("report.html").render(
         runs=runs,
@@ -85,10 +83,10 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         evaluations=list(sections.evaluation_tables(runs)),
         chapters=others,
         drawn={each.name for each in drawings},
-        timeline=timeline,
-        data={"charts": charts, "timeline": timeline.data},
+        waits=[(run, sections.waits(run)) for run in runs],
+        data=charts,
         styles=[_asset(name) for name in _STYLES],
-        scripts=[_asset(name) for name in (*scripts, "report/report.js")],
+        scripts=[_asset(name) for name in _SCRIPTS],
         made_at=made_at,
         version=version,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
@@ -14,7 +13,7 @@ from grpo_async.findings.finding import sentence
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.utils.text import format_number, percent
 from grpo_async.viewer.report.run_data import RunData
-from grpo_async.viewer.timeline import drawing, load_events, usage
+from grpo_async.viewer.timeline import load_events, usage
 
 LEVELS = {Severity.ERROR: "bad", Severity.WARNING: "warning", Severity.GOOD: "good", Severity.NOTE: "info"}
 _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
@@ -23,9 +22,7 @@ _ADVICE_STEPS = 50  # of the end of the run
 _WARM_UP = 2  # steps at its beginning that are unlike the others
 _MAX_SAID = 5
 
-_TIMELINE_STEPS = 5
-_COLUMNS = (1000, 250, 62)  # of the timeline's drawing: fewer where there are too many spans
-_MAX_SPANS = 20_000
+_TIMELINE_STEPS = 20
 
 _LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
 
@@ -152,44 +149,29 @@ def tools(run: RunData) -> Iterator[list[str]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimelineDrawing:
-    """The data of the drawing for static/timeline.js, what it is of, and who waited for whom. `why_not` where there is nothing to
-    draw; then `data` is None."""
+class Waits:
+    """Who waited for whom in the last steps of a run, and which steps these are; `why_not` where that is not known."""
 
     why_not: str = ""
-    data: dict[str, Any] | None = None
     of: str = ""
     notes: Sequence[str] = ()
-    waits: Table | None = None
+    table: Table | None = None
 
 
-def timeline(runs: Sequence[RunData]) -> TimelineDrawing:
-    """The last steps of the first run: several timelines have no time in common."""
-    run = runs[0]
+def waits(run: RunData) -> Waits:
     if not run.run_dir.events.is_file():
-        return TimelineDrawing(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
+        return Waits(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
     try:
         found = load_events(run.run_dir.events, newest_steps=_TIMELINE_STEPS)
     except ConfigError as error:
-        return TimelineDrawing(why_not=str(error))
-    steps = sorted(found.steps)[-_TIMELINE_STEPS:]
-    start = min((found.steps[step].start for step in steps), default=None)
-    end = max((found.steps[step].end for step in steps), default=None)
-    for columns in _COLUMNS:
-        drawn = drawing(found.events, start=start, end=end, columns=columns)
-        if drawn is None or len(drawn["spans"]) <= _MAX_SPANS:
-            break
-    if drawn is None:
-        return TimelineDrawing(why_not="The timeline has no events.")
-    which = f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is"
+        return Waits(why_not=str(error))
     used = usage(found.events)
-    waits = None
-    if used is not None:
-        rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
-        waits = Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows)
-    return TimelineDrawing(
-        data=drawn,
-        of=which + (f" of {run.label}" if len(runs) > 1 else ""),
+    if used is None:
+        return Waits(why_not="The timeline has no events.")
+    steps = sorted(found.steps)[-_TIMELINE_STEPS:]
+    rows = [[what, f"{seconds:.2f}", percent(seconds / used.wall_s)] for what, seconds in used.rows]
+    return Waits(
+        of=f"Steps {steps[0]} to {steps[-1]}" if steps else "No step was finished; all that there is",
         notes=found.notes,
-        waits=waits,
+        table=Table(caption="", head=["who waited for whom", "seconds", "fraction"], rows=rows),
     )

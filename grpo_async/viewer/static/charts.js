@@ -624,7 +624,6 @@ var Charts = (() => {
     stacked: (element, options) => new Curves(element, options, true),
     histogram: (element, options) => new Bins(element, options),
     alive,
-    themeColor,
     duration,
   };
 })();

@@ -25,16 +25,16 @@ from starlette.staticfiles import StaticFiles
 
 from grpo_async.errors import ConfigError, GrpoAsyncError, RunError
 from grpo_async.records import root_id
-from grpo_async.store.query import EVERYTHING, Query, QueryError, parse_query
+from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
+from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.validation import problems_of
 from grpo_async.viewer.format import call_tree, conversation
-from grpo_async.viewer.paging import newest_seq, query_until
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
 from grpo_async.viewer.text_diff import differences
@@ -86,9 +86,6 @@ class RequestParameters(BaseModel):
     file: str = Field("", max_length=100)  # of an attempt's logs
     first: int = Field(-1, ge=-1, le=2**53)  # steps of two evaluations; -1: the first, the last
     last: int = Field(-1, ge=-1, le=2**53)
-    columns: int = Field(1500, ge=1, le=10_000)  # pixels
-    start: float | None = Field(None, allow_inf_nan=False)  # unix seconds
-    end: float | None = Field(None, allow_inf_nan=False)
 
 
 # -- views
@@ -112,7 +109,7 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     status = read_object(source.run.status, [])
     found = state_of(status, read_object(source.run.summary, []))
     return {
-        "until": newest_seq(table),
+        "until": _newest_seq(table),
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
         "metrics": len(source.metrics.rows()),
@@ -125,17 +122,25 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     }
 
 
-def _query(parameters: RequestParameters) -> Query:
+def _newest_seq(table: RolloutTable) -> int:
+    """Of all groups, superseded or not; -1: there is none."""
+    rows = table.group_page(EVERYTHING, sort="-seq", limit=1, with_superseded=True)
+    return rows[0].seq if rows else -1
+
+
+def _query(parameters: RequestParameters, until: int | None = None) -> Query:
     """The query of a request, bounded by its `until`."""
-    return parse_query(parameters.q) if parameters.until < 0 else query_until(parameters.q, parameters.until)
+    until = parameters.until if until is None else until
+    query = parse_query(parameters.q)
+    return query if until < 0 else both(query, parse_query(f"seq<={until}"))
 
 
 def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
     table, superseded = source.table(), parameters.superseded
-    until = parameters.until if parameters.until >= 0 else max(newest_seq(table), 0)
-    query = query_until(parameters.q, until)
+    until = parameters.until if parameters.until >= 0 else max(_newest_seq(table), 0)
+    query = _query(parameters, until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(
         query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit, with_superseded=superseded
@@ -243,15 +248,6 @@ def _together(source: Source, parameters: RequestParameters) -> list[Source]:
     return [source, *map(source.beside, names)][:MAX_RUNS]
 
 
-def _timeline(source: Source, parameters: RequestParameters) -> object:
-    return source.events.window(parameters.start, parameters.end, columns=parameters.columns)
-
-
-def _usage(source: Source, parameters: RequestParameters) -> object:
-    """Who waited for whom between two times of the timeline."""
-    return source.events.usage(parameters.start, parameters.end)
-
-
 _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "summary": _summary,
     "pulse": _pulse,
@@ -270,8 +266,6 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "config": lambda source, given: overview.settings(_together(source, given)),
     "logs": lambda source, given: overview.logs(source.run, given.attempt, given.file),
     "change": lambda source, given: overview.before_after(source, given.first, given.last, given.offset, given.limit),
-    "timeline": _timeline,
-    "usage": _usage,
 }
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.findings.evidence import PackedRow, Row, new_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.store.table import RolloutTable
 from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
@@ -26,7 +28,6 @@ from grpo_async.viewer.report.run_data import RunData, read_run
 from grpo_async.viewer.report.sections import Learning, learning
 from grpo_async.viewer.runs import EvaluationDir, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
-from grpo_async.viewer.web.files import EventIndex, MetricLog
 
 DEADLINE_S = 30.0  # of one request
 _MAX_THREADS = 4
@@ -39,6 +40,29 @@ class NotFoundError(ConfigError):
     """What an address names is not there."""
 
 
+class MetricLog:
+    """metrics.jsonl. Safe in several threads.
+
+    A step that occurs twice (the run went on from an earlier checkpoint) counts as it was written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[int, Row] = {}
+        self._known: dict[tuple[str, ...], dict[str, int]] = {}
+        self._file = GrowingFile(path, self._rows.clear)
+
+    def rows(self) -> dict[int, Row]:
+        """The finite numbers of each step, ascending by step."""
+        with self._lock:
+            for row in new_metrics(self._file):
+                step = int(row["step"])
+                while self._rows and next(reversed(self._rows)) > step:
+                    self._rows.popitem()  # a step of a branch that was left
+                self._rows[step] = PackedRow(row, self._known)
+            return dict(self._rows)
+
+
 class Source:
     """One run, or one evaluation of a run. The table is opened when it is first asked for. Safe in several threads."""
 
@@ -47,7 +71,6 @@ class Source:
         self.name = name
         self.run = run
         self.beside = beside
-        self.events = EventIndex(run.events)
         self.metrics = MetricLog(run.metrics)
         self._lock = threading.Lock()
         self._table: RolloutTable | None = None

@@ -20,7 +20,7 @@ from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.viewer.report.rollouts import read_rollouts
 from grpo_async.viewer.report.run_data import read_run
-from grpo_async.viewer.report.sections import timeline
+from grpo_async.viewer.report.sections import waits
 from grpo_async.viewer.report.write import write_report
 from tests.viewer.report.support import Group, evaluation, steps, write_run, write_store
 
@@ -31,10 +31,10 @@ def _page(*runs: RunDir, out: Path | None = None) -> str:
     return write_report(runs, out).read_text(encoding="utf-8")
 
 
-def _data(page: str) -> dict[str, Any]:
+def _data(page: str) -> list[dict[str, Any]]:
     found = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.DOTALL)
     assert found
-    content: dict[str, Any] = json.loads(found[1])
+    content: list[dict[str, Any]] = json.loads(found[1])
     return content
 
 
@@ -64,7 +64,7 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "step 0, before training" in text
     for part in ("Most improved prompts", "Reward 0.5 → 1", "a better answer", "Best rollouts"):
         assert part in text
-    places = {chart["place"] for chart in _data(page)["charts"]}
+    places = {chart["place"] for chart in _data(page)}
     assert {"chart-reward", "chart-held-out", "chart-staleness-histogram", "chart-ledger"} <= places
     for place in places | set(re.findall(r'href="#([^"]+)"', page)):  # also where the findings' links lead
         assert f'id="{place}"' in page
@@ -117,7 +117,7 @@ def test_two_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> No
     out = write_report([slow, fast])
     assert out == tmp_path / "runs" / "report-slow-fast.html"
     page = out.read_text(encoding="utf-8")
-    reward = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
+    reward = next(chart for chart in _data(page) if chart["place"] == "chart-reward")
     assert [series["label"] for series in reward["series"]] == ["slow", "fast"]
     text = _text(page)
     assert "slow vs. fast" in text
@@ -240,13 +240,12 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
             file.write(json.dumps(span, separators=(",", ":")) + "\n")
     tracemalloc.start()
     try:
-        part = timeline([read_run(run, "run")])
+        part = waits(read_run(run, "run"))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert part.data is not None
-    assert (part.data["start"], part.data["end"]) == (1996.0, 2001.0)
-    assert part.of == "Steps 996 to 1000"
+    assert part.table is not None
+    assert part.of == "Steps 981 to 1000"
     assert peak < 3e6, "21,000 events take 12 MB and more"
 
 
@@ -302,7 +301,7 @@ def test_the_page_has_no_secrets_names_no_other_address_and_stays_small(tmp_path
     assert not re.findall(r"<script[^>]*\ssrc=", page)
     assert not re.findall(r"@import|url\(", page)
     assert len(page) < 2_000_000
-    reward_chart = next(chart for chart in _data(page)["charts"] if chart["place"] == "chart-reward")
+    reward_chart = next(chart for chart in _data(page) if chart["place"] == "chart-reward")
     assert len(reward_chart["x"]) == 500
     assert reward_chart["x"][-1] == 10_000
 

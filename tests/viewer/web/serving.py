@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,12 +149,3 @@ def write_hostile_run(root: Path) -> Path:
         failed = build_group(1, [build_failed_rollout("g1-r0", HOSTILE)], text=HOSTILE)
         append(store, failed, [], GroupStatus.FAILED, None)
     return root
-
-
-def write_events(run: Path, *spans: tuple[str, str, float, float], more: str = "") -> None:
-    """(name, track, start, end) of spans, in seconds from 1000."""
-    lines = [
-        json.dumps({"name": name, "track": track, "start": 1000.0 + start, "end": 1000.0 + end, "details": {}})
-        for name, track, start, end in spans
-    ]
-    RunDir(run).events.write_text("".join(line + "\n" for line in lines) + more, encoding="utf-8")

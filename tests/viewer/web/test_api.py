@@ -37,7 +37,6 @@ from tests.viewer.web.serving import (
     Inspector,
     append_steps,
     serving,
-    write_events,
     write_hostile_run,
     write_run,
 )
@@ -161,7 +160,6 @@ def test_a_mistake_in_a_query_has_its_place(inspector: Inspector) -> None:
         ("rollouts", {"sort": "nothing"}, 400, "nothing"),
         ("rollouts", {"sort": "reward; drop table rows"}, 400, "reward"),
         ("rollouts", {"until": "1.5"}, 400, "until"),
-        ("timeline", {"start": "nan"}, 400, "start"),
         ("summary", {"run": "two"}, 404, "no run 'two' here; there are one, hostile"),
         ("summary", {"run": "../one"}, 404, "no run"),
         ("summary", {"run": "one@7"}, 404, "no run"),
@@ -222,42 +220,6 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {"reward": [0.1, 0.25]}
         path.unlink()
         assert drawn(inspector) == {}
-
-
-def test_who_waited_for_whom_is_of_the_window_alone(small: Path) -> None:
-    with serving(small) as inspector:
-        assert inspector.json("api/usage") == {"wall_s": None}
-        steps = [
-            ("step", "trainer", 0.0, 10.0),
-            ("wait for samples", "trainer", 0.0, 4.0),
-            ("train", "trainer", 4.0, 10.0),
-        ]
-        write_events(small, *steps, ("generate", "rollout/0", 1.0, 5.0))
-        whole = inspector.json("api/usage")
-        assert whole["wall_s"] == 10.0
-        assert whole["rows"] == [
-            ["the trainer waited for samples", 4.0],
-            ["– of it, while requests were generated", 3.0],  # 1 to 4
-            ["no request was at a server", 6.0],
-            ["– of it, during the trainer's “train”", 5.0],
-            ["– of it, during the trainer's “wait for samples”", 1.0],
-            ["training and generating at once", 1.0],
-        ]
-        assert [(wait["name"], wait["end"]) for wait in whole["waits"]] == [("wait for samples", 1004.0)]
-        part = inspector.json("api/usage", start=1002, end=1006)
-        assert (part["wall_s"], dict(part["rows"])["no request was at a server"]) == (4.0, 1.0)
-
-
-def test_a_window_of_the_timeline_has_what_touches_it(small: Path) -> None:
-    early = ("early", "trainer", 1.0, 2.0)
-    with serving(small) as inspector:
-        assert inspector.json("api/timeline") == {"spans": None}
-        write_events(small, ("long", "trainer", 0.0, 10.0), early, ("late", "trainer", 7.0, 8.0), more='{"name": "torn')
-        found = inspector.json("api/timeline", start=1006, end=1009)
-        assert [span["name"] for span in found["spans"]] == ["long", "late"]
-        assert (found["first"], found["last"], found["num_left_out"]) == (1000.0, 1010.0, 0)
-        write_events(small, early)  # shorter: read anew
-        assert [span["name"] for span in inspector.json("api/timeline")["spans"]] == ["early"]
 
 
 def test_the_state_of_a_run_is_judged_and_not_only_read(small: Path) -> None:

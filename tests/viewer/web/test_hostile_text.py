@@ -29,7 +29,6 @@ VIEWS = (
     "#/prompts?run=hostile",
     "#/compare?run=hostile&a=hostile:g0-r0&b=hostile:g0-r1",
     "#/curves?run=hostile",
-    "#/timeline?run=hostile",
     "#/help?run=hostile",
 )
 

@@ -24,7 +24,6 @@ from tests.viewer.web.serving import (
     append_steps,
     serving,
     tool_rollout,
-    write_events,
     write_run,
 )
 
@@ -440,30 +439,6 @@ def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
             assert page.locator(".chart-title:has-text('own')").is_visible()
         page.locator(".u-over").first.dblclick()  # all of it again
         page.wait_for_function(f"({_ZOOM})().max === 11")
-
-
-def test_the_timeline_zooms_has_an_address_and_says_who_waited_for_whom(browser: Browser, tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", num_steps=1)
-    spans = [("step", "trainer", 0, 100), ("wait for samples", "trainer", 0, 40), ("<b>train</b>", "trainer", 40, 100)]
-    write_events(root, *spans, ("generate", "rollout/0", 0, 50))
-    with serving(root) as inspected, opened(browser, inspected, "#/timeline?run=run") as watched:
-        page = watched.page
-        page.wait_for_selector(".timeline canvas")
-        assert "of 1:40" in page.inner_text("main .heading")
-        page.wait_for_selector(".waits summary:has-text('the trainer waited for samples: 40%')")
-        page.click(".waits summary")
-        assert "while requests were generated" in page.inner_text(".waits table")
-        page.locator(".timeline canvas").focus()
-        page.keyboard.press("w")
-        page.wait_for_function("() => location.hash.includes('from=')")
-        page.wait_for_function("() => !document.querySelector('main .heading').innerText.startsWith('0 s to 1:40')")
-        heading = page.inner_text("main .heading")
-        page.reload()
-        page.wait_for_selector(".timeline canvas")
-        ready(page)
-        page.wait_for_function("heading => document.querySelector('main .heading').innerText === heading", arg=heading)
-        go(page, "#/timeline?run=run&from=40&to=100")
-        page.wait_for_selector(".waits summary:has-text('the trainer waited for samples: 0%')")
 
 
 # -- all runs, and one as a whole

@@ -5,7 +5,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("report-data").textContent);
 
-  for (const { place, ...options } of data.charts) {
+  for (const { place, ...options } of data) {
     Charts[options.kind](document.getElementById(place), options);
   }
 
@@ -16,11 +16,6 @@
     foot.className = "plot-foot";
     explained.replaceWith(foot);
     foot.append(...(numbers ? [numbers] : []), explained);
-  }
-
-  if (data.timeline) {
-    const view = Timeline.draw(document.getElementById("timeline-place"), data.timeline, { height: 420 });
-    view.show(data.timeline.start, data.timeline.end);
   }
 
   // a printed report shows what is folded, too: rollouts, not the tables of numbers

@@ -15,7 +15,7 @@ const KEYS = {
   c: "color the tokens by the next value",
   m: "tokens or trace",
   "← →": "on a token: previous, next",
-  "1 … 9": "overview, curves, before and after, groups, rollouts, prompts, timeline, logs, settings",
+  "1 … 8": "overview, curves, before and after, groups, rollouts, prompts, logs, settings",
   "?": "this page",
 };
 

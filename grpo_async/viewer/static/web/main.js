@@ -15,7 +15,6 @@ import { promptView } from "./prompt_view.js";
 import { promptsView } from "./prompts_view.js";
 import { rolloutView } from "./rollout_view.js";
 import { runView } from "./run_view.js";
-import { timelineView } from "./timeline_view.js";
 
 const VIEWS = {
   home: homeView,
@@ -29,7 +28,6 @@ const VIEWS = {
   prompt: promptView,
   compare: compareView,
   curves: curvesView,
-  timeline: timelineView,
   logs: logsView,
   config: configView,
   help: helpView,
@@ -41,7 +39,6 @@ const TABS = {
   groups: "Groups",
   rollouts: "Rollouts",
   prompts: "Prompts",
-  timeline: "Timeline",
   logs: "Logs",
   config: "Settings",
 };
