@@ -22,7 +22,6 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
-from grpo_async.config.yaml_document import Problems
 from grpo_async.errors import ConfigError, DeadlineError, RunError
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config
@@ -256,10 +255,10 @@ def _read_run(store: Any, run_dir: RunDir, rendezvous: Rendezvous, ends_at: floa
 
 def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
     """Raises ConfigError: this machine has another configuration or other versions than node 0."""
-    problems = Problems()
+    problems: list[str] = []
     its_config, own_config = read_values(attempt_config(attempt), problems), config.model_dump(mode="json")
     if problems:
-        raise ConfigError(problems.text())
+        raise ConfigError("\n".join(problems))
     if own_config != its_config:
         listed = [f"  {each}" for each in differences([its_config, own_config])]
         raise ConfigError("\n".join(["its configuration is not that of node 0 (node 0 -> here):", *listed]))

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from grpo_async.config.other_trainers import OTHER_NAMES
-from grpo_async.config.yaml_document import KeyPath, index_of
-from grpo_async.utils.text import CLOSE_ENOUGH, did_you_mean
-
-_MAX_PATH = 120  # difflib's time grows with the square
+from grpo_async.config.yaml_document import KeyPath
+from grpo_async.utils.text import CLOSE_ENOUGH, MAX_WORD, did_you_mean
 
 RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("launch", "nodes"): ("launch", "nodes", "train"),  # a number
@@ -74,18 +72,13 @@ class FieldType:
         """The type that is meant when none is written: that of the member whose `type` has a default."""
         return next((tag for tag, model in self.tags.items() if model.model_fields["type"].default == tag), None)
 
-    def narrowed(self, tag: str) -> FieldType:
-        """The member of the union with this type; the whole union when there is none."""
-        model = self.tags.get(tag)
-        return self if model is None else FieldType((model,))
-
     def keys(self) -> list[str]:
         """Known keys, of all members of a union."""
         return list(dict.fromkeys(name for model in self.models for name in model.model_fields))
 
     def below(self, key: str) -> FieldType | None:
         """The type under a key or list index; None when nothing can stand there."""
-        index, found = index_of(key), []
+        is_index, found = key.isascii() and key.isdecimal(), []
         for alternative in self.alternatives:
             origin, arguments = get_origin(alternative), get_args(alternative)
             if alternative is Any:
@@ -94,10 +87,10 @@ class FieldType:
                 found.append(alternative.model_fields[key].annotation)
             elif origin is dict:
                 found.append(arguments[1])
-            elif origin is list and index is not None:
+            elif origin is list and is_index:
                 found.append(arguments[0])
-            elif origin is tuple and index is not None and index < len(arguments):
-                found.append(arguments[index])
+            elif origin is tuple and key in map(str, range(len(arguments))):
+                found.append(arguments[int(key)])
         return FieldType(tuple(each for part in found for each in FieldType.of(part).alternatives)) if found else None
 
     def find(self, path: KeyPath) -> FieldType | None:
@@ -136,26 +129,14 @@ def suggest_key(root: FieldType, path: KeyPath) -> str:
     near = did_you_mean(path[depth], section.keys())
     if near and depth == len(path) - 1:
         return near
-    return _of_another_trainer(path) or _anywhere(root, path) or near
-
-
-def _of_another_trainer(path: KeyPath) -> str:
     for other in OTHER_NAMES:
         if other.name in (path[-1], ".".join(path)):
             return f"; here it is '{other.here}'" if other.here else f"; it {other.why}"
-    return ""
+    return _anywhere(root, path[-1]) or near
 
 
-def _anywhere(root: FieldType, path: KeyPath) -> str:
-    """The nearest setting of all whose last key is near: sections that are alike make no keys alike."""
-    dotted, last = ".".join(path), path[-1]
-    if len(dotted) > _MAX_PATH:
-        return ""
-
-    def score(candidate: str) -> float:
-        likeness = SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
-        return likeness + SequenceMatcher(None, dotted, candidate).ratio() / 2 if likeness > CLOSE_ENOUGH else 0.0
-
-    scores = {candidate: score(candidate) for candidate in root.settings()}
-    best = max(scores, key=scores.__getitem__)
-    return f"; did you mean '{best}'?" if scores[best] else ""
+def _anywhere(root: FieldType, last: str) -> str:
+    """The setting of any section whose last key is nearest."""
+    settings = {setting.rpartition(".")[2]: setting for setting in reversed(list(root.settings()))}
+    near = get_close_matches(last, settings, n=1, cutoff=CLOSE_ENOUGH) if len(last) <= MAX_WORD else []
+    return f"; did you mean '{settings[near[0]]}'?" if near else ""

@@ -9,12 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
-from typing import Any, Self
+from typing import Self
 
 from grpo_async.config.loader import read_values
-from grpo_async.config.yaml_document import Problems
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
@@ -82,7 +80,7 @@ class Evidence:
         return cls(
             metrics=read_metrics(run_dir, problems) if metrics is None else metrics,
             evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
-            config=read_config(run_dir.config, problems),
+            config=read_values(run_dir.config, problems),
             status=state_of(status, summary).state,
             error=error if isinstance(error, str) else None,
             problems=problems,
@@ -173,11 +171,3 @@ def new_metrics(file: GrowingFile) -> Iterator[Row]:
         row = numbers(parse_object(line))
         if "step" in row:
             yield row
-
-
-def read_config(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The sections of a config.yaml; what of it cannot be read is a line in `problems`."""
-    found = Problems()
-    sections = read_values(path, found)
-    problems += found.text().splitlines()
-    return sections

@@ -10,7 +10,7 @@ from operator import eq
 
 CLOSE_ENOUGH = 0.7
 """difflib's ratio of two names; below it a suggestion is more often noise than help."""
-_MAX_WORD = 60  # difflib's time grows with the square
+MAX_WORD = 60  # difflib's time grows with the square
 
 
 def finite(value: object) -> float | None:
@@ -103,6 +103,6 @@ def num_equal(some: Iterable[object], others: Iterable[object]) -> int:
 
 def did_you_mean(word: str, known: Iterable[str], *, limit: int = 1) -> str:
     """ "; did you mean 'rollout' or 'rollouts'?": the nearest of the known names; empty where none is near."""
-    near = get_close_matches(word, list(known), n=limit, cutoff=CLOSE_ENOUGH) if len(word) <= _MAX_WORD else []
+    near = get_close_matches(word, list(known), n=limit, cutoff=CLOSE_ENOUGH) if len(word) <= MAX_WORD else []
     quoted = " or ".join(f"'{name}'" for name in near)
     return f"; did you mean {quoted}?" if near else ""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config.loader import read_values
-from grpo_async.config.yaml_document import Problems
 from grpo_async.errors import RunError
 from grpo_async.run_directory import RunDir
 
@@ -46,7 +45,7 @@ def load_token_texts(run: RunDir) -> TokenTexts | str:
 
 
 def _model_folder(run: RunDir) -> Path | None:
-    match read_values(run.config, Problems()):
+    match read_values(run.config, []):
         case {"model": {"path": str(path)}}:
             return Path(path)
     return None

@@ -112,7 +112,7 @@ def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> No
         (f"run: {{dir: {'x' * 300}}}", "run.dir: a name has at most 255"),
         ('extends: "a\\0b"', "extends: holds"),
         (f"extends: {'x' * 300}", "File name too long"),
-        ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: 'yes'"),
+        ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: the tag"),
         ("inference: {max_model_len: 9999999999}", "inference.max_model_len: 9999999999"),
         ("inference: {urls: ['http://[']}", "inference.urls.0: 'http://['"),
         (f"inference: {{host: {'a' * 100}}}", "inference.host: 'aaa"),
@@ -181,7 +181,7 @@ def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("num_generations", "'rollout.group_size'"),
         ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
         ("num_iterations", "here it is 'training.num_iterations'"),
-        ("use_adaptive_entropy", "not supported"),
+        ("deepspeed", "not needed"),
         ("rollout.zzz_size", ""),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path:
         ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
         (
             "run.seed=99999999999999999999999",
-            "99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text",
+            "run.seed: 99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text",
         ),
         ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
     ],

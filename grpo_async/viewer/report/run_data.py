@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.config.diff import Difference, differences
+from grpo_async.config.loader import read_values
 from grpo_async.config.public import public_sections
 from grpo_async.findings import Evidence, Row
-from grpo_async.findings.evidence import read_config, read_metrics
+from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
 from grpo_async.utils.json_files import read_object, read_objects
@@ -75,7 +76,7 @@ def read_run(
         on_gpu=known("on_gpu", bool),
         num_gpus=num_gpus if isinstance(num_gpus := status.get("num_gpus"), int) else None,
         summary=summary,
-        config=shown_config(read_config(run_dir.config, problems)),
+        config=shown_config(read_values(run_dir.config, problems)),
         metrics=metrics,
         evaluations=list(read_evaluations(run_dir.evaluation_log, problems)),
         num_sampled=rollouts.num_sampled,

@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_async import __version__
 from grpo_async.config.diff import Difference
+from grpo_async.config.loader import read_values
 from grpo_async.errors import ConfigError
-from grpo_async.findings.evidence import read_config
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
 from grpo_async.viewer.report.run_data import changed_settings, labels_of, read_run, shown_config
@@ -61,7 +61,7 @@ def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Diff
     problems: list[str] = []
     for run_dir in run_dirs:
         found: list[str] = []
-        configs.append(shown_config(read_config(run_dir.config, found)))
+        configs.append(shown_config(read_values(run_dir.config, found)))
         problems.extend(f"{run_dir.root}: {problem}" for problem in found)
     if problems:
         raise ConfigError("\n".join(problems))
