@@ -43,8 +43,10 @@ SETTING = "rollout.agent.command"
 
 _END_TIMEOUT_S = 10.0
 """From the order to end until everything is dead; then the subreaper is killed, too."""
+_MAX_STDOUT = 1 << 20  # bytes; a command that writes more is killed
 _MAX_STDERR = 4096  # bytes of its end that are kept
 _MAX_SHOWN = 500  # characters of it in a message
+_TOO_MUCH = f"wrote more than {_MAX_STDOUT} bytes to stdout and was killed"
 _HIDDEN_VARIABLES = (
     TOKEN_VARIABLE,
     "ANTHROPIC_AUTH_TOKEN",
@@ -86,7 +88,7 @@ class CommandAgent:
         stdout, stderr = bytearray(), bytearray()
         subreaper = await _start_subreaper(self._command, section.memory_mb or 0, _environment(session))
         with contextlib.closing(subreaper):
-            reading = asyncio.create_task(_read(subreaper.stdout, stdout, limit=section.max_output_kb << 10))
+            reading = asyncio.create_task(_read(subreaper.stdout, stdout, limit=_MAX_STDOUT))
             reading_end = asyncio.create_task(_read_end(subreaper.stderr, stderr))
             ending = asyncio.create_task(subreaper.exited.wait())
             tasks = {reading, reading_end, ending}
@@ -107,7 +109,7 @@ class CommandAgent:
                     task.cancel()
             code = subreaper.returncode or 0
         if reading.done() and not reading.cancelled() and not reading.result():
-            problem = _too_much(section)
+            problem = _TOO_MUCH
         problem = problem or _problem_of(code, self._command[0])
         if problem:
             raise _failed(problem, stderr.decode(errors="replace"))
@@ -179,10 +181,6 @@ def _too_late(section: AgentSection) -> str:
     return f"did not end within rollout.agent.timeout_s = {section.timeout_s:g} s and was killed"
 
 
-def _too_much(section: AgentSection) -> str:
-    return f"wrote more than rollout.agent.max_output_kb = {section.max_output_kb} to stdout and was killed"
-
-
 def _problem_of(code: int, program: str) -> str:
     """What is wrong with an exit code; "" for 0."""
     if code == 0:
@@ -252,7 +250,7 @@ class _Sandboxed:
                 file_mb=256,
                 directory_mb=1024,
                 max_processes=128,
-                max_output_chars=section.max_output_kb << 10,
+                max_output_chars=_MAX_STDOUT,
             ),
             require=_SANDBOX_REQUIRES,
             with_site_packages=True,
@@ -278,7 +276,7 @@ class _Sandboxed:
         problems = {
             SandboxStatus.OK: "",
             SandboxStatus.TIMEOUT: _too_late(self._section),
-            SandboxStatus.OUTPUT: _too_much(self._section),
+            SandboxStatus.OUTPUT: _TOO_MUCH,
             SandboxStatus.MEMORY: f"took more memory than rollout.agent.memory_mb = {self._sandbox.limits.memory_mb}",
             SandboxStatus.CPU: f"took more than {self._section.timeout_s:g} s of CPU time and was killed",
         }

@@ -1,6 +1,6 @@
 """The HTTP server that agents talk to: one in each process with a rollout loop, on that loop.
 
-    POST /v1/chat/completions   /v1/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
+    POST /v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
     POST /v1/reward             {"reward": 1.0, "id": "chatcmpl-..."}: of one answer (without id: the newest), and so of its branch
     GET  /v1/models             the one name; any other is taken too, and means the policy
 
@@ -13,22 +13,17 @@ unless told otherwise: whoever can reach the address and has a key can make the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import ssl
-from collections.abc import Callable, Coroutine, Mapping
-from functools import partial
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import orjson
 from aiohttp import web
 
-from grpo_async.agents.calls import AgentRefusal, Exchange, Reply, event, number_of, refuse
-from grpo_async.agents.chat_completions import ChatCompletion, Completion
+from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
+from grpo_async.agents.calls import AgentRefusal, refuse
 from grpo_async.agents.history import HistoryRenderer
-from grpo_async.agents.messages import Messages
-from grpo_async.agents.responses import Responses
 from grpo_async.agents.session import AgentSession, SessionSetup, closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
@@ -36,14 +31,13 @@ from grpo_async.inference.client import InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.tools.results import encodable
 from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.user_code.calls import read_number
 from grpo_async.utils.network import host_in_url
-from grpo_async.utils.tasks import all_of
 
 logger = logging.getLogger(__name__)
 
 _EXCHANGES: Mapping[str, type[Exchange]] = {
     "/chat/completions": ChatCompletion,
-    "/completions": Completion,
     "/responses": Responses,
     "/messages": Messages,
     "/messages/count_tokens": Messages,
@@ -52,9 +46,6 @@ _MAX_REQUEST_BYTES = 64 << 20
 _BACKLOG = 4096  # all agents of a run may begin at once
 _KEEPALIVE_S = 75.0
 _END_TIMEOUT_S = 5.0
-Complete = Callable[..., Coroutine[Any, Any, Reply]]
-"""`AgentSession.complete`, as the key of a request has it."""
-
 _SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
 
 
@@ -86,8 +77,6 @@ class AgentEndpoint:
         model: the name of the policy.
         host: to listen at, and for agents to connect to.
         port: 0: any that is free.
-        tls: None: plain HTTP.
-        sampling: whose settings of sampling hold; see `rollout.agent.sampling`.
     """
 
     def __init__(
@@ -98,12 +87,10 @@ class AgentEndpoint:
         model: str = "policy",
         host: str = "127.0.0.1",
         port: int = 0,
-        tls: ssl.SSLContext | None = None,
-        sampling: Literal["run", "call"] = "run",
     ) -> None:
-        self._setup = SessionSetup(client, HistoryRenderer(renderer), sampling=sampling)
+        self._setup = SessionSetup(client, HistoryRenderer(renderer))
         self._model = model
-        self._host, self._port, self._tls = host, port, tls
+        self._host, self._port = host, port
         self._sessions: dict[str, AgentSession] = {}
         self._starting = asyncio.Lock()
         self._server: web.Server | None = None
@@ -135,7 +122,7 @@ class AgentEndpoint:
                 access_log=None,
                 keepalive_timeout=_KEEPALIVE_S,
             )
-            listening = loop.create_server(self._server, self._host, self._port, ssl=self._tls, backlog=_BACKLOG)
+            listening = loop.create_server(self._server, self._host, self._port, backlog=_BACKLOG)
             try:
                 self._listener = await listening
             except OSError as error:
@@ -143,7 +130,7 @@ class AgentEndpoint:
                     f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
                 ) from error
             port = self._listener.sockets[0].getsockname()[1]
-            self.base_url = f"{'https' if self._tls else 'http'}://{host_in_url(self._host)}:{port}/v1"
+            self.base_url = f"http://{host_in_url(self._host)}:{port}/v1"
 
     async def aclose(self) -> None:
         """Close all sessions, and every connection."""
@@ -209,10 +196,11 @@ class AgentEndpoint:
             exchange = kind(body, str(body.get("model") or self._model), session.kept)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call)})
-            complete = partial(session.complete, is_trained=is_trained)
+            reply = await session.complete(exchange.call, reply_id=exchange.id, is_trained=is_trained)
+            answer = exchange.answer(reply)
             if exchange.is_stream:
-                return await _stream(request, complete, exchange)
-            return _json(exchange.answer(await _replies(complete, exchange)))
+                return web.Response(body=exchange.stream(answer), headers=_SSE)
+            return _json(answer)
         except Exception as error:  # noqa: BLE001 - every request is answered
             refusal = _refusal_of(error, request)
             return _json(kind.error(refusal), refusal.status)
@@ -288,52 +276,14 @@ def _whole_letters(value: Any) -> Any:
 
 
 def _reward(session: AgentSession, body: Mapping[str, Any]) -> web.Response:
-    reward = number_of(body, "reward")
+    try:
+        reward = read_number(body.get("reward"))
+    except ValueError as error:
+        raise refuse(f"reward is {error}", param="reward") from error
     if reward is None:
         raise refuse("there is no reward", param="reward")
     session.set_reward(reward, body.get("id"))
     return _json({})
-
-
-async def _replies(complete: Complete, exchange: Exchange) -> list[Reply]:
-    """To the call, or to each of several equal ones: the first has the id of the answer."""
-    first = complete(exchange.call, reply_id=exchange.id)
-    if exchange.num_replies == 1:
-        return [await first]
-    return await all_of([first, *(complete(exchange.call) for _ in range(exchange.num_replies - 1))])
-
-
-async def _stream(request: web.BaseRequest, complete: Complete, exchange: Exchange) -> web.StreamResponse:
-    """An answer as events. A refusal before the first text is an answer of its own, later it is the last event."""
-    pieces: asyncio.Queue[str | None] = asyncio.Queue()
-    answering = asyncio.create_task(complete(exchange.call, pieces.put_nowait, reply_id=exchange.id))
-    answering.add_done_callback(lambda _: pieces.put_nowait(None))
-    response = web.StreamResponse(headers=_SSE)
-    try:
-        piece = await pieces.get()  # ended by the call, whose generation has limits
-        if piece is None:
-            answering.result()
-        await response.prepare(request)
-        first, given = b"".join(exchange.begin()), 0
-        while piece is not None:
-            given += len(piece)
-            await response.write(first + b"".join(exchange.text(piece)))
-            first = b""
-            piece = await pieces.get()  # as above
-        try:
-            last = b"".join(exchange.end(answering.result(), given))
-        except Exception as error:  # noqa: BLE001 - the head of the answer has gone out
-            last = event(exchange.error(_refusal_of(error, request)), "error")
-        await response.write(first + last)
-        await response.write_eof()
-    except ConnectionError:
-        logger.debug("a client hung up")  # nobody reads; aiohttp closes the connection
-    finally:
-        if not answering.done():
-            answering.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answering
-    return response
 
 
 def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:

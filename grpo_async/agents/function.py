@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import ssl
 import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,9 +41,7 @@ class FunctionAgent:
         self._loop = UserLoop("async agents")  # one for all: an HTTP client that they share belongs to one loop
         threads = ThreadRunner("agent", max_threads=max_concurrent)
         self._caller = TimedCaller(threads, section.timeout_s, loop=self._loop)
-        self._clients = OpenAiClients(
-            timeout_s=section.timeout_s, ca_certs=None if section.tls is None else section.tls.trusted
-        )
+        self._clients = OpenAiClients(timeout_s=section.timeout_s)
 
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
         client = AgentClient(session, self._clients, is_async=is_async(self._function))
@@ -112,9 +108,8 @@ class AgentClient:
 class OpenAiClients:
     """Ready clients of the package openai. Those of one event loop share their connections, and so do those of threads."""
 
-    def __init__(self, *, timeout_s: float, ca_certs: Path | None = None) -> None:
+    def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._ca_certs = ca_certs
         self._lock = threading.Lock()
         self._of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
         self._of_threads: Any = None
@@ -143,11 +138,7 @@ class OpenAiClients:
         for name in ("httpx", "httpx2"):  # they log a line for each call of each agent
             logging.getLogger(name).setLevel(logging.WARNING)
         # the endpoint is on this machine or near it: not through a proxy that the environment names
-        transport: dict[str, Any] = {
-            "trust_env": False,
-            "timeout": self._timeout_s,
-            "verify": True if self._ca_certs is None else ssl.create_default_context(cafile=self._ca_certs),
-        }
+        transport: dict[str, Any] = {"trust_env": False, "timeout": self._timeout_s}
         options: dict[str, Any] = {"base_url": base_url, "api_key": "-", "max_retries": 0, "timeout": self._timeout_s}
         if is_async:
             return openai.AsyncOpenAI(http_client=openai.DefaultAsyncHttpxClient(**transport), **options)

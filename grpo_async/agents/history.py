@@ -61,8 +61,6 @@ class Request:
     parent: Answer | None
     ids: array[int]  # of int32
     messages: Sequence[TaggedMessage]
-    text: str | None = None
-    """Of a call with text instead of messages: all of it."""
 
     @property
     def path(self) -> list[Answer]:
@@ -111,11 +109,6 @@ class HistoryRenderer:
         self._ends = frozenset(renderer.end_of_turn_ids)
         self._hopeless: set[tuple[bool, tuple[str, ...]]] = set()
 
-    def is_ended(self, answer: Answer) -> bool:
-        """Whether the policy sampled an end-of-turn token."""
-        ids = answer.generation.token_ids
-        return bool(ids) and ids[-1] in self._ends
-
     def prompt_ids(self, messages: Sequence[TaggedMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """
         Raises:
@@ -132,7 +125,10 @@ class HistoryRenderer:
         if shape in self._hopeless:
             return None
         closing: list[int] = []
-        if not self.is_ended(answer):  # cut, or ended by a stop string: the template's own token closes the turn
+        ids = answer.generation.token_ids
+        if (
+            not ids or ids[-1] not in self._ends
+        ):  # cut, or ended by a stop string: the template's own token closes the turn
             end = self.chat.turn_end_id(answer.calls)
             if end is None:
                 return None
@@ -203,8 +199,6 @@ class History:
         Raises:
             AgentRefusal: the call has no messages, or they cannot be rendered.
         """
-        if call.prompt is not None:
-            return self._raw(call.prompt)
         if not call.messages:
             raise refuse("there are no messages", param="messages")
         keys = self._keys([call.tools, *call.messages])  # [1 + num_messages]
@@ -231,9 +225,8 @@ class History:
         request = answer.request
         if request.parent is not None:
             request.parent.has_children = True
-        if request.text is None:
-            value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
-            self._by_key.setdefault(_digest(request.key, value), []).append(answer)
+        value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
+        self._by_key.setdefault(_digest(request.key, value), []).append(answer)
 
     def paths(self) -> RolloutPaths:
         """The path to the newest answer is the rollout's own, the others are branches; every answer stands in exactly one.
@@ -279,30 +272,6 @@ class History:
             reward=paths[0].reward,
             branches=branches,
         )
-
-    def _raw(self, prompt: str | Sequence[int]) -> Request:
-        """Of /v1/completions: continues the answer whose prompt and text, or ids, are the longest beginning of `prompt`."""
-        chat, earlier = self._renderer.chat, [answer for answer in self.answers if answer.request.text is not None]
-        known: list[tuple[Any, Answer]]
-        if isinstance(prompt, str):
-            known = [  # not one that the policy ended: a text that continues it leaves its end-of-turn token out
-                (f"{answer.request.text}{answer.message.content}", answer)
-                for answer in earlier
-                if answer.message.content and not self._renderer.is_ended(answer)
-            ]
-        else:
-            known = [([*answer.request.context, *answer.generation.token_ids], answer) for answer in earlier]
-        begun = [(len(before), answer) for before, answer in known if prompt[: len(before)] == before]
-        length, parent = max(begun, key=lambda each: each[0], default=(0, None))
-        rest: Any = prompt[length:]
-        if isinstance(prompt, str):
-            user = TaggedMessage(role="user", content=rest, origin=Origin.PROMPT)
-            ids = chat.text_ids(rest) if parent else chat.prompt_ids([user], is_conversational=False)
-            text = prompt
-        else:
-            user = TaggedMessage(role="user", content=chat.completion_text(rest), origin=Origin.PROMPT)
-            ids, text = rest, chat.completion_text(prompt)
-        return Request(key=b"", parent=parent, ids=array("i", ids), messages=[user] if rest else [], text=text)
 
 
 def _choose(answers: Sequence[Answer], message: Message) -> Answer:

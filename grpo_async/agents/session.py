@@ -9,9 +9,8 @@ ends with finish_reason "length". After the first call that found nothing left, 
 
 Sampling: what is trained is sampled as the run says, so its settings hold: `temperature`, `top_p`, `top_k`, `min_p` and
 `repetition_penalty` of a call are ignored, with one warning in a run, a `response_format` other than text is refused, and a `seed`
-is mixed with that of the rollout, else all rollouts of a group would be the same. Where `rollout.agent.sampling` is "call", and in
-calls that are not trained, all of these are the call's, and other settings that change what is sampled are refused. A
-`tool_choice` that forces a call is refused in any case.
+is mixed with that of the rollout, else all rollouts of a group would be the same. In calls that are not trained all of these are
+the call's. A `tool_choice` that forces a call is refused in any case.
 
 A call counts when its answer is whole: what a cancelled call has sampled (the client hung up, the session was closed) is in no
 completion. The answer to a call whose client hung up after it was whole does count. Stop strings are those of the run
@@ -27,12 +26,12 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.agents.calls import AgentRefusal, Call, OnText, Reply, refuse
+from grpo_async.agents.calls import AgentRefusal, Call, Reply, refuse
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
@@ -40,7 +39,6 @@ from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings, find_stop
 from grpo_async.records import (
     AGENT_REWARD,
-    THINKING,
     FinishReason,
     Origin,
     RolloutCompletion,
@@ -54,30 +52,23 @@ from grpo_async.utils.validation import problems_of
 
 logger = logging.getLogger(__name__)
 
-_WATCH_INTERVAL_S = 0.1
-"""How often tokens arrive of a call whose text somebody reads along."""
 
-
+@dataclass(slots=True)
 class SessionSetup:
     """What all sessions of an endpoint share."""
 
-    def __init__(
-        self, client: InferenceClient, renderer: HistoryRenderer, *, sampling: Literal["run", "call"] = "run"
-    ) -> None:
-        self.client = client
-        self.renderer = renderer
-        self.sampling = sampling
-        """Whose settings hold in a call that is trained."""
-        self._said: set[str] = set()
+    client: InferenceClient
+    renderer: HistoryRenderer
+    warned: set[str] = field(default_factory=set)
+    """Settings of sampling of which was said that they have no effect."""
 
-    def warn_once(self, field: str) -> None:
-        """Say that a setting of sampling has no effect."""
-        if field not in self._said:
-            self._said.add(field)
+    def warn_once(self, name: str) -> None:
+        if name not in self.warned:
+            self.warned.add(name)
             logger.warning(
                 "an agent's call sets `%s`, which is ignored: what is trained is sampled as the run says (rollout.temperature, "
-                "top_p and its other settings of sampling), unless rollout.agent.sampling is `call`",
-                field,
+                "top_p and its other settings of sampling)",
+                name,
             )
 
 
@@ -147,22 +138,17 @@ class AgentSession:
         """Of Anthropic's API, whose clients add /v1 themselves."""
         return self.base_url.removesuffix("/v1")
 
-    async def complete(
-        self, call: Call, on_text: OnText | None = None, *, reply_id: str | None = None, is_trained: bool = True
-    ) -> Reply:
+    async def complete(self, call: Call, *, reply_id: str | None = None, is_trained: bool = True) -> Reply:
         """Have the policy answer.
 
         Args:
-            on_text: gets the text as it is sampled, where there is neither thinking nor a tool offered (calls are read from the
-                whole answer); the pieces are the beginning of the reply's content.
             reply_id: of the reply; None: a new one.
             is_trained: false: the answer is in no completion.
 
         Raises:
             AgentRefusal: the session is closed, the call cannot be made, or no inference server answers.
         """
-        is_free = not is_trained or self._setup.sampling == "call"
-        self._check(call, is_free=is_free)
+        self._check(call, is_trained=is_trained)
         request = self._history.prepare(call)
         self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
@@ -175,18 +161,15 @@ class AgentSession:
         settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
         seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
         fields: dict[str, Any] = {"token_ids": context, "max_tokens": wanted, "seed": seed}
-        if is_free:
+        if not is_trained:
             fields |= call.sampling
             fields["structured_outputs"] = _structured_outputs(call.response_format) or settings.structured_outputs
             fields["seed"] = seed if call.seed is None else call.seed
-        reader = None if on_text is None or call.tools else _Reader(self._setup.renderer, call, settings.stop, on_text)
-        if reader is not None:
-            fields["flush_interval_s"] = _WATCH_INTERVAL_S
         try:
             asked = settings.request(request_id=f"{self.rollout_id}-t{number}", **fields)
         except ValidationError as error:
             raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
-        generation = await self._generate(asked, number, reader)
+        generation = await self._generate(asked, number)
         self._num_sampled += len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         self.is_truncated |= is_trained and is_cut and wanted == budget
@@ -259,30 +242,25 @@ class AgentSession:
         Raises:
             AgentRefusal: as `complete`.
         """
-        self._check(call, is_free=False)
+        self._check(call, is_trained=True)
         return len(self._history.prepare(call).context)
 
-    def _check(self, call: Call, *, is_free: bool) -> None:
-        """`is_free`: the call's settings of sampling hold."""
+    def _check(self, call: Call, *, is_trained: bool) -> None:
         if self.is_closed:
             raise closed()
-        if is_free and call.ignored:
-            raise refuse(f"{call.ignored[0]} is not supported", param=call.ignored[0])
         other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
-        for name in () if is_free else (*other, *call.ignored):
+        for name in (*(other if is_trained else ()), *call.ignored):
             self._setup.warn_once(name)
-        if call.max_tokens is not None and call.max_tokens < 1:
-            raise refuse(f"max_tokens is {call.max_tokens}; it has to be at least 1", param="max_tokens")
         if call.tool_choice not in ("auto", "none"):
             raise refuse(
                 f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "
                 'use "auto" or "none"',
                 param="tool_choice",
             )
-        if _structured_outputs(call.response_format) is not None and not is_free:
+        if _structured_outputs(call.response_format) is not None and is_trained:
             raise refuse(
                 "response_format: a grammar's mask samples from another distribution than the policy's, and this call is trained; "
-                "set rollout.agent.sampling: call, or describe the format in the prompt, and reward it",
+                "describe the format in the prompt, and reward it",
                 param="response_format",
             )
 
@@ -306,24 +284,17 @@ class AgentSession:
         self.is_truncated |= budget < 1
         return max(0, budget)
 
-    async def _generate(self, request: GenerateRequest, number: int, reader: _Reader | None) -> Generation:
-        generation = Generation()
-
-        def on_tokens(count: int, version: int) -> None:
-            if self._on_tokens is not None:
-                self._on_tokens(count, version)
-            if reader is not None:
-                reader.read(generation.token_ids)
-
+    async def _generate(self, request: GenerateRequest, number: int) -> Generation:
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         try:
             with self._track.span("generate", turn=number) as span:
-                await self._setup.client.generate(
-                    request, on_tokens=on_tokens, affinity=self._affinity, partial=generation
+                generation = await self._setup.client.generate(
+                    request, on_tokens=self._on_tokens, affinity=self._affinity
                 )
                 generation.note(span, self._track)
+                return generation
         except asyncio.CancelledError as error:
             if self.is_closed and task.uncancel() == 0:
                 raise closed() from error
@@ -335,7 +306,6 @@ class AgentSession:
             raise AgentRefusal(503, "server_error", self.last_error) from error
         finally:
             self._running.discard(task)
-        return generation
 
     def _read(
         self,
@@ -361,11 +331,9 @@ class AgentSession:
             parse_error = turn.parse_error or next(iter(problems), None)
             if not problems:  # else the client gets the whole text: it cannot make half of the calls
                 calls, text = turn.tool_calls, turn.content
-        said = _before(text, settings.stop)
-        thinking = ""
-        if call.prompt is None:
-            thinking, said = chat.split_thinking(said)
-            text = settings.shown(text)  # that of a prompt stays whole: what continues it is found by its text
+        found = find_stop(text, settings.stop)
+        thinking, said = chat.split_thinking(text if found is None else text[: found[0]])
+        text = settings.shown(text)
         called = [each.as_dict() for each in calls]
         message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called)
         answer = Answer(
@@ -386,39 +354,6 @@ class AgentSession:
             created=time.time(),
         )
         return answer, reply
-
-
-class _Reader:
-    """Reads a text while it is sampled, and hands on what is sure to be in the answer."""
-
-    def __init__(self, renderer: HistoryRenderer, call: Call, stop: Sequence[str], on_text: OnText) -> None:
-        self._chat = renderer.chat
-        self._stop = stop
-        self._has_thinking = call.prompt is None
-        self._on_text = on_text
-        self._num_given = 0
-
-    def read(self, ids: Sequence[int]) -> None:
-        """More tokens are there. Hand on the text that is new, without what may still become a stop string, thinking, or another
-        character. Nothing where there is thinking, which comes first."""
-        text = _before(self._chat.completion_text(ids), self._stop)
-        text = text.rstrip("\ufffd").rstrip()  # the first bytes of a character; some tokenizers take whitespace back
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        text = text[: len(text) - held]
-        begun = text.lstrip()
-        if self._has_thinking and (
-            any(opening.startswith(begun) for opening, _ in THINKING) or self._chat.split_thinking(text)[1] != text
-        ):
-            return
-        if len(text) > self._num_given:
-            self._on_text(text[self._num_given :])
-            self._num_given = len(text)
-
-
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the stop string that ends it."""
-    found = find_stop(text, stop)
-    return text if found is None else text[: found[0]]
 
 
 def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -443,11 +378,6 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
             param="response_format",
         )
     return {"json": dict(schema)}
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`: "ab<" and "<|end" -> 1."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def _bare_id(reply_id: str) -> str:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from grpo_async.config.base import Count, FilePath, Host, ModelName, Processes, Reference, Seconds, StrictModel, Weight
-from grpo_async.config.server_sections import TlsOptions
 
 
 class ToolSection(StrictModel):
@@ -82,18 +81,10 @@ class AgentSection(StrictModel):
     """Most agents that run at once; null = `rollout.max_in_flight`."""
     reward_weight: Weight = 1.0
     """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
-    sampling: Literal["run", "call"] = "run"
-    """Which sampling settings hold in calls that bring their own (`temperature`, `top_p`, `top_k`, `min_p`, `seed`,
-    `repetition_penalty`, `response_format`). run: the run's; a call's are ignored with a warning, and a form is refused. call: the
-    call's, as its API says; then the loss has to correct for it (docs/howto/sampling.md), and what is asked with temperature 0 is
-    the same in all rollouts of a group. A form requires vLLM."""
     host: Host = "127.0.0.1"
     """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
     port: int = Field(default=0, ge=0, le=65535)
     """Of the endpoint; 0 = a free one."""
-    tls: TlsOptions | None = None
-    """Certificate and key of the endpoint, which then speaks HTTPS only. `client.openai` of a function trusts `ca_certs`, else the
-    certificate; any other client has to be told."""
     sandbox: bool = False
     """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
     files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
@@ -102,8 +93,6 @@ class AgentSection(StrictModel):
     """Further files and folders that a command in the sandbox may read, under the same paths."""
     memory_mb: int | None = Field(default=None, ge=16)
     """Most memory, in MiB, that each process of a command may allocate; null = no limit, in the sandbox 2048."""
-    max_output_kb: int = Field(default=1024, ge=1, le=1 << 20)
-    """Most that a command may write to stdout; then it is killed. Of stderr the end is kept."""
 
     @property
     def kind(self) -> Literal["function", "command", "environment"]:
@@ -121,7 +110,7 @@ class AgentSection(StrictModel):
             raise ValueError("arguments: a command has none; write them into `command`")
         # compared with the defaults, for the configuration that a run writes down names every setting
         fields = type(self).model_fields
-        of_commands = ("sandbox", "read_paths", "memory_mb", "max_output_kb") if self.command is None else ()
+        of_commands = ("sandbox", "read_paths", "memory_mb") if self.command is None else ()
         for name in of_commands:
             if getattr(self, name) != fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"{name}: applies to the process of a `command` only; leave it out")
@@ -131,10 +120,6 @@ class AgentSection(StrictModel):
             )
         if self.read_paths and not self.sandbox:
             raise ValueError("read_paths: without `sandbox: true` a command may read everything; leave it out")
-        if self.tls is not None and self.tls.certificate is None:
-            raise ValueError("tls: the endpoint needs a certificate and its key; set both")
-        if self.tls is not None and self.sandbox:
-            raise ValueError("tls: a command in the sandbox reaches the endpoint without a network; leave it out")
         return self
 
 

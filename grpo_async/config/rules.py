@@ -271,10 +271,8 @@ def _sampling_conflicts(config: ExperimentConfig) -> Iterator[str]:
     what was cut off. The weight pi / mu of each token corrects for it; that of a sequence is the product of its tokens' and
     vanishes: 0.97 for each of 500 tokens makes 2e-7. (docs/howto/sampling.md)
     """
-    loss, agent = config.loss, config.rollout.agent
+    loss = config.loss
     values = {name: getattr(config.rollout, name) for name in config.rollout.reshaping}
-    if agent is not None and agent.sampling == "call":
-        values["agent.sampling"] = agent.sampling
     if not values or isinstance(loss, CustomLoss):
         return
     what = ", ".join(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,15 +22,13 @@ from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.interaction_sections import AgentSection
-from grpo_async.config.server_sections import TlsOptions
-from grpo_async.errors import ConfigError, FatalRolloutError, RunError
+from grpo_async.errors import FatalRolloutError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
-from grpo_async.utils.network import server_certificates
 from grpo_async.utils.seeds import seed_of
 
 _OWN_LIMIT_FIRST_S = 5.0
@@ -44,9 +41,6 @@ class AgentHost:
     Args:
         agent: what runs.
         max_concurrent: most of its runs at once.
-
-    Raises:
-        ConfigError: the certificate of the endpoint, or its key, cannot be used.
     """
 
     def __init__(self, agent: Agent, section: AgentSection, *, max_concurrent: int) -> None:
@@ -55,7 +49,6 @@ class AgentHost:
         self.max_concurrent = max_concurrent
         self.slots = asyncio.Semaphore(max_concurrent)
         self._starting = asyncio.Lock()
-        self._certificates = None if section.tls is None else _certificates(section.tls)
         self._endpoint: AgentEndpoint | None = None
 
     async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
@@ -67,14 +60,7 @@ class AgentHost:
         section = self.section
         async with self._starting:  # binding a port takes no time
             if self._endpoint is None:
-                self._endpoint = AgentEndpoint(
-                    client,
-                    renderer,
-                    host=section.host,
-                    port=section.port,
-                    tls=self._certificates,
-                    sampling=section.sampling,
-                )
+                self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
             try:
                 await self._endpoint.start()  # without effect on one that listens
             except RunError as error:  # so it will be for every group
@@ -87,17 +73,6 @@ class AgentHost:
         if endpoint is not None:
             await endpoint.aclose()
         await self.agent.aclose()
-
-
-def _certificates(tls: TlsOptions) -> ssl.SSLContext:
-    assert tls.certificate is not None  # AgentSection sees to it
-    assert tls.key is not None
-    try:
-        return server_certificates(tls.certificate, tls.key)
-    except (OSError, ValueError) as error:  # an SSLError is an OSError
-        raise ConfigError(
-            f"rollout.agent.tls: {tls.certificate} and {tls.key} cannot be used (the key must have no password): {error}"
-        ) from error
 
 
 class AgentProducer:

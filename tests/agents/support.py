@@ -14,7 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_async.agents.calls import Call, Exchange, Reply
+from grpo_async.agents.apis import Exchange
+from grpo_async.agents.calls import Call, Reply
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.history import HistoryRenderer
 from grpo_async.agents.session import AgentSession, SessionSetup
@@ -181,7 +182,7 @@ async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, 
     """As the endpoint does it, without HTTP."""
     made = kind(body, "tiny", session.kept)
     reply = await session.complete(made.call, reply_id=made.id)
-    return reply, json.loads(json.dumps(made.answer([reply])))
+    return reply, json.loads(json.dumps(made.answer(reply)))
 
 
 def check_exact(

@@ -134,7 +134,7 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
         ("print('done, I think')", {}, r"is no JSON: 'done, I think'; its result belongs there"),
         ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
         ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
-        ("print('x' * 5000, flush=True); import time; time.sleep(99)", {"max_output_kb": 4}, r"rollout\.agent\.max_output_kb = 4"),
+        ("print('x' * (2 << 20), flush=True); import time; time.sleep(99)", {}, "wrote more than 1048576 bytes"),
         ("print(len(bytearray(1 << 29)))", {"memory_mb": 128}, r"MemoryError"),
     ],
 )  # fmt: skip
@@ -276,13 +276,13 @@ def test_a_command_in_the_sandbox_reaches_the_model_and_nothing_else(tmp_path: P
     [
         ("import os; os._exit(3)", "ended with exit code 3"),
         ("import time; time.sleep(1000)", r"rollout\.agent\.timeout_s = 3 s and was killed"),
-        ("print('x' * 5000)", r"rollout\.agent\.max_output_kb = 4 to stdout and was killed"),
+        ("print('x' * (2 << 20))", "wrote more than 1048576 bytes to stdout and was killed"),
         ("print(len(bytearray(1 << 30)))", r"memory|Memory"),
     ],
 )
 def test_a_command_that_fails_in_the_sandbox_says_why(code: str, told: str) -> None:
     with pytest.raises(AgentError, match=told):
-        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0, max_output_kb=4, memory_mb=512))
+        asyncio.run(_run(["python3", "-c", code], sandbox=True, timeout_s=3.0, memory_mb=512))
 
 
 def test_without_namespaces_the_sandbox_is_refused_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:

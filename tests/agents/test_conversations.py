@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_async.agents.calls import AgentRefusal, Exchange, Reply
-from grpo_async.agents.chat_completions import ChatCompletion
-from grpo_async.agents.messages import Messages
-from grpo_async.agents.responses import Responses
+from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
+from grpo_async.agents.calls import AgentRefusal, Reply
 from grpo_async.agents.session import AgentSession
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.chat.renderer import ChatRenderer

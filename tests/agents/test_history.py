@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.agents.calls import Call, PrefixMemo
+from grpo_async.agents.calls import PrefixMemo
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -255,32 +255,6 @@ def test_an_answer_that_was_cut_goes_on_behind_the_templates_own_end(family: str
     end = policy.chat.turn_end_id(())
     assert completion.turns[0].tool_response_ids[0] == end
     assert end not in completion.turns[0].output_ids
-
-
-def test_text_prompts_go_on_from_the_recorded_ids() -> None:
-    async def agent(session: AgentSession) -> None:
-        first = await session.complete(Call(prompt="Once upon", max_tokens=4))
-        second = await session.complete(Call(prompt=f"Once upon{first.content} and then", max_tokens=4))
-        ids = [*second.prompt_ids, *second.ids, 65, 66]
-        await session.complete(Call(prompt=ids, max_tokens=4))
-
-    completion, policy = _run(agent, " a time", " it", " was")
-    assert not completion.branches
-    assert len(completion.turns) == 3
-    assert list(policy.served[2].request.token_ids[-2:]) == [65, 66]
-
-
-def test_a_text_prompt_does_not_go_on_from_an_answer_that_the_policy_ended() -> None:
-    """Its end-of-turn token does not stand in the text."""
-
-    async def agent(session: AgentSession) -> None:
-        first = await session.complete(Call(prompt="Once upon"))
-        await session.complete(Call(prompt=f"Once upon{first.content} and then"))
-
-    completion, policy = _run(agent, " a time", " it")
-    assert policy.served[0].ids[-1] in policy.chat.end_of_turn_ids
-    assert policy.chat.end_of_turn_ids[0] not in policy.served[1].request.token_ids
-    assert len(completion.branches) == 1
 
 
 def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:

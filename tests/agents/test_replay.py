@@ -57,8 +57,8 @@ class _Recorded:
     chat: ChatRenderer
     served: list[Served] = field(default_factory=list)
 
-    async def generate(self, request: GenerateRequest, *, partial: Generation, **options: Any) -> Generation:
-        served = Served(request, [])
+    async def generate(self, request: GenerateRequest, **options: Any) -> Generation:
+        served, partial = Served(request, []), Generation()
         self.served.append(served)
         try:
             generation = await self.client.generate(request, partial=partial, **options)

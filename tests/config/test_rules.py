@@ -101,14 +101,8 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
         ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "sandbox: applies to the process of a `command` only"),
         ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
-        ({"rollout": {"agent": {"command": ["x"], "sandbox": True, "tls": TLS}}}, "reaches the endpoint without a network"),
-        ({"rollout": {"agent": {"function": "a:b", "tls": {"ca_certs": "c"}}}}, "needs a certificate and its key"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
         ({"rollout": {"agent": {"environment": "gym:x"}}}, "rollout.agent.environment"),
-        (
-            {"rollout": {"agent": {"function": "a:b", "sampling": "call"}}},
-            "rollout.agent.sampling: call samples from another distribution than the policy's",
-        ),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
             {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
@@ -219,7 +213,7 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         },
         {"inference": {"vllm": {"sleep_while_training": True}}, "rollout": {"max_staleness": 0}},
         {"inference": {"vllm": {"extra_args": ["--swap-space=4"]}}},
-        {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}, "tls": TLS}}, "rewards": []},
+        {"rollout": {"agent": {"function": "a:b", "arguments": {"x": 1}}}, "rewards": []},
         {"rollout": {"agent": {"command": ["x"], "sandbox": True, "read_paths": ["d"], "memory_mb": 64}}},
         {"rollout": {"agent": {"environment": "verifiers:wordle"}}, "rewards": []},
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,8 +13,7 @@ from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.calls import Call
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
-from grpo_async.config.server_sections import TlsOptions
-from grpo_async.errors import ConfigError, FatalRolloutError, ServerUnavailableError
+from grpo_async.errors import FatalRolloutError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import (
     AGENT_REWARD,
@@ -31,7 +29,6 @@ from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.in_flight import OpenGroup
 from grpo_async.rollout.producer import GroupRequest
 from tests.agents.support import FakePolicy, check_exact, renderer, settings, user
-from tests.support.tls import encrypt, make_certificates
 
 PROMPT = Prompt(
     prompt_id=7,
@@ -281,20 +278,3 @@ def test_an_endpoint_that_cannot_listen_ends_the_run() -> None:
 
     with pytest.raises(FatalRolloutError, match=r"rollout\.agent\.host, port: cannot listen at 192\.0\.2\.7"):
         _produce(run, section={"host": "192.0.2.7"})
-
-
-def test_a_key_with_a_password_is_refused_and_not_asked_for(tmp_path: Path) -> None:
-    """OpenSSL would ask on the terminal, and the run would stand still."""
-    made, encrypted = make_certificates(tmp_path), tmp_path / "encrypted.key"
-    encrypt(made.key, encrypted)
-
-    async def never(*_: Any) -> AgentResult:
-        raise AssertionError
-
-    def host(key: Path) -> AgentHost:
-        section = AgentSection(function="a:b", tls=TlsOptions(certificate=made.certificate, key=key))
-        return AgentHost(ScriptedAgent(never), section, max_concurrent=1)
-
-    host(made.key)
-    with pytest.raises(ConfigError, match=r"rollout\.agent\.tls: .*must have no password"):
-        host(encrypted)

@@ -79,10 +79,6 @@ def load_environment_agent(section: AgentSection, *, max_concurrent: int) -> Env
         ConfigError: its library is not installed, there is no such environment, or it does not take its arguments.
     """
     assert section.environment is not None
-    if section.tls is not None:
-        raise ConfigError(
-            "rollout.agent.tls: an environment runs in this process, and nobody else calls it; leave it out"
-        )
     try:
         environment = make_environment(section.environment, section.arguments)
     except ConfigError as error:

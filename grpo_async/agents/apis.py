@@ -1,0 +1,521 @@
+"""The APIs of the endpoint: the JSON of a request to `Call`, `Reply` to the JSON of an answer, and that to events.
+
+                     OpenAI Chat Completions   OpenAI Responses         Anthropic Messages
+    path             /v1/chat/completions      /v1/responses            /v1/messages
+    history          messages                  input, instructions      system, messages
+    limit            max_(completion_)tokens   max_output_tokens        max_tokens
+    thinking         reasoning_content         an item `reasoning`      a block, where `thinking` is enabled or adaptive
+    continued by     the whole history         previous_response_id     the whole history
+
+All of them take text only, functions as tools, tool_choice auto and none, `stop`, `stream`, the settings of sampling and a form of
+the answer (session.py says what becomes of these). What would change the answer and is not supported is refused: images, files,
+tools that run at the provider, `n` > 1, `top_logprobs`. A stream has the whole answer as events: an agent acts on whole answers.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
+from grpo_async.agents.calls import AgentRefusal, Call, PrefixMemo, Reply, refuse
+from grpo_async.utils.validation import problems_of
+
+Made = TypeVar("Made")
+Event = tuple[str | None, Mapping[str, Any]]
+"""Name and content of a server-sent event."""
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0, "ignore_eos": False}
+"""Settings that change what is sampled and are not supported, with the values that change nothing."""
+_UNSUPPORTED = ("functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt")
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"
+}  # fmt: skip
+
+
+def _listed(value: Any) -> Any:
+    return [] if value is None else [value] if isinstance(value, str) else value
+
+
+StopStrings = Annotated[list[str], BeforeValidator(_listed)]
+Limit = Annotated[int, Field(ge=1)]
+
+
+class _Body(BaseModel):
+    """The fields of a request that are read by their name, of all APIs."""
+
+    stream: bool | None = None
+    stop: StopStrings = []
+    stop_sequences: StopStrings = []
+    max_completion_tokens: Limit | None = None
+    max_tokens: Limit | None = None
+    max_output_tokens: Limit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=1)] | None = None
+    logprobs: bool | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
+    stream_options: Mapping[str, Any] | None = None
+    thinking: Mapping[str, Any] | None = None
+    response_format: Any = None
+    text: Mapping[str, Any] | None = None
+    output_config: Mapping[str, Any] | None = None
+
+
+class Exchange(ABC):
+    """A request of one API and its answer.
+
+    Args:
+        body: the request's JSON.
+        model: the name that the answer carries.
+        kept: what the APIs remember of the rollout.
+
+    Raises:
+        AgentRefusal: the request is wrong, or asks for what is not supported.
+    """
+
+    def __init__(self, body: Mapping[str, Any], model: str, kept: dict[Any, Any]) -> None:
+        self.id = secrets.token_hex(12)
+        self.model = model
+        self._json = body
+        self._kept = kept
+        self._created = int(time.time())
+        for name in _UNSUPPORTED:
+            if body.get(name):
+                raise refuse(f"{name} is not supported", param=name)
+        try:
+            self._body = fields = _Body.model_validate(body)
+        except ValidationError as error:
+            raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
+        choice = fields.tool_choice or "auto"
+        limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
+        sampling = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+        if sampling.get("top_k") == -1:  # all, as 0
+            sampling["top_k"] = 0
+        nested = (fields.text or fields.output_config or {}).get("format")
+        self.is_stream = bool(fields.stream)
+        self.call = Call(
+            messages=self._messages(),
+            tools=self._read("tools", self._tool),
+            tool_choice=choice.get("type") if isinstance(choice, Mapping) else choice,
+            stop=[each for each in dict.fromkeys([*fields.stop, *fields.stop_sequences]) if each],
+            max_tokens=next((limit for limit in limits if limit is not None), None),
+            sampling=sampling,
+            seed=fields.seed,
+            response_format=fields.response_format or nested,
+            with_logprobs=bool(fields.logprobs),
+            ignored=[name for name, neutral in _NEUTRAL.items() if body.get(name) not in (None, neutral)],
+        )
+
+    def _read(self, name: str, read: Callable[[Mapping[str, Any], str], Made]) -> list[Made]:
+        """What `read` makes of each object of a list, and of its name for errors; empty where the field is not set."""
+        found = self._json.get(name) or []
+        if not isinstance(found, list):
+            raise refuse(f"{name} is not a list of objects", param=name)
+        memo = self._kept.setdefault((type(self), name), PrefixMemo(partial(_read_next, name, read)))
+        made: list[Made] = memo(found)
+        return made
+
+    @abstractmethod
+    def _messages(self) -> list[Mapping[str, Any]]:
+        """The history, in the form of Chat Completions."""
+
+    @staticmethod
+    @abstractmethod
+    def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """A tool in that form."""
+
+    @abstractmethod
+    def answer(self, reply: Reply) -> dict[str, Any]:
+        """The JSON of the answer."""
+
+    @abstractmethod
+    def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
+        """The answer as a stream."""
+
+    def stream(self, answer: Mapping[str, Any]) -> bytes:
+        """The bytes of `events`."""
+        pieces = []
+        for name, content in self.events(answer):
+            head = f"event: {name}\n" if name else ""
+            pieces.append(f"{head}data: {json.dumps(content, separators=(',', ':'))}\n\n")
+        return "".join([*pieces, self.stream_end]).encode()
+
+    stream_end: ClassVar[str] = ""
+
+    @staticmethod
+    def error(refusal: AgentRefusal) -> dict[str, Any]:
+        """The JSON of an error: OpenAI's, unless an API has its own."""
+        content = {"message": str(refusal), "type": refusal.kind, "param": refusal.param, "code": refusal.code}
+        return {"error": content}
+
+
+class ChatCompletion(Exchange):
+    """OpenAI's Chat Completions. `logprobs` gives those of the sampled tokens."""
+
+    stream_end = "data: [DONE]\n\n"
+
+    def _messages(self) -> list[Mapping[str, Any]]:
+        return self._read("messages", _chat_message)
+
+    @staticmethod
+    def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        function = tool.get("function")
+        if (
+            tool.get("type") != "function"
+            or not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+        ):
+            raise refuse(f"{where} is not a function with a name; other kinds of tools are not supported", param=where)
+        return tool
+
+    def answer(self, reply: Reply) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": reply.content if reply.content or not reply.tool_calls else None,
+            "refusal": None,
+        }
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = [
+                {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+                for call in reply.tool_calls
+            ]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._logprobs(reply),
+            "finish_reason": reply.finish_reason,
+            "stop_reason": reply.stop_sequence,
+        }
+        return {
+            "id": f"chatcmpl-{self.id}",
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self.model,
+            "choices": [choice],
+            "usage": _usage(reply, "prompt_tokens", "completion_tokens"),
+        }
+
+    def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
+        [choice] = answer["choices"]
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+        if calls := message.get("tool_calls"):
+            deltas.append({"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]})
+        last = {name: value for name, value in choice.items() if name != "message"} | {"delta": {}}
+        choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        head = {"id": answer["id"], "object": "chat.completion.chunk", "created": self._created, "model": self.model}
+        for each in (*choices, last):
+            yield None, head | {"choices": [each]}
+        if (self._body.stream_options or {}).get("include_usage"):
+            yield None, head | {"choices": [], "usage": answer["usage"]}
+
+    def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
+        if not self.call.with_logprobs:
+            return None
+        content = [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(reply.tokens, reply.logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+class Responses(Exchange):
+    """OpenAI's Responses. Reasoning items that come back are dropped. Instructions apply to their own request: what continues an
+    answer has not those of the answer's."""
+
+    def _messages(self) -> list[Mapping[str, Any]]:
+        previous = self._json.get("previous_response_id")
+        if previous is not None and not (isinstance(previous, str) and previous in self._kept):
+            raise refuse(f"there is no response {previous!r} in this rollout", param="previous_response_id")
+        history: list[Mapping[str, Any]] = [] if previous is None else list(self._kept[previous])
+        given = self._json.get("input")
+        if isinstance(given, str):
+            history.append({"role": "user", "content": given})
+        else:
+            history += _joined(self._read("input", _response_message))
+        self._history = history
+        instructions = _text(self._json.get("instructions"), "instructions")
+        return [*([{"role": "system", "content": instructions}] if instructions else []), *history]
+
+    @staticmethod
+    def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            raise refuse(f"{where} is not a function; tools of OpenAI's servers are not supported", param=where)
+        return _function_tool(tool, tool.get("parameters"))
+
+    def answer(self, reply: Reply) -> dict[str, Any]:
+        self._kept[f"resp_{self.id}"] = [*self._history, reply.message]
+        output: list[dict[str, Any]] = []
+        if reply.reasoning:
+            content = [{"type": "reasoning_text", "text": reply.reasoning}]
+            output.append({"type": "reasoning", "id": f"rs_{self.id}", "summary": [], "content": content})
+        if reply.content or not reply.tool_calls:
+            part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
+            output.append({"type": "message", "id": f"msg_{self.id}", "role": "assistant", "content": [part]})
+        for call in reply.tool_calls:
+            name = call["function"]["name"]
+            head = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
+            output.append({**head, "name": name, "arguments": _arguments(call)})
+        usage = _usage(reply, "input_tokens", "output_tokens")
+        usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        is_cut = reply.finish_reason == "length"
+        echoed = ("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self._created,
+            "status": "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "metadata": self._json.get("metadata") or {},
+            "model": self.model,
+            "output": [{**item, "status": "completed"} for item in output],
+            "parallel_tool_calls": True,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": self.call.tool_choice,
+            "tools": self._json.get("tools") or [],
+            "truncation": "disabled",
+            "usage": usage,
+            **{name: self._json.get(name) for name in echoed},
+        }
+
+    def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
+        for number, (name, content) in enumerate(self._numberless_events(answer)):
+            yield name, {"type": name, "sequence_number": number, **content}
+
+    def _numberless_events(self, answer: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield "response.created", {"response": begun}
+        yield "response.in_progress", {"response": begun}
+        for index, item in enumerate(answer["output"]):
+            at = {"item_id": item["id"], "output_index": index}
+            empty: Mapping[str, Any] = {"message": {"content": []}, "function_call": {"arguments": ""}}.get(
+                item["type"], {}
+            )
+            yield (
+                "response.output_item.added",
+                {"output_index": index, "item": {**item, **empty, "status": "in_progress"}},
+            )
+            if item["type"] == "message":
+                [part] = item["content"]
+                at |= {"content_index": 0}
+                yield "response.content_part.added", {**at, "part": {**part, "text": ""}}
+                yield "response.output_text.delta", {**at, "delta": part["text"], "logprobs": []}
+                yield "response.output_text.done", {**at, "text": part["text"], "logprobs": []}
+                yield "response.content_part.done", {**at, "part": part}
+            elif item["type"] == "function_call":
+                done = {"arguments": item["arguments"], "name": item["name"]}
+                yield "response.function_call_arguments.delta", {**at, "delta": item["arguments"]}
+                yield "response.function_call_arguments.done", {**at, **done}
+            yield "response.output_item.done", {"output_index": index, "item": item}
+        yield f"response.{answer['status']}", {"response": answer}
+
+
+class Messages(Exchange):
+    """Anthropic's Messages. Thinking blocks that come back are dropped."""
+
+    def _messages(self) -> list[Mapping[str, Any]]:
+        system = _text(self._json.get("system"), "system")
+        head: list[Mapping[str, Any]] = [{"role": "system", "content": system}] if system else []
+        return [*head, *chain.from_iterable(self._read("messages", _anthropic_messages))]
+
+    @staticmethod
+    def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
+            raise refuse(f"{where} is no tool of your own; those of Anthropic's servers are not supported", param=where)
+        return _function_tool(tool, tool.get("input_schema") or {"type": "object", "properties": {}})
+
+    def answer(self, reply: Reply) -> dict[str, Any]:
+        blocks: list[dict[str, Any]] = []
+        if reply.reasoning and (self._body.thinking or {}).get("type") in ("enabled", "adaptive"):
+            blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+        if reply.content or not reply.tool_calls:
+            blocks.append({"type": "text", "text": reply.content})
+        for call in reply.tool_calls:
+            function = call["function"]
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
+            blocks.append(block)
+        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        return {
+            "id": f"msg_{self.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+            "stop_reason": reasons[reply.finish_reason] if reply.stop_sequence is None else "stop_sequence",
+            "stop_sequence": reply.stop_sequence,
+            "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.ids)},
+        }
+
+    def events(self, answer: Mapping[str, Any]) -> Iterator[Event]:
+        begun = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
+        for name, content in self._typeless_events(answer, begun):
+            yield name, {"type": name, **content}
+
+    @staticmethod
+    def _typeless_events(
+        answer: Mapping[str, Any], begun: Mapping[str, Any]
+    ) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        yield "message_start", {"message": begun}
+        for index, block in enumerate(answer["content"]):
+            match block["type"]:
+                case "tool_use":
+                    empty: Mapping[str, Any] = {"input": {}}
+                    delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                case kind:
+                    empty = {kind: ""}
+                    delta = {"type": f"{kind}_delta", kind: block[kind]}
+            yield "content_block_start", {"index": index, "content_block": {**block, **empty}}
+            yield "content_block_delta", {"index": index, "delta": delta}
+            yield "content_block_stop", {"index": index}
+        ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        yield "message_delta", {"delta": ended, "usage": answer["usage"]}
+        yield "message_stop", {}
+
+    @staticmethod
+    def error(refusal: AgentRefusal) -> dict[str, Any]:
+        kind = _ANTHROPIC_KINDS.get(refusal.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+
+
+# -- items of a history, in the form of Chat Completions
+
+
+def _read_next(
+    name: str, read: Callable[[Mapping[str, Any], str], Made], items: Sequence[Any], made: Sequence[Made]
+) -> Made:
+    place = len(made)
+    if not isinstance(items[place], Mapping):
+        raise refuse(f"{name}[{place}] is not an object", param=name)
+    return read(items[place], f"{name}[{place}]")
+
+
+def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    read = _plain_message(message, where, ("system", "developer", "user", "assistant", "tool"))
+    if read["role"] == "tool":
+        if not isinstance(message.get("tool_call_id"), str):
+            raise refuse(f"{where} has no tool_call_id", param=f"{where}.tool_call_id")
+        read["tool_call_id"] = message["tool_call_id"]
+    if read["role"] == "assistant" and (calls := message.get("tool_calls")):
+        for call in calls if isinstance(calls, list) else [calls]:
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise refuse(f"{where}.tool_calls has a call without a function's name", param=f"{where}.tool_calls")
+        read["tool_calls"] = calls
+    if isinstance(message.get("name"), str):
+        read["name"] = message["name"]
+    return read
+
+
+def _response_message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """An item of Responses, a call as a message with nothing else in it; None for what is left out."""
+    match item.get("type") or "message":
+        case "reasoning":
+            return None
+        case "message":
+            return _plain_message(item, where, ("system", "developer", "user", "assistant"))
+        case "function_call":
+            call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        case "function_call_output":
+            return _result(item.get("call_id"), _text(item.get("output"), f"{where}.output"))
+        case other:
+            raise refuse(f"{where} is of type {other!r}, which is not supported", param=where)
+
+
+def _joined(messages: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    """With the text and the calls of one answer in one message."""
+    joined: list[Mapping[str, Any]] = []
+    for message in messages:
+        if message is None:
+            continue
+        if "tool_calls" in message and joined and joined[-1]["role"] == "assistant":
+            before = joined.pop()
+            message = {**before, "tool_calls": [*before.get("tool_calls", ()), *message["tool_calls"]]}
+        joined.append(message)
+    return joined
+
+
+def _anthropic_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """One message of Anthropic's; the results of tools in it are messages of their own, and come first."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return [_plain_message(message, where, ("user", "assistant", "system"))]
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    rest: list[Any] = []
+    for number, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_result":
+            text = _text(block.get("content"), f"{where}.content[{number}].content")
+            results.append(_result(block.get("tool_use_id"), text))
+        elif kind == "tool_use":
+            calls.append(_call(block.get("id"), block.get("name"), block.get("input") or {}))
+        elif kind not in ("thinking", "redacted_thinking"):
+            rest.append(block)
+    own = _plain_message({**message, "content": rest}, where, ("user", "assistant", "system"))
+    if calls:
+        own["tool_calls"] = calls
+    return [*results, own] if rest or calls or not results else results
+
+
+def _plain_message(message: Mapping[str, Any], where: str, roles: Sequence[str]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in roles:
+        raise refuse(f"{where}.role is {role!r}; there are {', '.join(roles)}", param=f"{where}.role")
+    content = _text(message.get("content"), f"{where}.content")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _text(content: Any, where: str) -> str:
+    """The text of a message's content: text, null, or a list of text parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise refuse(f"{where} is neither text nor a list of parts", param=where)
+    pieces = []
+    for part in content:
+        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise refuse(f"{where} has a part of type {kind!r}; the policy reads text only", param=where)
+        pieces.append(part if isinstance(part, str) else str(part.get("text", part.get("refusal", ""))))
+    return "".join(pieces)
+
+
+def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": str(call_id), "type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def _result(call_id: Any, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": str(call_id), "content": text}
+
+
+def _function_tool(tool: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _arguments(call: Mapping[str, Any]) -> str:
+    """Of a call, as JSON text."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def _usage(reply: Reply, prompt: str, sampled: str) -> dict[str, Any]:
+    counts = {prompt: len(reply.prompt_ids), sampled: len(reply.ids)}
+    return {**counts, "total_tokens": sum(counts.values())}
