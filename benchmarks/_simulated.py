@@ -34,7 +34,7 @@ from grpo_async.records import (
     ScoredGroup,
     TurnRecord,
 )
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.group import OpenGroup
 
 _LENGTH = "simulated_length"
 
@@ -257,26 +257,26 @@ class SimulatedServer:
 
 
 class SimulatedProducer:
-    """rollout.producer.GroupProducer: each rollout goes to the server with the fewest requests."""
+    """rollout.group.GroupProducer: each rollout goes to the server with the fewest requests."""
 
     def __init__(self, servers: Sequence[SimulatedServer], lengths: Lengths) -> None:
         self._servers, self._lengths = servers, lengths
 
     @asynccontextmanager
-    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+    async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
         """See GroupProducer."""
         async with asyncio.TaskGroup() as tasks:
-            rollouts = [tasks.create_task(self._rollout(request, index)) for index in range(request.size)]
-        yield Produced(completions=[task.result() for task in rollouts])
+            rollouts = [tasks.create_task(self._rollout(group, index)) for index in range(group.size)]
+        group.completions = [task.result() for task in rollouts]
+        yield
 
-    async def _rollout(self, request: GroupRequest, index: int) -> RolloutCompletion:
-        length = self._lengths.draw(request.seed * 1000 + index)
+    async def _rollout(self, group: OpenGroup, index: int) -> RolloutCompletion:
+        length = self._lengths.draw(group.seed * 1000 + index)
         first: list[int] = []
-        assert request.on_tokens is not None
-        tell = request.on_tokens
+        tell = group.received
 
         def on_start() -> None:
-            first.append(request.served_version())
+            first.append(group.served_version())
             tell(index, 1, first[0])
 
         def on_cut(made: int) -> None:
@@ -284,7 +284,7 @@ class SimulatedProducer:
 
         server = min(self._servers, key=lambda each: each.load)
         await server.generate(length, on_start, on_cut)
-        last = request.served_version()
+        last = group.served_version()
         tell(index, length - 1, last)
         turn = TurnRecord(  # two tokens stand for all: the oldest and the newest
             output_ids=np.array([1, 2], np.int32),
@@ -293,7 +293,7 @@ class SimulatedProducer:
             finish_reason=FinishReason.STOP,
         )
         return RolloutCompletion(
-            rollout_id=f"{request.name}-r{index}",
+            rollout_id=f"{group.name}-r{index}",
             prompt_ids=np.zeros(1, np.int32),
             turns=[turn],
             status=RolloutStatus.FINISHED,

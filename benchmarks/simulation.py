@@ -225,7 +225,7 @@ def simulate(setup: Setup) -> Outcome:
         loop,
         max_groups=(setup.max_staleness + 1) * setup.groups_per_step,  # as runs have it
         max_staleness=setup.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
+        on_drop=lambda scored, status, step: worker.drop(scored.group, status, scored=scored, step=step),
     )
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()

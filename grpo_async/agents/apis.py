@@ -305,9 +305,9 @@ class Responses(Exchange):
         yield "response.in_progress", {"response": begun}
         for index, item in enumerate(answer["output"]):
             at = {"item_id": item["id"], "output_index": index}
-            empty: Mapping[str, Any] = {"message": {"content": []}, "function_call": {"arguments": ""}}.get(
-                item["type"], {}
-            )
+            empty: dict[str, Any] = {}
+            if item["type"] != "reasoning":
+                empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
             yield (
                 "response.output_item.added",
                 {"output_index": index, "item": {**item, **empty, "status": "in_progress"}},

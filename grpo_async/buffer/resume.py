@@ -104,7 +104,6 @@ class ResumeState:
         noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
         store: place in the rollout store behind the last closed group: the seq of the next one.
         failures: counts of the error log.
-        counters: consecutive failures and groups without a signal.
     """
 
     data: Mapping[str, Any]
@@ -115,7 +114,6 @@ class ResumeState:
     noted: Sequence[ScoredGroup] = ()
     store: int | None = None
     failures: Mapping[str, int] = field(default_factory=dict)
-    counters: Mapping[str, int] = field(default_factory=dict)
 
     def small(self) -> dict[str, Any]:
         """What goes into the checkpoint's main file, ready for JSON."""
@@ -125,7 +123,6 @@ class ResumeState:
             "ledger": {kind: dict(counts) for kind, counts in self.ledger.items()},
             "store": self.store,
             "failures": dict(self.failures),
-            "counters": dict(self.counters),
         }
 
     def lines(self) -> Iterator[str]:
@@ -174,7 +171,6 @@ def read_resume_state(
         noted=noted,
         store=small["store"],
         failures=small["failures"],
-        counters=small["counters"],
     )
 
 

@@ -25,7 +25,7 @@ from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, P
 from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
 from grpo_async.rollout.components import ProducerParts
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupProducer, GroupRequest
+from grpo_async.rollout.group import GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
@@ -129,31 +129,28 @@ class Evaluator:
 
     async def _make(self, task: EvaluationTask, number: int) -> tuple[RolloutGroup, list[CompletionOutcome]]:
         """The completions of one prompt, and what became of them. A failure is theirs alone."""
-        prompt = self._prompts[number]
-        request = GroupRequest(
+        group = OpenGroup(
             name=f"eval-v{task.step}-{number}",
-            prompt=prompt,
+            prompt=self._prompts[number],
             size=self._samples,
             seed=seed_of("evaluation", number),
             served_version=task.served_version,
             on_tokens=self._count,
         )
-        group = RolloutGroup(group_id=number, prompt=prompt, completions=[])
         try:
-            async with self._producer.produce(request) as produced:
-                group = RolloutGroup(group_id=number, prompt=prompt, completions=produced.completions)
-                scored, outcomes = await self._score(group, produced.environments)
+            async with self._producer.produce(group):
+                scored, outcomes = await self._score(group.record, group.environments)
         except FatalRolloutError:
             raise
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
             self._errors.note("evaluation", error)
-            message = f"{request.name}: {error or type(error).__name__}"
-            self._keep(task, group, GroupStatus.FAILED, None)
-            return group, [CompletionOutcome(error=message)] * self._samples
-        self._keep(task, group, GroupStatus.EVALUATED, scored)
-        return group, outcomes
+            message = f"{group.name}: {error or type(error).__name__}"
+            self._keep(task, group.record, GroupStatus.FAILED, None)
+            return group.record, [CompletionOutcome(error=message)] * self._samples
+        self._keep(task, group.record, GroupStatus.EVALUATED, scored)
+        return group.record, outcomes
 
-    def _count(self, _index: int, num_tokens: int, _version: int) -> None:
+    def _count(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
 
     async def _score(

@@ -14,6 +14,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
@@ -25,9 +26,9 @@ from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import FatalRolloutError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import RolloutCompletion, RolloutStatus
+from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
 from grpo_async.utils.seeds import seed_of
 
@@ -76,7 +77,7 @@ class AgentHost:
 
 
 class AgentProducer:
-    """See the module's docstring; implements rollout.producer.GroupProducer.
+    """See the module's docstring; implements rollout.group.GroupProducer.
 
     Args:
         host: the agent.
@@ -108,33 +109,33 @@ class AgentProducer:
         self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
 
     @asynccontextmanager
-    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+    async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
         endpoint = await self._host.endpoint(self._client, self._renderer)
-        completions = await asyncio.gather(*(self._rollout(endpoint, request, index) for index in range(request.size)))
-        yield Produced(completions=completions)
+        group.completions = await asyncio.gather(
+            *(self._rollout(endpoint, group, index) for index in range(group.size))
+        )
+        yield
 
-    async def _rollout(self, endpoint: AgentEndpoint, request: GroupRequest, index: int) -> RolloutCompletion:
+    async def _rollout(self, endpoint: AgentEndpoint, group: OpenGroup, index: int) -> RolloutCompletion:
         """One completion; never raises anything but cancellation."""
-        progress, on_tokens = request.progress, request.on_tokens
         over: RolloutCompletion | None = None
-        if progress is not None:
-            restored = progress.restored.get(index)
-            if isinstance(restored, RolloutCompletion):
-                return restored
-            progress.snapshots[index] = lambda: over
-        rollout_id = f"{request.name}-r{index}"
+        restored = group.restored.get(index)
+        if isinstance(restored, RolloutCompletion):
+            return restored
+        group.snapshots[index] = lambda: over
+        rollout_id = f"{group.name}-r{index}"
         async with self._host.slots:  # those that have one have a time limit
-            with self._tracks.span("rollout", rollout=rollout_id, group=request.name) as (track, span):
+            with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
                 session = endpoint.open(
                     rollout_id,
                     settings=self._settings,
-                    seed=seed_of(request.seed, index),
-                    affinity=f"{request.name}/{index}",
-                    on_tokens=None if on_tokens is None else lambda count, version: on_tokens(index, count, version),
+                    seed=seed_of(group.seed, index),
+                    affinity=f"{group.name}/{index}",
+                    on_tokens=partial(group.received, index),
                     track=track,
                 )
                 try:
-                    over = await self._run(request, session)
+                    over = await self._run(group.prompt, session)
                 finally:
                     session.close()
                 span.details |= {
@@ -145,8 +146,8 @@ class AgentProducer:
                 }
         return over
 
-    async def _run(self, request: GroupRequest, session: AgentSession) -> RolloutCompletion:
-        section, prompt = self._host.section, request.prompt
+    async def _run(self, prompt: Prompt, session: AgentSession) -> RolloutCompletion:
+        section = self._host.section
         # the agent may change what it gets
         row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
         try:

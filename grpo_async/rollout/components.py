@@ -24,10 +24,9 @@ from grpo_async.records import AGENT_REWARD, Prompt
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.function_output import OutputReader
 from grpo_async.rollout.function_producer import FunctionProducer
-from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
-from grpo_async.rollout.producer import GroupProducer
+from grpo_async.rollout.function_trainer import FunctionSetup
+from grpo_async.rollout.group import GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.user_code.references import resolve_function
@@ -175,7 +174,6 @@ class ProducerParts:
     client: InferenceClient
     renderer: ChatRenderer
     errors: ErrorLog
-    served_version: Callable[[], int]
     timeline: Timeline = NO_TIMELINE
     track: str = "rollout"
     """Of the timeline: where rollouts in progress are shown."""
@@ -199,7 +197,25 @@ class ProducerParts:
             stop_token_ids=self.renderer.end_of_turn_ids,
         )
         if self.components.function is not None:
-            return self._function_producer(self.components.function, settings, group_size)
+            section = config.rollout_function
+            assert section is not None
+            setup = FunctionSetup(
+                client=self.client,
+                renderer=self.renderer,
+                settings=settings,
+                num_generations=group_size,
+                max_steps=config.num_steps,
+                timeout_s=section.timeout_s,
+                seed=config.run.seed,
+                chat_template_kwargs=config.model.chat_template_kwargs,
+            )
+            return FunctionProducer(
+                self.components.function,
+                setup,
+                section=section,
+                groups_per_call=section.groups_per_call or rollout.groups_per_step,
+                tracks=self.timeline.slots(self.track),
+            )
         if self.components.agent is not None:
             return AgentProducer(
                 self.components.agent,
@@ -220,47 +236,5 @@ class ProducerParts:
             errors=self.errors,
             tools=self.components.tools,
             environments=self.components.environments,
-            tracks=self.timeline.slots(self.track),
-        )
-
-    def _function_producer(
-        self, function: Callable[..., Any], settings: SamplingSettings, group_size: int
-    ) -> FunctionProducer:
-        config = self.config
-        section = config.rollout_function
-        assert section is not None
-
-        def make_trainer(seed: int) -> FunctionTrainer:
-            return FunctionTrainer(
-                self.client,
-                self.renderer,
-                settings,
-                arguments=FunctionArguments(
-                    num_generations=group_size,
-                    max_completion_length=config.rollout.max_completion_tokens,
-                    temperature=settings.temperature,
-                    top_p=settings.top_p,
-                    top_k=settings.top_k,
-                    min_p=settings.min_p,
-                    repetition_penalty=settings.repetition_penalty,
-                    seed=config.run.seed,
-                    chat_template_kwargs=config.model.chat_template_kwargs,
-                ),
-                max_steps=config.num_steps,
-                served_version=self.served_version,
-                seed=seed,
-                timeout_s=section.timeout_s,
-            )
-
-        return FunctionProducer(
-            function,
-            make_trainer,
-            section=section,
-            groups_per_call=section.groups_per_call or config.rollout.groups_per_step,
-            reader=OutputReader(
-                decode=self.renderer.completion_text,
-                settings=settings,
-                num_tokens=len(self.renderer.tokenizer),
-            ),
             tracks=self.timeline.slots(self.track),
         )

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,17 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import IntArray, Origin, Prompt, RolloutCompletion, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import Conversation, Rollout
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots, Track
 from grpo_async.utils.seeds import seed_of
 
+Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]
+"""Ids of the prompts of a group, by their messages."""
+
 
 class ConversationProducer:
-    """See the module's docstring; implements rollout.producer.GroupProducer.
+    """See the module's docstring; implements rollout.group.GroupProducer.
 
     Args:
         client: generates.
@@ -69,62 +73,56 @@ class ConversationProducer:
         self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
 
     @asynccontextmanager
-    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+    async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            environments: Sequence[Environment | None] = [None] * request.size
+            environments: Sequence[Environment | None] = [None] * group.size
             if self._environments is not None:
-                pool = self._environments.for_row(request.prompt.columns)
-                environments = await stack.enter_async_context(pool.lease(request.size))
-            group = _Group(request, self._tools_with(environments[0]), self._renderer)
-            completions = await asyncio.gather(
-                *(self._rollout(group, index, environment) for index, environment in enumerate(environments))
+                pool = self._environments.for_row(group.prompt.columns)
+                leased = await stack.enter_async_context(pool.lease(group.size))
+                environments, group.environments = leased, [environment.instance for environment in leased]
+            rendered: Rendered = {}
+            group.completions = await asyncio.gather(
+                *(self._rollout(group, index, environment, rendered) for index, environment in enumerate(environments))
             )
-            instances = None
-            if self._environments is not None:
-                instances = [environment.instance for environment in environments if environment is not None]
-            yield Produced(completions=completions, environments=instances)
+            yield
 
     def _tools_with(self, environment: Environment | None) -> list[Tool]:
         return [*self._tools, *(environment.tools if environment is not None else ())]
 
-    async def _rollout(self, group: _Group, index: int, environment: Environment | None) -> RolloutCompletion:
+    async def _rollout(
+        self, group: OpenGroup, index: int, environment: Environment | None, rendered: Rendered
+    ) -> RolloutCompletion:
         """One completion; never raises anything but cancellation."""
-        request, on_tokens = group.request, group.request.on_tokens
         tools = self._tools_with(environment)
         rollout = Rollout(
-            rollout_id=f"{request.name}-r{index}",
-            seed=seed_of(request.seed, index),
-            affinity=f"{request.name}/{index}",
+            rollout_id=f"{group.name}-r{index}",
+            seed=seed_of(group.seed, index),
+            affinity=f"{group.name}/{index}",
             tools=ToolExecutor(tools, max_result_chars=self._max_result_chars) if tools else None,
             tool_names=[tool.name for tool in tools],
             environment=environment,
         )
         over: RolloutCompletion | None = None
-        if request.progress is not None and environment is None:
-            restored = request.progress.restored.get(index)
+        if environment is None:
+            restored = group.restored.get(index)
             if isinstance(restored, RolloutCompletion):
                 return restored
             if restored is not None:
                 rollout.restore(restored)
             # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
-            request.progress.snapshots[index] = lambda: over or rollout.snapshot()
+            group.snapshots[index] = lambda: over or rollout.snapshot()
         began, started_at = time.monotonic(), time.time()
         try:
             # Those in the slots have that limit too.
             async with self._slots, asyncio.timeout(self._rollout_timeout_s):
                 began, started_at = time.monotonic(), time.time()
-                with self._tracks.span("rollout", rollout=rollout.rollout_id, group=request.name) as (track, span):
+                with self._tracks.span("rollout", rollout=rollout.rollout_id, group=group.name) as (track, span):
                     rollout.track = track
                     if environment is not None:
-                        rollout.prompt_messages = await _reset(environment, request.prompt, track)
+                        rollout.prompt_messages = await _reset(environment, group.prompt, track)
                     if not rollout.prompt_ids.size:
-                        rollout.prompt_ids = group.prompt_ids(rollout.prompt_messages)
-                    completion = await self._conversation.run(
-                        rollout,
-                        on_tokens=None
-                        if on_tokens is None
-                        else lambda count, version: on_tokens(index, count, version),
-                    )
+                        rollout.prompt_ids = self._prompt_ids(group, rollout.prompt_messages, tools, rendered)
+                    completion = await self._conversation.run(rollout, on_tokens=partial(group.received, index))
                     if environment is not None and environment.reward_name is not None:
                         with track.span("environment", call="get_reward"):
                             reward = await environment.get_reward()
@@ -155,26 +153,22 @@ class ConversationProducer:
         over = replace(completion, total_duration_s=time.monotonic() - began, started_at=started_at)
         return over
 
-
-class _Group:
-    """The prompt of a group, rendered once for all rollouts whose messages are the same."""
-
-    def __init__(self, request: GroupRequest, tools: Sequence[Tool], renderer: ChatRenderer) -> None:
-        self.request = request
-        self._schemas = [tool.schema for tool in tools]
-        self._renderer = renderer
-        self._rendered: dict[tuple[tuple[Origin, str], ...], IntArray] = {}
-
-    def prompt_ids(self, messages: Sequence[TaggedMessage] | None) -> IntArray:
-        prompt = self.request.prompt
-        messages = messages or prompt.messages
-        # all that an environment's reset changes
-        key = tuple((message.origin, message.content) for message in messages)
-        found = self._rendered.get(key)
-        if found is None:
-            ids = self._renderer.prompt_ids(messages, is_conversational=prompt.is_conversational, tools=self._schemas)
-            found = self._rendered[key] = np.array(ids, np.int32)
-        return found
+    def _prompt_ids(
+        self,
+        group: OpenGroup,
+        messages: Sequence[TaggedMessage] | None,
+        tools: Sequence[Tool],
+        rendered: Rendered,
+    ) -> IntArray:
+        """Of the group's prompt, or of what an environment's reset made of it; rendered once for all rollouts with the same."""
+        messages = messages or group.prompt.messages
+        key = tuple((message.origin, message.content) for message in messages)  # all that a reset changes
+        if key not in rendered:
+            schemas = [tool.schema for tool in tools]
+            is_conversational = group.prompt.is_conversational
+            ids = self._renderer.prompt_ids(messages, is_conversational=is_conversational, tools=schemas)
+            rendered[key] = np.array(ids, np.int32)
+        return rendered[key]
 
 
 async def _reset(environment: Environment, prompt: Prompt, track: Track) -> Sequence[TaggedMessage] | None:

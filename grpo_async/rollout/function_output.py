@@ -6,16 +6,16 @@ What is wrong raises FatalRolloutError, which is also the ValueError that users 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 
 from grpo_async.errors import FatalRolloutError
-from grpo_async.inference.sampling import SamplingSettings, find_stop
+from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
+from grpo_async.rollout.function_trainer import FunctionSetup
 
 REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 _OPTIONAL_LISTS = ("env_mask", "logprob_token_ids")
@@ -23,89 +23,76 @@ _MIN_LOGPROB = -100.0  # nothing that is sampled is less likely
 _ROUNDING = 1e-3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputReader:
-    """What is known of the model.
+def read_output(
+    output: Any, rollout_ids: Sequence[str], setup: FunctionSetup, *, version: int, started_at: float
+) -> list[RolloutCompletion]:
+    """One completion per rollout, whose tokens are all stamped with `version`; how long it took is left to the caller. A
+    completion that ends in no stop token, and whose text has no stop string, counts as truncated.
 
-    Attributes:
-        decode: text of token ids, without special tokens.
-        settings: a completion that ends in none of their stop tokens, and whose text has no stop string, counts as truncated.
-        num_tokens: size of the vocabulary.
+    Raises:
+        FatalRolloutError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
+            not one of the model's, a prompt is empty, a rollout is longer than the model takes, or the logprob of a sampled
+            token is missing or not finite.
     """
-
-    decode: Callable[[Sequence[int]], str]
-    settings: SamplingSettings
-    num_tokens: int
-
-    def read(
-        self, output: Any, rollout_ids: Sequence[str], *, version: int, started_at: float
-    ) -> list[RolloutCompletion]:
-        """One completion per rollout, whose tokens are all stamped with `version`; how long it took is left to the caller.
-
-        Raises:
-            FatalRolloutError: a key is missing, a list has not one entry per rollout, lengths of one rollout differ, an id is
-                not one of the model's, a prompt is empty, a rollout is longer than the model takes, or the logprob of a sampled
-                token is missing or not finite.
-        """
-        if not isinstance(output, Mapping):
-            raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
-        missing = sorted(set(REQUIRED_KEYS) - output.keys())
-        if missing:
-            raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
-        columns = {key: _listed(key, value, len(rollout_ids)) for key, value in output.items()}
-        required = {key: columns.pop(key) for key in REQUIRED_KEYS}
-        masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
-        completions = []
-        for index, rollout_id in enumerate(rollout_ids):
-            ids = self._ids(required["completion_ids"][index], f"completion_ids[{index}]")
-            prompt_ids = self._ids(required["prompt_ids"][index], f"prompt_ids[{index}]")
-            if not prompt_ids:
-                raise FatalRolloutError(
-                    f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
-                )
-            if len(prompt_ids) + len(ids) > self.settings.max_model_len:
-                raise FatalRolloutError(
-                    f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
-                    f"tokens, inference.max_model_len is {self.settings.max_model_len}"
-                )
-            mask = _mask(None if masks is None else masks[index], len(ids), index)
-            names = None if token_ids is None else token_ids[index]
-            logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
-            text = self.decode(ids)
-            is_whole = (bool(ids) and ids[-1] in self.settings.stop_token_ids) or bool(
-                find_stop(text, self.settings.stop)
-            )
-            completions.append(
-                RolloutCompletion(
-                    rollout_id=rollout_id,
-                    prompt_ids=np.array(prompt_ids, np.int32),
-                    turns=_turns(
-                        ids,
-                        mask,
-                        logprobs,
-                        text=self.settings.shown(text),
-                        is_whole=is_whole,
-                        version=version,
-                        started_at=started_at,
-                    ),
-                    status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
-                    reward_columns={key: values[index] for key, values in columns.items()},
-                    started_at=started_at,
-                )
-            )
-        return completions
-
-    def _ids(self, value: Any, where: str) -> list[int]:
-        value = _plain_list(value)
-        if value is None or not all(isinstance(token, Integral) for token in value):
-            raise FatalRolloutError(f"rollout_func: {where} must be a list of token ids")
-        ids = [int(token) for token in value]
-        unknown = next((token for token in ids if not 0 <= token < self.num_tokens), None)
-        if unknown is not None:
+    settings, num_tokens = setup.settings, len(setup.renderer.tokenizer)
+    if not isinstance(output, Mapping):
+        raise FatalRolloutError(f"rollout_func must return a dict, got {type(output).__name__}")
+    missing = sorted(set(REQUIRED_KEYS) - output.keys())
+    if missing:
+        raise FatalRolloutError(f"rollout_func must return keys {missing} in its output dict.")
+    columns = {key: _listed(key, value, len(rollout_ids)) for key, value in output.items()}
+    required = {key: columns.pop(key) for key in REQUIRED_KEYS}
+    masks, token_ids = (columns.pop(key, None) for key in _OPTIONAL_LISTS)
+    completions = []
+    for index, rollout_id in enumerate(rollout_ids):
+        ids = _ids(required["completion_ids"][index], f"completion_ids[{index}]", num_tokens)
+        prompt_ids = _ids(required["prompt_ids"][index], f"prompt_ids[{index}]", num_tokens)
+        if not prompt_ids:
             raise FatalRolloutError(
-                f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {self.num_tokens - 1}"
+                f"rollout_func: prompt_ids[{index}] is empty; return the tokens that the first sampled one was sampled after"
             )
-        return ids
+        if len(prompt_ids) + len(ids) > settings.max_model_len:
+            raise FatalRolloutError(
+                f"rollout_func: prompt_ids[{index}] and completion_ids[{index}] have {len(prompt_ids)} + {len(ids)} "
+                f"tokens, inference.max_model_len is {settings.max_model_len}"
+            )
+        mask = _mask(None if masks is None else masks[index], len(ids), index)
+        names = None if token_ids is None else token_ids[index]
+        logprobs = _logprobs(required["logprobs"][index], ids, mask, names, index)
+        text = setup.renderer.completion_text(ids)
+        is_whole = (bool(ids) and ids[-1] in settings.stop_token_ids) or bool(find_stop(text, settings.stop))
+        completions.append(
+            RolloutCompletion(
+                rollout_id=rollout_id,
+                prompt_ids=np.array(prompt_ids, np.int32),
+                turns=_turns(
+                    ids,
+                    mask,
+                    logprobs,
+                    text=settings.shown(text),
+                    is_whole=is_whole,
+                    version=version,
+                    started_at=started_at,
+                ),
+                status=RolloutStatus.FINISHED if is_whole else RolloutStatus.TRUNCATED,
+                reward_columns={key: values[index] for key, values in columns.items()},
+                started_at=started_at,
+            )
+        )
+    return completions
+
+
+def _ids(value: Any, where: str, num_tokens: int) -> list[int]:
+    value = _plain_list(value)
+    if value is None or not all(isinstance(token, Integral) for token in value):
+        raise FatalRolloutError(f"rollout_func: {where} must be a list of token ids")
+    ids = [int(token) for token in value]
+    unknown = next((token for token in ids if not 0 <= token < num_tokens), None)
+    if unknown is not None:
+        raise FatalRolloutError(
+            f"rollout_func: {where} holds {unknown}, but the model's tokens are 0 to {num_tokens - 1}"
+        )
+    return ids
 
 
 def _turns(

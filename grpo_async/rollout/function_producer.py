@@ -26,11 +26,11 @@ from typing import Any
 from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import RolloutCompletion
-from grpo_async.rollout.function_output import OutputReader
-from grpo_async.rollout.function_trainer import FunctionTrainer
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.function_output import read_output
+from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
-from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
+from grpo_async.user_code.calls import Raised, TimedCaller, UserCall
 from grpo_async.user_code.loop import BlockedLoopError, UserLoop
 from grpo_async.user_code.threads import ThreadRunner
 
@@ -42,38 +42,35 @@ ASYNC_LOOP = UserLoop("async rollout function")
 class _Waiting:
     """A group whose rollouts are to be made by the next call."""
 
-    request: GroupRequest
+    group: OpenGroup
     answer: asyncio.Future[list[RolloutCompletion]]
 
 
 class FunctionProducer:
-    """See the module's docstring; implements rollout.producer.GroupProducer.
+    """See the module's docstring; implements rollout.group.GroupProducer.
 
     Args:
         function: the user's function, sync or async.
-        make_trainer: makes what one call gets as `trainer`, from the seed of the call.
+        setup: what its calls generate with.
         section: how it is called.
         groups_per_call: most groups in one call.
-        reader: checks what it returns.
         tracks: of the timeline; each call in progress has one.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        make_trainer: Callable[[int], FunctionTrainer],
+        setup: FunctionSetup,
         *,
         section: RolloutFunctionSection,
         groups_per_call: int,
-        reader: OutputReader,
         tracks: Slots | None = None,
     ) -> None:
         self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
         self._function = function
-        self._make_trainer = make_trainer
+        self._setup = setup
         self._section = section
         self._groups_per_call = groups_per_call
-        self._reader = reader
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
         self._caller = TimedCaller(threads, section.timeout_s, loop=ASYNC_LOOP)
         self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # for async functions too
@@ -81,18 +78,17 @@ class FunctionProducer:
         self._calls: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+    async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request=request, answer=loop.create_future())
+        waiting = _Waiting(group=group, answer=loop.create_future())
         if not self._waiting:
             loop.call_soon(self._call_waiting)  # after every group that starts in this turn of the loop has joined
         self._waiting.append(waiting)
-        completions = await waiting.answer  # the call has a limit
-        if request.on_tokens is not None:
-            for index, completion in enumerate(completions):
-                if completion.oldest_version is not None:
-                    request.on_tokens(index, completion.num_sampled_tokens, completion.oldest_version)
-        yield Produced(completions=completions)
+        group.completions = await waiting.answer  # the call has a limit
+        for index, completion in enumerate(group.completions):
+            if completion.oldest_version is not None:
+                group.received(index, completion.num_sampled_tokens, completion.oldest_version)
+        yield
 
     def _call_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -123,24 +119,23 @@ class FunctionProducer:
             if not group.answer.done():
                 group.answer.set_result(completions)
 
-    async def _answers(self, groups: Sequence[_Waiting]) -> list[list[RolloutCompletion]]:
-        version = groups[0].request.served_version()
-        sizes = [group.request.size for group in groups]
-        repeats = sizes if self._section.repeat_prompts else [1] * len(groups)
+    async def _answers(self, waiting: Sequence[_Waiting]) -> list[list[RolloutCompletion]]:
+        groups = [each.group for each in waiting]
+        version = groups[0].served_version()
         prompts = [
-            copy.deepcopy(group.request.prompt.as_given())  # the function may change what it gets
-            for group, times in zip(groups, repeats, strict=True)
-            for _ in range(times)
+            copy.deepcopy(group.prompt.as_given())  # the function may change what it gets
+            for group in groups
+            for _ in range(group.size if self._section.repeat_prompts else 1)
         ]
-        trainer = self._make_trainer(groups[0].request.seed)
-        trainer.open(asyncio.get_running_loop(), has_async_caller=is_async(self._function))
+        trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
+        trainer.open(asyncio.get_running_loop())
         began, started_at = time.monotonic(), time.time()
-        names = [group.request.name for group in groups]
-        ids = [f"{name}-r{index}" for name, size in zip(names, sizes, strict=True) for index in range(size)]
+        names = [group.name for group in groups]
+        ids = [f"{group.name}-r{index}" for group in groups for index in range(group.size)]
         call = UserCall(
             functools.partial(self._function, prompts, trainer),
             # in the thread: a long list takes its time
-            finish=lambda output: self._reader.read(output, ids, version=version, started_at=started_at),
+            finish=lambda output: read_output(output, ids, self._setup, version=version, started_at=started_at),
         )
         try:
             with self._tracks.span("rollout function", groups=names, rollouts=len(ids)):
@@ -160,7 +155,7 @@ class FunctionProducer:
             raise RunError(f"the rollout function raised {outcome.summary}") from outcome.error
         duration_s = time.monotonic() - began
         completions = (replace(completion, total_duration_s=duration_s) for completion in outcome)
-        return [list(itertools.islice(completions, size)) for size in sizes]
+        return [list(itertools.islice(completions, group.size)) for group in groups]
 
 
 def _give_up(call: asyncio.Task[None], groups: Sequence[_Waiting], _: asyncio.Future[Any]) -> None:

@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
@@ -33,40 +34,36 @@ _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionArguments:
-    """`trainer.args`, under TRL's names."""
+class FunctionSetup:
+    """What all calls of a rollout function share.
 
+    Attributes:
+        client: generates.
+        renderer: renders prompts as the run does.
+        settings: of sampling, and limits in tokens.
+        num_generations: completions of each prompt.
+        max_steps: optimizer steps of the run.
+        seed: of the run.
+        chat_template_kwargs: of the run.
+        timeout_s: deadline of one `generate` call.
+    """
+
+    client: InferenceClient
+    renderer: ChatRenderer
+    settings: SamplingSettings
     num_generations: int
-    max_completion_length: int
-    temperature: float
-    seed: int = 0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    chat_template_kwargs: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionState:
-    """`trainer.state` at one moment: optimizer steps that the served policy has behind it, and those of the run."""
-
-    global_step: int
     max_steps: int
+    timeout_s: float
+    seed: int = 0
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
 
 class FunctionTrainer:
     """See the module's docstring.
 
     Args:
-        client: generates.
-        renderer: renders prompts as the run does.
-        settings: token limits of the run.
-        arguments: `args`.
-        max_steps: optimizer steps of the run.
-        served_version: the policy version that the server serves now.
         seed: of this call; each request has a different one.
-        timeout_s: deadline of one `generate` call.
+        served_version: the policy version that the server serves now.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -76,30 +73,26 @@ class FunctionTrainer:
             "use `trainer.generate(prompts)`"
         )
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        renderer: ChatRenderer,
-        settings: SamplingSettings,
-        *,
-        arguments: FunctionArguments,
-        max_steps: int,
-        served_version: Callable[[], int],
-        seed: int,
-        timeout_s: float,
-    ) -> None:
-        self._client = client
-        self._renderer = renderer
-        self._settings = settings
+    def __init__(self, setup: FunctionSetup, *, seed: int, served_version: Callable[[], int]) -> None:
+        self._client, self._renderer, self._settings = setup.client, setup.renderer, setup.settings
+        self._setup = setup
         self._served_version = served_version
         self._seed = seed
-        self._timeout_s = timeout_s
-        self._max_steps = max_steps
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._has_async_caller = False
         self._numbers = itertools.count()
         self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
-        self.args = arguments
+        settings = setup.settings
+        self.args = SimpleNamespace(  # under TRL's names
+            num_generations=setup.num_generations,
+            max_completion_length=settings.max_completion_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            repetition_penalty=settings.repetition_penalty,
+            seed=setup.seed,
+            chat_template_kwargs=setup.chat_template_kwargs,
+        )
 
     @cached_property
     def processing_class(self) -> Any:
@@ -107,14 +100,13 @@ class FunctionTrainer:
         return copy.deepcopy(self._renderer.tokenizer)
 
     @property
-    def state(self) -> FunctionState:
-        """Where the run is now."""
-        return FunctionState(global_step=self._served_version(), max_steps=self._max_steps)
+    def state(self) -> SimpleNamespace:
+        """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: those of the run."""
+        return SimpleNamespace(global_step=self._served_version(), max_steps=self._setup.max_steps)
 
-    def open(self, loop: asyncio.AbstractEventLoop, *, has_async_caller: bool = False) -> None:
-        """Requests run on `loop` from now on. `has_async_caller`: the function is async, on a loop that its other calls share."""
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Requests run on `loop` from now on."""
         self._loop = loop
-        self._has_async_caller = has_async_caller
 
     def close(self) -> None:
         """The call is over: cancel what it still asks for, refuse what it asks for later. Call it on the loop."""
@@ -137,15 +129,12 @@ class FunctionTrainer:
         Raises:
             RunError: the call of the rollout function is over.
             DeadlineError: no answer within the call's time limit.
-            RuntimeError: called by an async function on its event loop, which it would block; it awaits `agenerate`.
         """
-        if self._has_async_caller and _is_on_a_loop():
-            raise RuntimeError("trainer.generate would block the event loop; await trainer.agenerate instead")
         future = self._submit(prompts, generation_overrides)
         try:
             return result_within(
                 future,
-                timeout_s=self._timeout_s,
+                timeout_s=self._setup.timeout_s,
                 what=f"{len(prompts)} completions that the rollout function asked for",
                 setting="rollout_function.timeout_s",
             )
@@ -222,14 +211,6 @@ class FunctionTrainer:
             return list(prompt)
         messages = [TaggedMessage.from_dict(each, _ORIGINS.get(each["role"], Origin.PROMPT)) for each in prompt]
         return self._renderer.prompt_ids(messages, is_conversational=True)
-
-
-def _is_on_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _call_is_over() -> RunError:

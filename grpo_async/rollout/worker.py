@@ -5,8 +5,7 @@
 Whichever way a group ends, `close_group` ends it: the ledger closes it, the store gets it.
 
     trained, or filtered by its step     source.close_groups -> close_group: the version that its step makes admits the next
-    scored, and dropped                  drop_scored -> close_group, its place is given back
-    never scored                         _drop_unscored -> close_group, its place is given back
+    dropped, scored or not               drop -> close_group, its place is given back
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
 A failing rollout is that rollout's: its group continues with at least two survivors. A failing group is that group's. Only when
@@ -18,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
@@ -29,8 +29,7 @@ from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError
 from grpo_async.findings.messages import equal_rewards
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.in_flight import OpenGroup, without_open_turns
-from grpo_async.rollout.producer import GroupProducer, GroupRequest
+from grpo_async.rollout.group import GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
@@ -46,7 +45,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `close_group` and `drop_scored` runs on the worker's loop.
+    """See the module's docstring. Everything but `close_group` and `drop` runs on the worker's loop.
 
     Args:
         section: sizes and limits.
@@ -94,11 +93,8 @@ class RolloutWorker:
         self._server_version = version
         self._last_failure: Exception | None = None
         self._keeps_open_turns = keeps_open_turns
-        counters = {} if resume is None else resume.counters
-        # a counter at its limit ended the run before: the first harmless event would end this one
-        failures, without_signal = (counters.get(f"{name}_in_a_row", 0) for name in ("failures", "without_signal"))
-        self._failures_in_a_row = failures if failures < self._max_failures else 0
-        self._without_signal_in_a_row = without_signal if without_signal < self._max_without_signal else 0
+        self._failures_in_a_row = 0
+        self._without_signal_in_a_row = 0
         self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
         self._restorable: dict[int, GroupSnapshot] = {}
         self._reissue: list[int] = []
@@ -145,18 +141,10 @@ class RolloutWorker:
                     began = time.time()
                     await self._admission.admit()
                     waited_until = time.time()
-                    if (
-                        waited_until - began >= SHORTEST_WAIT_S
-                    ):  # enough were generated or queued, or too many steps ahead
+                    if waited_until - began >= SHORTEST_WAIT_S:  # enough is queued, or too many steps ahead
                         self._timeline.add("wait for the trainer", "rollout", began, waited_until)
-                    prompt = self._next_prompt()
-                    # the prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data
-                    group = RolloutGroup(group_id=prompt.prompt_id, prompt=prompt, completions=[])
-                    entry = OpenGroup(group=group)
-                    self._in_flight[prompt.prompt_id] = entry
-                    self._ledger.start(prompt.prompt_id)
-                    self._restore(entry)
-                    entry.task = tasks.create_task(self._run_group(prompt.prompt_id, entry))
+                    group = self._start(self._next_prompt())
+                    group.task = tasks.create_task(self._run_group(group))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         else:
@@ -167,21 +155,30 @@ class RolloutWorker:
     def _drop_not_running(self) -> None:
         """The groups whose tasks were cancelled before they began, so that nothing of them ran. That one cannot be stored does not
         keep the others from being closed."""
-        for entry in self._in_flight.values():
+        for group in self._in_flight.values():
             try:
-                self._drop_unscored(entry.group, GroupStatus.STALE if entry.is_too_stale else GroupStatus.CANCELLED)
+                self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
             except RunError as error:
                 self._errors.note("group", error)
         self._in_flight.clear()
 
-    def _restore(self, entry: OpenGroup) -> None:
-        """Go on with what a checkpoint has of a group, unless it would be too stale when it is done."""
-        prompt_id = entry.group.prompt.prompt_id
-        group = self._restorable.pop(prompt_id, None)
-        if group is None or self._is_stale(group.oldest_version):
-            return
-        rollouts = group.rollouts if self._keeps_open_turns else without_open_turns(group.rollouts)
-        self._ledger.generated(prompt_id, entry.restore(rollouts))
+    def _start(self, prompt: Prompt) -> OpenGroup:
+        """Open the group of a prompt, with what a checkpoint has of it, unless that would be too stale when it is done."""
+        prompt_id = prompt.prompt_id
+        group = OpenGroup(
+            name=f"g{prompt_id}",
+            prompt=prompt,
+            size=self._section.group_size,
+            seed=seed_of(self._seed, prompt_id),
+            served_version=lambda: self._server_version,
+            on_tokens=partial(self._ledger.generated, prompt_id),
+        )
+        self._in_flight[prompt_id] = group
+        self._ledger.start(prompt_id)
+        restorable = self._restorable.pop(prompt_id, None)
+        if restorable is not None and not self._is_stale(restorable.oldest_version):
+            group.restore(restorable.rollouts, keeps_open_turns=self._keeps_open_turns)
+        return group
 
     def _next_prompt(self) -> Prompt:
         if self._reissue:
@@ -190,38 +187,42 @@ class RolloutWorker:
         self._outstanding.add(prompt.prompt_id)
         return prompt
 
-    async def _run_group(self, group_id: int, entry: OpenGroup) -> None:
+    async def _run_group(self, group: OpenGroup) -> None:
+        group_id = group.prompt.prompt_id
         try:
-            entry.is_running = True
-            if entry.is_too_stale:  # since it was restored from a checkpoint
+            group.is_running = True
+            if group.is_too_stale:  # since it was restored from a checkpoint
                 raise _TooStaleError
-            scored = await self._make(group_id, entry)
+            group.scored = scored = await self._make(group)
             self._failures_in_a_row = 0
             if scored is None:
-                self._drop_unscored(entry.group, GroupStatus.FILTERED)
+                self._drop_unscored(group, GroupStatus.FILTERED)
+            elif (
+                scored.samples or self._section.zero_variance != "resample"
+            ):  # without samples, it is filtered by its step
+                self._ledger.queue(group_id)
+                await self._buffer.put(scored)
             else:
-                entry.scored = scored
-                await self._hand_over(scored)
+                self.drop(scored.group, GroupStatus.FILTERED, scored=scored, step=self._buffer.note(scored))
             self._check_signal(scored)
         except NothingToLearnError:
             raise
         except FatalRolloutError:
-            self._drop_unscored(entry.group, GroupStatus.FAILED)
+            self._drop_unscored(group, GroupStatus.FAILED)
             raise
         except _TooStaleError:
-            self._drop_unscored(entry.group, GroupStatus.STALE)
+            self._drop_unscored(group, GroupStatus.STALE)
         except asyncio.CancelledError:
             if not self._ledger.is_open(group_id):
                 raise
-            status = GroupStatus.STALE if entry.is_too_stale else GroupStatus.CANCELLED
-            self._drop_unscored(entry.group, status)
-            if not entry.is_too_stale:
+            self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
+            if not group.is_too_stale:
                 raise
         except Exception as error:
             if not self._ledger.is_open(group_id):
                 raise  # it was closed, and storing it failed: that is the run's problem, not the group's
             self._errors.note("group", error)
-            self._drop_unscored(entry.group, GroupStatus.FAILED)
+            self._drop_unscored(group, GroupStatus.FAILED)
             if error is not self._last_failure:  # one call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
             self._last_failure = error
@@ -232,44 +233,29 @@ class RolloutWorker:
         finally:
             self._in_flight.pop(group_id, None)
 
-    async def _make(self, group_id: int, entry: OpenGroup) -> ScoredGroup | None:
+    async def _make(self, group: OpenGroup) -> ScoredGroup | None:
         """Generate and score; None when there is nothing to score because no token was sampled.
 
         This is not a failure: the prompt is too long, or its environment was done immediately.
         """
-
-        def on_tokens(index: int, num_tokens: int, version: int) -> None:
-            entry.num_tokens[index] = entry.num_tokens.get(index, 0) + num_tokens
-            self._ledger.generated(group_id, num_tokens)
-            entry.oldest_versions[index] = min(version, entry.oldest_versions.get(index, version))
-
-        request = GroupRequest(
-            name=f"g{group_id}",
-            prompt=entry.group.prompt,
-            size=self._section.group_size,
-            seed=seed_of(self._seed, group_id),
-            served_version=lambda: self._server_version,
-            on_tokens=on_tokens,
-            progress=entry,
-        )
-        async with self._producer.produce(request) as produced:
-            prompt = entry.group.prompt
-            entry.group = group = RolloutGroup(group_id=group_id, prompt=prompt, completions=produced.completions)
-            if self._is_stale(
-                entry.oldest_version
-            ):  # a producer that reports its tokens at the end only was not cancelled before
+        async with self._producer.produce(group):
+            if self._is_stale(group.oldest_version):  # a producer that reports its tokens only at the end
                 raise _TooStaleError
-            failed = [i for i, c in enumerate(group.completions) if c.status is RolloutStatus.FAILED]
+            num_failed = 0
             for index, completion in enumerate(group.completions):
+                is_failed = completion.status is RolloutStatus.FAILED
+                num_failed += is_failed
                 # of an agent's rollout, what its cancelled calls had sampled is in no completion
-                kept = 0 if index in failed else completion.num_sampled_tokens
-                self._ledger.drop_tokens(group_id, max(0, entry.num_tokens.get(index, 0) - kept))
-            if len(group.trainable) >= 2:
-                return await self._scorer.score(group, environments=produced.environments)
-        if len(group.completions) - len(failed) >= 2:
+                kept = 0 if is_failed else completion.num_sampled_tokens
+                lost = group.num_tokens.get(index, 0) - kept
+                self._ledger.drop_tokens(group.prompt.prompt_id, max(0, lost))
+            record = group.record
+            if len(record.trainable) >= 2:
+                return await self._scorer.score(record, environments=group.environments)
+        if group.size - num_failed >= 2:
             return None
-        reasons = "; ".join(sorted({c.error for c in group.completions if c.error}))
-        raise RunError(f"{len(group.trainable)} of {len(group.completions)} rollouts survived: {reasons}")
+        reasons = "; ".join(sorted({c.error for c in record.completions if c.error}))
+        raise RunError(f"{len(record.trainable)} of {group.size} rollouts survived: {reasons}")
 
     def _check_signal(self, scored: ScoredGroup | None) -> None:
         """Raise NothingToLearnError when too many consecutive groups had no signal. None: nothing was sampled."""
@@ -287,24 +273,16 @@ class RolloutWorker:
             f"{self._section.groups_per_step}) to wait longer"
         )
 
-    async def _hand_over(self, scored: ScoredGroup) -> None:
-        group_id = scored.group.group_id
-        if scored.samples or self._section.zero_variance != "resample":  # without samples, it is filtered by its step
-            self._ledger.queue(group_id)
-            await self._buffer.put(scored)
-        else:
-            self.drop_scored(scored, GroupStatus.FILTERED, self._buffer.note(scored))
-
-    def drop_scored(self, scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
-        """Close a scored group that is not trained, and give its place back. `step`: the one whose metrics see its rewards."""
-        self.close_group(scored.group, status, scored=scored, step=step)
+    def drop(
+        self, group: RolloutGroup, status: GroupStatus, *, scored: ScoredGroup | None = None, step: int | None = None
+    ) -> None:
+        """Close a group that is not trained, and give its place back at once. `step`: the one whose metrics see its rewards."""
+        self.close_group(group, status, scored=scored, step=step)
         self._admission.release()
 
-    def _drop_unscored(self, group: RolloutGroup, status: GroupStatus) -> None:
-        """A group that was not scored gives its place back at once."""
-        step = self._buffer.step if status in (GroupStatus.FILTERED, GroupStatus.STALE) else None
-        self.close_group(group, status, step=step)
-        self._admission.release()
+    def _drop_unscored(self, group: OpenGroup, status: GroupStatus) -> None:
+        is_seen = status in (GroupStatus.FILTERED, GroupStatus.STALE)
+        self.drop(group.record, status, step=self._buffer.step if is_seen else None)
 
     def stores(self, group_id: int) -> bool:
         """Whether the store keeps this group should it be trained."""
@@ -336,14 +314,12 @@ class RolloutWorker:
         thread calls, it takes and closes nothing."""
         queued = {scored.group.group_id: scored for scored in self._buffer.queued()}
         in_progress = []
-        for group_id, entry in sorted(self._in_flight.items()):
-            if entry.scored is not None:  # it waits for room
-                queued[group_id] = entry.scored
-            elif entry.task is not None and not entry.is_too_stale:
-                in_progress.append(entry.snapshot())
-        in_progress += [
-            group for _, group in sorted(self._restorable.items())
-        ]  # of the checkpoint before, not begun yet
+        for group_id, group in sorted(self._in_flight.items()):
+            if group.scored is not None:  # it waits for room
+                queued[group_id] = group.scored
+            elif group.task is not None and not group.is_too_stale:
+                in_progress.append(group.snapshot())
+        in_progress += [group for _, group in sorted(self._restorable.items())]  # of a checkpoint, not begun yet
         return ResumeState(
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),
@@ -356,10 +332,6 @@ class RolloutWorker:
             noted=self._buffer.noted(),
             store=self._store.position(),
             failures=self._errors.counts,
-            counters={
-                "failures_in_a_row": self._failures_in_a_row,
-                "without_signal_in_a_row": self._without_signal_in_a_row,
-            },
         )
 
     def in_flight(self) -> list[OpenGroup]:
@@ -370,11 +342,11 @@ class RolloutWorker:
         """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
         self._server_version = version
         self._scorer.set_step(version)
-        for entry in self._in_flight.values():
-            if entry.task is not None and self._is_stale(entry.oldest_version):
-                entry.is_too_stale = True
-                if entry.is_running:  # a task that is cancelled before would never run, and close nothing
-                    entry.task.cancel()
+        for group in self._in_flight.values():
+            if group.task is not None and self._is_stale(group.oldest_version):
+                group.is_too_stale = True
+                if group.is_running:  # a task that is cancelled before would never run, and close nothing
+                    group.task.cancel()
 
     def _is_stale(self, oldest_version: int | None) -> bool:
         return oldest_version is not None and self._server_version - oldest_version > self._section.max_staleness

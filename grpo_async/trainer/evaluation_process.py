@@ -92,7 +92,6 @@ def _run(
         client=client,
         renderer=renderer,
         errors=ErrorLog(),
-        served_version=served_version,
     )
     evaluator = build_evaluator(config, inputs.data, parts, inputs.scorer)
     assert evaluator is not None

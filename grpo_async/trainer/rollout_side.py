@@ -138,7 +138,7 @@ def build_rollout_side(
     buffer = SampleBuffer(
         max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop_scored(scored, status, step),
+        on_drop=lambda scored, status, step: worker.drop(scored.group, status, scored=scored, step=step),
         next_step=start + 1,
         last_step=config.num_steps,
         timeline=timeline,
@@ -151,7 +151,6 @@ def build_rollout_side(
         client=client,
         renderer=renderer,
         errors=errors,
-        served_version=lambda: worker.served_version,
         timeline=timeline,
     )
     worker = RolloutWorker(

@@ -6,15 +6,13 @@ import asyncio
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -166,7 +164,6 @@ class GymTaskset(vf.Taskset[GymTask, vf.TasksetConfig]):
 """
 
 TOOLS_SERVER = '''
-import asyncio, os
 from openenv.core.env_server import (
     CallToolAction, CallToolObservation, Environment, ListToolsAction, ListToolsObservation, Observation, State, Tool, create_app
 )
@@ -191,8 +188,7 @@ class Shout(Environment):
         if isinstance(action, ListToolsAction):
             return ListToolsObservation(tools=[Tool(name="shout", description="Shouts.", input_schema=SCHEMA)])
         self.count += 1
-        text = action.arguments["text"]
-        text = os.environ.get("GRPO_ASYNC_TOKEN", "none") if text == "token?" else text.upper()
+        text = action.arguments["text"].upper()
         return CallToolObservation(tool_name="shout", result={"data": text}, reward=0.5, done=self.count == 2)
 
     @property
@@ -200,15 +196,6 @@ class Shout(Environment):
         return State(step_count=self.count)
 
 app = create_app(Shout, CallToolAction, CallToolObservation, max_concurrent_envs=1)
-
-async def stubborn(scope, receive, send):
-    """The same, and never ends by itself."""
-    if scope["type"] == "lifespan":
-        await receive()
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await asyncio.sleep(1000)
-    await app(scope, receive, send)
 '''
 
 
@@ -221,9 +208,9 @@ def _play(section: AgentSection, row: dict[str, Any], *answers: str, **limits: A
 
 
 def _play_in_turn(
-    agent: Agent, *rollouts: tuple[dict[str, Any], list[str]], between: Callable[[], None] = lambda: None
+    agent: Agent, *rollouts: tuple[dict[str, Any], list[str]]
 ) -> list[tuple[AgentResult, RolloutCompletion]]:
-    """Rollouts of one agent, each with its row and the policy's answers; `between` is called after each."""
+    """Rollouts of one agent, each with its row and the policy's answers."""
     said = iter([text for _, answers in rollouts for text in answers])
     policy = FakePolicy(renderer(), lambda _: next(said))
 
@@ -236,7 +223,6 @@ def _play_in_turn(
                     session = endpoint.open(f"g8-r{number}", settings=given, seed=number)
                     result = await agent.run(dict(row), session)
                     found.append((result, session.completion(RolloutStatus.FINISHED)))
-                    between()
         finally:
             await agent.aclose()
         return found
@@ -267,7 +253,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("GRPO_ASYNC_TOKEN", "of the inference servers")
     monkeypatch.setenv("HOME", str(tmp_path))  # where verifiers keeps its working folders
     return tmp_path
 
@@ -280,6 +265,21 @@ def verifiers(modules: Path) -> None:
 @pytest.fixture
 def openenv(modules: Path) -> None:
     pytest.importorskip("openenv")
+
+
+@contextmanager
+def _serving(app: str) -> Iterator[str]:
+    """The reference of an environment whose server runs while the block does."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        options = ["--fd", str(listening.fileno()), "--log-level", "warning"]
+        command = [sys.executable, "-m", "uvicorn", app, *options]
+        with subprocess.Popen(command, pass_fds=[listening.fileno()]) as server:
+            try:
+                yield f"openenv:http://127.0.0.1:{listening.getsockname()[1]}"
+            finally:
+                server.kill()
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,33 +359,6 @@ def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_
     assert not any(one.branches for one in completions)
 
 
-@pytest.mark.usefixtures("verifiers")
-def test_what_the_rollouts_of_a_taskset_share_is_started_once_on_an_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
-
-    environment = VerifiersEnvironment("sums_taskset", {})
-    events: list[str] = []
-
-    @asynccontextmanager
-    async def serve() -> AsyncIterator[None]:
-        events.append("start")
-        environment._env._interception = Mock()
-        await asyncio.sleep(0)  # another rollout comes meanwhile
-        yield
-        events.append("end")
-
-    monkeypatch.setattr(environment._env, "serving", serve)
-
-    async def main() -> None:
-        await asyncio.gather(environment._start(), environment._start())
-        await environment._start()
-        await environment.aclose()
-
-    asyncio.run(main())
-    asyncio.run(main())
-    assert events == ["start", "end"] * 2
-
-
 @pytest.mark.slow  # importing reasoning_gym takes seconds
 @pytest.mark.usefixtures("verifiers")
 def test_reasoning_gym_is_a_taskset_of_a_few_lines() -> None:
@@ -395,38 +368,6 @@ def test_reasoning_gym_is_a_taskset_of_a_few_lines() -> None:
     result, _ = _play(_section("verifiers:gym_taskset"), row, "no idea")
     assert result.reward is not None
     assert result.reward < 0.5
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("verifiers")
-def test_a_game_of_textarena_is_played_through_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where textarena is installed, which the tests do not ask for: it takes its words from the network. Here they are a file."""
-    nltk = pytest.importorskip("nltk")
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
-    monkeypatch.setattr(nltk, "download", lambda *_, **__: True)
-    words = tmp_path / "corpora" / "words"
-    words.mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (words / name).write_text("pear\n")
-    pytest.importorskip("textarena")
-    row = next(tasks("verifiers:textarena", taskset={"game": "Hangman-v0"}))
-    section = _section("verifiers:textarena", taskset={"game": "Hangman-v0"})
-    result, completion = _play(section, row, "I begin with [P].", "It must be [pear].")
-    assert result.reward == 1.0
-    assert result.columns == {"game_reward": 1.0}
-    assert [message.role for message in completion.completion_messages()] == ["assistant", "user", "assistant"]
-
-
-@pytest.mark.usefixtures("verifiers")
-def test_the_reward_of_several_seats_is_their_mean_and_columns_have_their_names() -> None:
-    from grpo_async.agents.environments.verifiers_taskset import _result
-
-    def trace(seat: str, reward: float) -> Any:
-        scores = {"correct": SimpleNamespace(score=reward)}
-        return SimpleNamespace(agent=SimpleNamespace(name=seat), rewards=scores, metrics={"turns": 2.0}, reward=reward)
-
-    expected = {"asks_correct": 1.0, "asks_turns": 2.0, "says_correct": 0.5, "says_turns": 2.0, "reward": 0.75}
-    assert _result([trace("asks", 1.0), trace("says", 0.5)]) == expected
 
 
 @pytest.mark.usefixtures("verifiers")
@@ -472,44 +413,25 @@ def test_what_verifiers_cannot_load_or_play_is_told() -> None:
 
 
 @pytest.mark.usefixtures("openenv")
-def test_an_environment_of_openenv_is_served_by_a_process_that_ends_with_the_agent() -> None:
-    agent = load_environment_agent(_section("openenv:sums_server:app", tool="calculator"), max_concurrent=2)
-    result, completion = asyncio.run(play(agent, ROW, calls("calculator", expression="1 +"), SUM))
-    assert result.reward == 1.0
-    assert result.columns == {"steps": 2, "done": True}
-    assert "not an arithmetic expression" in completion.completion_messages()[1].content
-    assert not _children("openenv_process")
-
-
-@pytest.mark.usefixtures("openenv")
-def test_calls_that_an_environment_of_openenv_does_not_take_are_told_and_a_server_that_died_is_started_again() -> None:
-    section = _section("openenv:sums_server:app", tool="calculator", max_steps=2)
-
-    def kill_the_server() -> None:
-        environment: Any = agent
-        server = environment._environment._server
-        server.kill()
-        server.wait(60.0)
-
-    agent = load_environment_agent(section, max_concurrent=2)
+def test_an_action_is_the_call_of_a_tool_and_what_an_environment_of_openenv_does_not_take_is_told() -> None:
     wrong = calls("calculator", expression="1 +")
-    first, second, third = _play_in_turn(
-        agent,
-        (ROW, [calls("abacus", beads=3), calls("calculator", beads=3), SUM + "\n" + SUM]),
-        (ROW, [SUM]),
-        (ROW, [wrong, wrong, SUM]),
-        between=kill_the_server,
-    )
+    with _serving("sums_server:app") as environment:
+        agent = load_environment_agent(_section(environment, tool="calculator", max_steps=2), max_concurrent=2)
+        first, second = _play_in_turn(
+            agent,
+            (ROW, [calls("abacus", beads=3), calls("calculator", beads=3), SUM + "\n" + SUM]),
+            (ROW, [wrong, wrong, SUM]),
+        )
     told = _told(first[1])
     assert told[0] == "error: there is no tool 'abacus', only 'calculator'"
     assert told[1].startswith("error: ")
     assert "VALIDATION_ERROR" in told[1]
-    assert [result.reward for result, _ in (first, second, third)] == [1.0, 1.0, 0.0]
-    assert [result.columns for result, _ in (first, second, third)] == [
+    assert [result.reward for result, _ in (first, second)] == [1.0, 0.0]
+    assert [result.columns for result, _ in (first, second)] == [
         {"steps": 2, "done": True},  # one that was refused, and the first of two sums
-        {"steps": 1, "done": True},
         {"steps": 2, "done": False},  # the limit
     ]
+    assert "not an arithmetic expression" in _told(second[1])[0]
     offered = renderer().completion_text(list(first[1].prompt_ids))
     assert "expression" in offered
     assert "metadata" not in offered
@@ -517,33 +439,18 @@ def test_calls_that_an_environment_of_openenv_does_not_take_are_told_and_a_serve
 
 @pytest.mark.usefixtures("openenv")
 def test_without_a_tool_the_answer_is_the_action() -> None:
-    result, completion = _play(_section("openenv:sums_server:app", tool=None), ROW, "1 +", "12 + 7 - 30")
+    with _serving("sums_server:app") as environment:
+        result, completion = _play(_section(environment, tool=None), ROW, "1 +", "12 + 7 - 30")
     assert result.reward == 1.0
     assert [message.content for message in completion.completion_messages()][::2] == ["1 +", "12 + 7 - 30"]
 
 
 @pytest.mark.usefixtures("openenv")
-def test_tools_that_an_environment_of_openenv_lists_are_offered_to_the_model() -> None:
-    agent = load_environment_agent(_section("openenv:shout_server:app"), max_concurrent=2)
-    (result, completion), (_, other), (nothing, _) = _play_in_turn(
-        agent,
-        (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "b")]),
-        (ROW, [calls("shout", text="token?"), "no"]),
-        (ROW | {"is_over": True}, []),
-    )
-    assert result.reward == 1.0
-    assert _told(completion) == ["A"]
-    assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
-    assert _told(other) == ["none"]  # the token of the inference servers is none of its business
-    assert nothing.columns == {"steps": 0, "done": True}
-
-
-@pytest.mark.usefixtures("openenv")
-def test_more_rollouts_than_a_server_of_openenv_has_sessions_are_told_what_to_set() -> None:
-    agent = load_environment_agent(_section("openenv:shout_server:app"), max_concurrent=2)
+def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_without_room_says_what_to_set() -> None:
     policy = FakePolicy(renderer(), lambda _: calls("shout", text="a"), per_chunk=1)
 
-    async def main() -> None:
+    async def crowd(environment: str) -> None:
+        agent = load_environment_agent(_section(environment), max_concurrent=2)
         policy.gate = asyncio.Event()
         try:
             async with serving(policy) as (endpoint, session):
@@ -557,58 +464,18 @@ def test_more_rollouts_than_a_server_of_openenv_has_sessions_are_told_what_to_se
         finally:
             await agent.aclose()
 
-    asyncio.run(main())
-
-
-@pytest.mark.usefixtures("openenv")
-def test_a_server_of_openenv_outlives_an_event_loop_that_was_given_up() -> None:
-    from grpo_async.agents.environments.openenv_server import OpenEnvEnvironment
-
-    environment = OpenEnvEnvironment("sums_server:app", {})
-
-    async def start() -> set[int]:
-        await asyncio.gather(environment._start(), environment._start())
-        return {child.pid for child in _children("openenv_process")}
-
-    first, second = asyncio.run(start()), asyncio.run(start())
-    asyncio.run(environment.aclose())
-    assert len(first) == 1
-    assert second == first
-    assert not _children("openenv_process")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("openenv")
-def test_a_server_of_openenv_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_async.agents.environments import openenv_server
-
-    monkeypatch.setattr(openenv_server, "_END_TIMEOUT_S", 0.3)
-    result, _ = _play(_section("openenv:shout_server:stubborn"), ROW | {"is_over": True})
-    assert result.columns == {"steps": 0, "done": True}
-    assert not _children("openenv_process")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("openenv")
-def test_kill_nine_of_the_process_that_started_a_server_of_openenv_ends_that() -> None:
-    code = """
-        import asyncio
-        from grpo_async.agents.environments.openenv_server import OpenEnvEnvironment
-        async def main():
-            environment = OpenEnvEnvironment("sums_server:app", {})
-            await environment._start()
-            print(environment._server.pid, flush=True)
-            await asyncio.sleep(1000)
-        asyncio.run(main())
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        server = psutil.Process(int(owner.stdout.readline()))
-        owner.kill()
-    gone, left = psutil.wait_procs([server], timeout=20.0)
-    for each in left:
-        each.kill()
-    assert gone
+    with _serving("shout_server:app") as environment:
+        agent = load_environment_agent(_section(environment), max_concurrent=2)
+        (result, completion), (nothing, _) = _play_in_turn(
+            agent,
+            (ROW | {"greeting": "Hello."}, [calls("shout", text=text) for text in ("a", "b")]),
+            (ROW | {"is_over": True}, []),
+        )
+        asyncio.run(crowd(environment))
+    assert result.reward == 1.0
+    assert _told(completion) == ["A"]
+    assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
+    assert nothing.columns == {"steps": 0, "done": True}
 
 
 @pytest.mark.usefixtures("openenv")
@@ -625,7 +492,7 @@ def test_kill_nine_of_the_process_that_started_a_server_of_openenv_ends_that() -
 def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
     answer: str, required: list[str], action: dict[str, Any]
 ) -> None:
-    from grpo_async.agents.environments.openenv_server import OpenEnvOptions, _Episode
+    from grpo_async.agents.environments.openenv_client import OpenEnvOptions, _Episode
 
     client: Any = None
     assert _Episode(None, client, {"required": required}, OpenEnvOptions())._action(answer) == action
@@ -633,7 +500,7 @@ def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
 
 @pytest.mark.usefixtures("openenv")
 def test_the_first_observation_ends_the_last_user_message_or_is_one() -> None:
-    from grpo_async.agents.environments.openenv_server import _with_text
+    from grpo_async.agents.environments.openenv_client import _with_text
 
     play, begin = {"role": "system", "content": "Play."}, {"role": "assistant", "content": "Begin?"}
     asked = {"role": "user", "content": "q"}
@@ -647,14 +514,12 @@ def test_the_first_observation_ends_the_last_user_message_or_is_one() -> None:
 
 @pytest.mark.usefixtures("openenv")
 def test_what_openenv_cannot_serve_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"names no server: write http://HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"is no URL; start the environment's server"):
         load_environment_agent(_section("openenv:nowhere"), max_concurrent=1)
     with pytest.raises(
         ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; the settings are \['max_st"
     ):
-        load_environment_agent(_section("openenv:sums_server:app", max_stepz=3), max_concurrent=1)
-    with pytest.raises(AgentError, match=r"sums_server:nothing ended with exit code"):
-        _play(_section("openenv:sums_server:nothing"), ROW)
+        load_environment_agent(_section("openenv:http://127.0.0.1:9", max_stepz=3), max_concurrent=1)
     with pytest.raises(AgentError, match=r"no server of OpenEnv at http://127.0.0.1:9"):
         _play(_section("openenv:http://127.0.0.1:9"), ROW)
 
@@ -663,13 +528,16 @@ def test_what_openenv_cannot_serve_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("library", ["verifiers", "openenv"])
-def test_a_model_learns_in_an_environment_of_a_library(library: str, tmp_path: Path) -> None:
+def test_a_model_learns_in_an_environment_of_a_library(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip(library)
     if library == "openenv":
-        learn(
-            tmp_path,
-            "rollout.agent={environment: 'openenv:sums_server:app', arguments: {tool: calculator}, max_concurrent: 64}",
-        )
+        (tmp_path / "sums_server.py").write_text(FILES["sums_server.py"])
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        with _serving("sums_server:app") as environment:
+            options = "arguments: {tool: calculator}, max_concurrent: 64"
+            learn(tmp_path, f"rollout.agent={{environment: '{environment}', {options}}}")
         return
     source = {
         "type": "generator",

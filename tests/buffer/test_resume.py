@@ -67,7 +67,6 @@ def _state() -> ResumeState:
         noted=[make_scored(6, has_samples=False)],
         store=1234,
         failures={"rollout: TimeoutError": 2},
-        counters={"failures_in_a_row": 1},
     )
 
 

@@ -17,7 +17,7 @@ from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.records import RolloutStatus
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore
 from grpo_async.utils.seeds import seed_of
@@ -33,10 +33,10 @@ class _Producer:
         self._broken = broken
         self._leased = 0
         self.most_leased = 0
-        self.requests: list[GroupRequest] = []
+        self.requests: list[OpenGroup] = []
 
     @asynccontextmanager
-    async def produce(self, request: GroupRequest) -> AsyncIterator[Produced]:
+    async def produce(self, request: OpenGroup) -> AsyncIterator[None]:
         self.requests.append(request)
         self._leased += request.size
         self.most_leased = max(self.most_leased, self._leased)
@@ -55,10 +55,10 @@ class _Producer:
             )
             if number == 1:
                 completion = replace(completion, status=RolloutStatus.TRUNCATED, environment_rewards={"Maze": 1.0})
-            if request.on_tokens is not None:
-                request.on_tokens(index, completion.num_sampled_tokens, 0)
+            request.received(index, completion.num_sampled_tokens, 0)
             completions.append(completion)
-        yield Produced(completions=completions, environments=[number] * request.size)
+        request.completions, request.environments = completions, [number] * request.size
+        yield
         self._leased -= request.size
 
 

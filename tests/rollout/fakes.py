@@ -11,12 +11,20 @@ from typing import Any
 from grpo_async.chat.renderer import PolicyTurn
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
-from grpo_async.records import FinishReason, TaggedMessage, ToolCall, ToolCallRecord
+from grpo_async.records import FinishReason, Prompt, TaggedMessage, ToolCall, ToolCallRecord
+from grpo_async.rollout.group import OpenGroup
 
 EOS = 2
 CALL = 50  # a sampled token that the fake renderer reads as a call of the tool `add`
 
 Answer = tuple[Sequence[int], FinishReason]
+
+
+def open_group(
+    prompt: Prompt, *, name: str = "g0", size: int = 2, seed: int = 0, version: int = 0, **fields: Any
+) -> OpenGroup:
+    given = {"on_tokens": lambda count: None, "served_version": lambda: version, **fields}
+    return OpenGroup(name=name, prompt=prompt, size=size, seed=seed, **given)
 
 
 def stop(*ids: int) -> Answer:

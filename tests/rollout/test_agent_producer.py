@@ -20,15 +20,14 @@ from grpo_async.records import (
     Origin,
     Prompt,
     RolloutCompletion,
-    RolloutGroup,
     RolloutStatus,
     TaggedMessage,
 )
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.in_flight import OpenGroup
-from grpo_async.rollout.producer import GroupRequest
+from grpo_async.rollout.group import OpenGroup
 from tests.agents.support import FakePolicy, check_exact, renderer, settings, user
+from tests.rollout.fakes import open_group
 
 PROMPT = Prompt(
     prompt_id=7,
@@ -70,8 +69,7 @@ def _produce(
     size: int = 2,
     policy: FakePolicy | None = None,
     needs_reward: bool = False,
-    progress: OpenGroup | None = None,
-    on_tokens: Callable[[int, int, int], None] | None = None,
+    group: OpenGroup | None = None,
     section: Mapping[str, Any] | None = None,
     **limits: Any,
 ) -> tuple[list[RolloutCompletion], ErrorLog]:
@@ -90,19 +88,11 @@ def _produce(
             needs_reward=needs_reward,
             errors=errors,
         )
-        request = GroupRequest(
-            name="g7",
-            prompt=PROMPT,
-            size=size,
-            seed=5,
-            served_version=lambda: 0,
-            on_tokens=on_tokens,
-            progress=progress,
-        )
+        made = group or open_group(PROMPT, name="g7", size=size, seed=5)
         try:
-            async with asyncio.timeout(30.0), producer.produce(request) as produced:
+            async with asyncio.timeout(30.0), producer.produce(made):
                 assert all(session.is_closed for session in agent.sessions)
-                return list(produced.completions)
+                return list(made.completions)
         finally:
             await host.aclose()
 
@@ -118,9 +108,8 @@ def test_a_rollout_is_what_its_agent_called_and_said() -> None:
         rewards = {"chatcmpl-" + session._history.answers[0].id: 0.25} if number else {}
         return AgentResult(value={"said": first}, reward=float(number), columns={"said": first}, rewards=rewards)
 
-    tokens: list[tuple[int, int, int]] = []
-    policy = _policy()
-    completions, errors = _produce(run, policy=policy, on_tokens=lambda *each: tokens.append(each))
+    policy, group = _policy(), open_group(PROMPT, name="g7", seed=5)
+    completions, errors = _produce(run, policy=policy, group=group)
     assert [each.rollout_id for each in completions] == ["g7-r0", "g7-r1"]
     for number, each in enumerate(completions):
         assert each.status is RolloutStatus.FINISHED
@@ -128,7 +117,7 @@ def test_a_rollout_is_what_its_agent_called_and_said() -> None:
         assert each.reward_columns == {"said": "two", "result": {"said": "two"}}
         assert [message.content for message in each.prompt_messages or ()] == ["something else"]
         assert len(each.branches) == 1  # the first call, which the second did not go on from
-        assert sum(count for index, count, _ in tokens if index == number) == each.num_sampled_tokens
+        assert group.num_tokens[number] == each.num_sampled_tokens
     assert [each.branches[0].reward for each in completions] == [None, 0.25]
     assert errors.counts == {}
     served = {each.request.request_id: each for each in policy.served}
@@ -171,17 +160,6 @@ def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.Monk
 
     completions, _ = _produce(run, section={"timeout_s": 0.3})
     assert {each.error for each in completions} == {"the agent did not finish within rollout.agent.timeout_s = 0.3 s"}
-
-
-def test_the_section_says_whose_settings_of_sampling_hold() -> None:
-    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
-        await session.complete(Call(messages=[user("q")], sampling={"temperature": 0.25}))
-        return AgentResult(reward=1.0)
-
-    for sampling, temperature in (("run", 1.0), ("call", 0.25)):
-        policy = _policy()
-        _produce(run, policy=policy, section={"sampling": sampling})
-        assert {each.request.temperature for each in policy.served} == {temperature}
 
 
 def test_no_more_agents_run_at_once_than_the_limit() -> None:
@@ -261,13 +239,13 @@ def test_a_resume_goes_on_with_the_rollouts_that_were_over() -> None:
         await _ask(session)
         return AgentResult(reward=1.0)
 
-    group = OpenGroup(group=RolloutGroup(group_id=7, prompt=PROMPT, completions=[]))
-    first, _ = _produce(run, progress=group)
+    group = open_group(PROMPT)
+    first, _ = _produce(run, group=group)
     snapshot = group.snapshot()
     assert snapshot.rollouts == {0: first[0], 1: first[1]}
-    again = OpenGroup(group=group.group)
-    again.restore({1: first[1]})
-    second, _ = _produce(run, progress=again)
+    again = open_group(PROMPT)
+    again.restore({1: first[1]}, keeps_open_turns=True)
+    second, _ = _produce(run, group=again)
     assert second[1] is first[1]
     assert calls == [0, 1, 0]
 

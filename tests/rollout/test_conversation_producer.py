@@ -14,10 +14,10 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation_producer import ConversationProducer, with_environment_text
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupRequest, Produced
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.tools import Tool
 from tests.rollout import some_environments
-from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, stop
+from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, open_group, stop
 from tests.support.records import make_prompt
 from tests.support.waiting import until
 
@@ -64,15 +64,13 @@ class _Setup:
             environments=self.environments,
         )
 
-    def request(self, prompt: Prompt, size: int = 2) -> GroupRequest:
-        return GroupRequest(name="g0", prompt=prompt, size=size, seed=0, served_version=lambda: 0)
+    def make(self, *prompts: Prompt) -> list[OpenGroup]:
+        async def one(prompt: Prompt) -> OpenGroup:
+            group = open_group(prompt)
+            async with self.producer.produce(group):
+                return group
 
-    def make(self, *prompts: Prompt, size: int = 2) -> list[Produced]:
-        async def one(prompt: Prompt) -> Produced:
-            async with self.producer.produce(self.request(prompt, size)) as produced:
-                return produced
-
-        async def main() -> list[Produced]:
+        async def main() -> list[OpenGroup]:
             try:
                 return await asyncio.gather(*(one(prompt) for prompt in prompts))
             finally:
@@ -114,7 +112,8 @@ def test_every_rollout_has_an_instance_of_its_own_and_the_next_group_uses_them_a
 
     async def main() -> None:
         for _ in range(3):
-            async with setup.producer.produce(setup.request(make_prompt(goal=1), 4)) as produced:
+            produced = open_group(make_prompt(goal=1), size=4)
+            async with setup.producer.produce(produced):
                 assert produced.environments is not None
                 assert len({id(instance) for instance in produced.environments}) == 4
                 assert [instance.total for instance in produced.environments] == [1, 1, 1, 1]
@@ -154,8 +153,9 @@ def test_a_cancelled_group_gives_its_slots_and_instances_back() -> None:
         assert setup.environments is not None
 
         async def group() -> int:
-            async with setup.producer.produce(setup.request(make_prompt())) as produced:
-                return len(produced.completions)
+            made = open_group(make_prompt())
+            async with setup.producer.produce(made):
+                return len(made.completions)
 
         task = asyncio.create_task(group())
         await asyncio.to_thread(some_environments.Waiting.entered.wait, 10.0)
@@ -176,7 +176,8 @@ def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
     setup = _Setup(stop(CALL, EOS), timeout_s=0.2, waiting="Waiting")
 
     async def main() -> None:
-        async with setup.producer.produce(setup.request(make_prompt())) as produced:
+        produced = open_group(make_prompt())
+        async with setup.producer.produce(produced):
             errors = {completion.error for completion in produced.completions}
             assert errors == {"no answer within rollout.rollout_timeout_s = 0.2 s"}
         some_environments.Waiting.go_on.set()

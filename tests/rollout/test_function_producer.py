@@ -15,18 +15,20 @@ from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutCompletion
-from grpo_async.rollout.function_output import OutputReader, turn_boundaries
+from grpo_async.rollout.function_output import read_output, turn_boundaries
 from grpo_async.rollout.function_producer import FunctionProducer
-from grpo_async.rollout.function_trainer import FunctionArguments, FunctionTrainer
-from grpo_async.rollout.producer import GroupRequest
+from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from tests.rollout import trl_style_rollout_function as trl_style
-from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, stop
+from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, open_group, stop
 from tests.support.records import make_prompt
 
 
 class _Tokenizer:
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [1] * len(text)}
+
+    def __len__(self) -> int:
+        return 100
 
 
 class _Renderer(FakeRenderer):
@@ -55,18 +57,15 @@ class _SilentClient:
 SETTINGS = SamplingSettings(
     temperature=1.0, max_completion_tokens=8, max_model_len=50, stop_token_ids=[EOS], stop=["9 9"]
 )
-READER = OutputReader(decode=FakeRenderer().completion_text, settings=SETTINGS, num_tokens=100)
 
 
-def _trainer(client: Any, renderer: Any = None, seed: int = 0) -> FunctionTrainer:
-    return FunctionTrainer(
-        client,
-        renderer or _Renderer(),
-        SETTINGS,
-        arguments=FunctionArguments(num_generations=2, max_completion_length=8, temperature=1.0),
+def _setup(client: Any = None, renderer: Any = None) -> FunctionSetup:
+    return FunctionSetup(
+        client=client,
+        renderer=renderer or _Renderer(),
+        settings=SETTINGS,
+        num_generations=2,
         max_steps=9,
-        served_version=lambda: 7,
-        seed=seed,
         timeout_s=5.0,
     )
 
@@ -76,37 +75,25 @@ def _producer(
 ) -> FunctionProducer:
     return FunctionProducer(
         function,
-        lambda seed: _trainer(client, seed=seed),
+        _setup(client),
         section=RolloutFunctionSection(**{"function": "mine:rollout_func", "timeout_s": 5.0, **section}),
         groups_per_call=groups_per_call,
-        reader=READER,
     )
 
 
-async def _produce(producer: FunctionProducer, prompt: Prompt, on_tokens: Any = None) -> Sequence[RolloutCompletion]:
-    request = GroupRequest(
-        name=f"g{prompt.prompt_id}", prompt=prompt, size=2, seed=0, served_version=lambda: 7, on_tokens=on_tokens
-    )
-    async with producer.produce(request) as produced:
-        return produced.completions
+async def _produce(producer: FunctionProducer, prompt: Prompt) -> Sequence[RolloutCompletion]:
+    group = open_group(prompt, name=f"g{prompt.prompt_id}", version=7)
+    async with producer.produce(group):
+        assert set(group.oldest_versions.values()) == {7}
+        assert group.num_tokens == {index: each.num_sampled_tokens for index, each in enumerate(group.completions)}
+        return group.completions
 
 
 def _make(producer: FunctionProducer, *prompts: Prompt) -> list[Sequence[RolloutCompletion]]:
-    received: list[tuple[int, int, int, int]] = []
-
-    def on_tokens(prompt: Prompt) -> Any:
-        return lambda *counted: received.append((prompt.prompt_id, *counted))
-
     async def main() -> list[Sequence[RolloutCompletion]]:
-        return await asyncio.gather(*(_produce(producer, prompt, on_tokens(prompt)) for prompt in prompts))
+        return await asyncio.gather(*(_produce(producer, prompt) for prompt in prompts))
 
-    groups = asyncio.run(main())
-    assert sorted(received) == [
-        (prompt.prompt_id, index, completion.num_sampled_tokens, 7)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for index, completion in enumerate(group)
-    ]
-    return groups
+    return asyncio.run(main())
 
 
 def _output(count: int, **columns: Any) -> dict[str, Any]:
@@ -235,7 +222,7 @@ def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
     ]
 
     async def main() -> None:
-        trainer = _trainer(_Client(stop(5, EOS)), Renderer())
+        trainer = FunctionTrainer(_setup(_Client(stop(5, EOS)), Renderer()), seed=0, served_version=lambda: 7)
         trainer.open(asyncio.get_running_loop())
         await trainer.agenerate([prompt])
 
@@ -246,7 +233,7 @@ def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
 
 
 def _read(output: Any, count: int) -> list[RolloutCompletion]:
-    return READER.read(output, [f"r{index}" for index in range(count)], version=7, started_at=0.0)
+    return read_output(output, [f"r{index}" for index in range(count)], _setup(), version=7, started_at=0.0)
 
 
 # ---- what it must not return, and the forms that are taken ----
@@ -311,17 +298,12 @@ async def _exits(prompts: list[Any], trainer: Any) -> Any:
     raise SystemExit(3)
 
 
-async def _generates_on_the_loop(prompts: list[Any], trainer: Any) -> Any:
-    return trainer.generate(prompts)
-
-
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
         (_returns_a_list, FatalRolloutError, "must return a dict, got list"),
         (_divides_by_zero, ZeroDivisionError, "division"),
         (_exits, RunError, "the rollout function raised SystemExit: 3"),
-        (_generates_on_the_loop, RuntimeError, r"await trainer\.agenerate"),
         (trl_style.generating_rollout_func, RequestRejectedError, "too long"),
     ],
 )

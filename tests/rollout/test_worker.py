@@ -25,19 +25,18 @@ from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRej
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutGroup, ScoredGroup, ToolCallRecord
+from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup, ToolCallRecord
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.in_flight import OpenGroup, describe
+from grpo_async.rollout.group import OpenGroup, describe
 from grpo_async.rollout.metrics import group_metrics
-from grpo_async.rollout.producer import GroupRequest, Produced
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
-from tests.rollout.fakes import FakeClient, FakeRenderer
+from tests.rollout.fakes import FakeClient, FakeRenderer, open_group
 from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.stored import read_groups
 
@@ -106,7 +105,7 @@ class _Setup:
         self.buffer = SampleBuffer(
             max_groups=100,
             max_staleness=max_staleness,
-            on_drop=lambda scored, status, step: self.worker.drop_scored(scored, status, step),
+            on_drop=lambda scored, status, step: self.worker.drop(scored.group, status, scored=scored, step=step),
             next_step=version + 1,
         )
         self.folder = folder
@@ -206,10 +205,11 @@ class _Setup:
 
         self.run(steps)
 
-    def produce_instead(self, produce: Callable[[GroupRequest], Produced]) -> None:
+    def produce_instead(self, produce: Callable[[OpenGroup], Sequence[RolloutCompletion]]) -> None:
         @asynccontextmanager
-        async def context(request: GroupRequest) -> AsyncIterator[Produced]:
-            yield produce(request)
+        async def context(group: OpenGroup) -> AsyncIterator[None]:
+            group.completions = produce(group)
+            yield
 
         self.worker._producer.produce = context  # type: ignore[method-assign]
 
@@ -462,11 +462,11 @@ def test_groups_that_fail_by_one_cause_count_as_one_failure(tmp_path: Path) -> N
     produce = setup.worker._producer.produce
 
     @asynccontextmanager
-    async def one_cause(request: GroupRequest) -> AsyncIterator[Produced]:
+    async def one_cause(group: OpenGroup) -> AsyncIterator[None]:
         if next(failing, None) is not None:
             raise cause
-        async with produce(request) as produced:
-            yield produced
+        async with produce(group):
+            yield
 
     setup.worker._producer.produce = one_cause  # type: ignore[method-assign]
     setup.taken(2, after_queueing=False)
@@ -477,15 +477,14 @@ def test_what_cancelled_calls_of_an_agent_had_sampled_is_failed_and_the_rest_tra
     """Of 5 tokens that each rollout sampled, 2 + 1 are in its paths. 4 groups of 4 rollouts: 16 x 2 lost."""
     setup = _Setup(tmp_path)
 
-    def produce(request: GroupRequest) -> Produced:
+    def produce(group: OpenGroup) -> list[RolloutCompletion]:
         made = []
-        for index in range(request.size):
-            assert request.on_tokens is not None
-            request.on_tokens(index, 5, 0)
-            made.append(make_completion(f"{request.name}-r{index}", ids=[index, 2], text=str(index)))
+        for index in range(group.size):
+            group.received(index, 5, 0)
+            made.append(make_completion(f"{group.name}-r{index}", ids=[index, 2], text=str(index)))
             branch = Branch(name="b1", parent=0, prompt_ids=[1], turns=[make_turn([7])])
             made[-1] = replace(made[-1], branches=[branch])
-        return Produced(completions=made)
+        return made
 
     setup.produce_instead(produce)
     groups = setup.taken(4)
@@ -498,7 +497,7 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     """R4.2: a rollout function that lacks a key would lack it again."""
     setup = _Setup(tmp_path)
 
-    def broken(request: GroupRequest) -> Produced:
+    def broken(group: OpenGroup) -> list[RolloutCompletion]:
         raise FatalRolloutError("rollout_func must return keys ['logprobs'] in its output dict.")
 
     setup.produce_instead(broken)
@@ -512,9 +511,9 @@ def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_pat
         tool_call_id="a", name="look_up", arguments={}, result='{"error": "no network"}', failed=True, duration_s=0.1
     )
 
-    def failing(request: GroupRequest) -> Produced:
-        completions = [make_completion(f"{request.name}-r{index}", text="0") for index in range(request.size)]
-        return Produced(completions=[replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions])
+    def failing(group: OpenGroup) -> list[RolloutCompletion]:
+        completions = [make_completion(f"{group.name}-r{index}", text="0") for index in range(group.size)]
+        return [replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions]
 
     setup.produce_instead(failing)
     _stops_with_nothing_to_learn(
@@ -525,7 +524,7 @@ def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_pat
 def test_groups_in_flight_are_described_with_the_oldest() -> None:
     now = time.monotonic()
     young, old = (
-        OpenGroup(RolloutGroup(group_id=number, prompt=make_prompt(), completions=completions), began=now - age_s)
+        open_group(make_prompt(number), completions=completions, began=now - age_s)
         for number, completions, age_s in ((8, [], 3.0), (7, [make_completion("r0")], 31.0))
     )
     old.num_tokens = {1: 8, 0: 12}

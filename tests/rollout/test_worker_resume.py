@@ -15,9 +15,9 @@ from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, ResumeState,
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
 from grpo_async.records import GroupStatus, RolloutCompletion, ScoredGroup
-from grpo_async.rollout.in_flight import without_open_turns
+from tests.rollout.fakes import open_group
 from tests.rollout.test_worker import _answer, _Setup
-from tests.support.records import make_completion, make_turn
+from tests.support.records import make_completion, make_prompt, make_turn
 from tests.support.waiting import until
 
 
@@ -146,15 +146,6 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     assert setup.client.names == []
 
 
-def test_a_counter_that_ended_the_run_begins_anew_and_one_below_its_limit_goes_on(tmp_path: Path) -> None:
-    state = _of_a_run(tmp_path / "a")
-    for values, kept in (((8, 12), (0, 0)), ((7, 11), (7, 11)), ((9, 13), (0, 0))):
-        counters = dict(zip(("failures_in_a_row", "without_signal_in_a_row"), values, strict=True))
-        setup = _Setup(tmp_path / f"{values}", resume=replace(state, counters=counters))
-        assert tuple(setup.worker.resume_state().counters.values()) == kept
-        setup.store.close()
-
-
 def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
     """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
     state = _of_a_run(tmp_path / "a", held=())
@@ -227,7 +218,9 @@ def test_whole_rollouts_and_turns_stay_when_open_turns_are_dropped() -> None:
         rollout_id="r1", prompt_ids=[1], turns=[make_turn()], open_ids=[7], open_logprobs=[-0.1], open_versions=[0]
     )
     first_turn = replace(second_turn, turns=[])
-    kept = without_open_turns({0: over, 1: second_turn, 2: first_turn})
+    group = open_group(make_prompt())
+    group.restore({0: over, 1: second_turn, 2: first_turn}, keeps_open_turns=False)
+    kept = group.restored
     assert sorted(kept) == [0, 1]
     assert kept[0] is over
     assert isinstance(kept[1], PartialRollout)

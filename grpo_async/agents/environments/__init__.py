@@ -4,8 +4,8 @@
         -> reward `agent`, its metrics as columns
 
 The environment runs in this process, on an event loop apart from the run's, and calls the model at the endpoint as any agent does:
-tokens are exact, and whatever the library makes of the conversation becomes branches. What a library starts (tool servers, an
-environment's server) are processes that end with this one.
+tokens are exact, and whatever the library makes of the conversation becomes branches. Tool servers that a library starts are
+processes that end with this one.
 
 `tasks` makes rows of what an environment knows itself:
 
@@ -96,7 +96,7 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def make_environment(reference: str, arguments: Mapping[str, Any]) -> EnvironmentAdapter:
-    """`verifiers:NAME`, `nemo_gym:URL`, `openenv:URL` or `openenv:MODULE:APP`.
+    """`verifiers:NAME`, `nemo_gym:URL` or `openenv:URL`.
 
     Raises:
         ConfigError: see `load_environment_agent`.
@@ -108,7 +108,7 @@ def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
     make_working_directory_importable()
     # here: the libraries take seconds to import
     if library == "openenv":
-        from grpo_async.agents.environments.openenv_server import OpenEnvEnvironment
+        from grpo_async.agents.environments.openenv_client import OpenEnvEnvironment
 
         return OpenEnvEnvironment(name, arguments)
     from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment

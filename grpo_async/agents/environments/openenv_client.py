@@ -1,4 +1,4 @@
-"""Environments of the library OpenEnv: a server that is already there (a URL), or one that is started here (MODULE:APP).
+"""Environments of the library OpenEnv, whose server is already there.
 
     reset(columns of the row) -> observation -> model -> action -> step -> observation, reward -> ... until it is done
 
@@ -9,13 +9,7 @@ tool with that form's fields (`tool: NAME`), or answers in text, which is the ac
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,14 +20,11 @@ from grpo_async.agents.agent import REWARD, AgentError
 from grpo_async.agents.function import AgentClient
 from grpo_async.config.base import Count, Seconds, StrictModel, read_arguments
 from grpo_async.errors import ConfigError
-from grpo_async.inference.token import TOKEN_VARIABLE
 
 _OWN_FIELDS = ("done", "reward", "metadata")
 """Of every observation."""
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 """Titles of the schema of actions where an environment has tools."""
-_POLL_S = 0.1
-_END_TIMEOUT_S = 10.0
 
 
 class OpenEnvOptions(StrictModel):
@@ -43,8 +34,6 @@ class OpenEnvOptions(StrictModel):
     """Name of the tool whose arguments are an action; null: the action is the text of the answer."""
     max_steps: Count = 100
     """Number of steps after which an episode ends, done or not."""
-    start_timeout_s: Seconds = 60.0
-    """Until a server that is started here answers."""
     message_timeout_s: Seconds = 60.0
     """Of one reset or step."""
 
@@ -53,29 +42,24 @@ class OpenEnvEnvironment:
     """See the module's docstring; implements agents.environments.EnvironmentAdapter.
 
     Args:
-        name: http://HOST:PORT, or MODULE:APP of a FastAPI application that `openenv.core.env_server.create_app` made.
+        url: of the server.
         arguments: see `OpenEnvOptions`.
 
     Raises:
-        ConfigError: there is no such module, or no such argument.
+        ConfigError: there is no such argument.
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, url: str, arguments: Mapping[str, Any]) -> None:
         try:
             self._options = read_arguments(OpenEnvOptions, arguments)
         except ValueError as error:
             raise ConfigError(f"rollout.agent.arguments.{error}") from error
-        self._url = name if "://" in name else ""
-        self._app = "" if self._url else name
-        if self._app:
-            module, _, app = name.partition(":")
-            if not app or importlib.util.find_spec(module) is None:
-                raise ConfigError(
-                    f"{name!r} names no server: write http://HOST:PORT, or MODULE:APP of a server's application that this "
-                    "machine can import (the working directory is importable)"
-                )
-        # none of this belongs to an event loop: one that hangs is given up, and the next goes on with the server
-        self._server: subprocess.Popen[bytes] | None = None
+        if "://" not in url:
+            raise ConfigError(
+                f"{url!r} is no URL; start the environment's server (uvicorn MODULE:APP --port 8100) and write "
+                "openenv:http://HOST:8100"
+            )
+        self._url = url
         self._actions: Mapping[str, Any] | None = None
 
     def tasks(self) -> Iterator[dict[str, Any]]:
@@ -85,11 +69,12 @@ class OpenEnvEnvironment:
         )
 
     async def run(self, row: Mapping[str, Any], client: AgentClient) -> Mapping[str, Any]:
-        actions = await self._start()
+        if self._actions is None:
+            self._actions = await self._read_actions()
         async with GenericEnvClient(
             base_url=self._url, message_timeout_s=self._options.message_timeout_s
         ) as environment:
-            episode = _Episode(environment, client, actions, self._options)
+            episode = _Episode(environment, client, self._actions, self._options)
             try:
                 await episode.play(row)
             except RuntimeError as error:  # the client's, for errors of the server
@@ -102,47 +87,22 @@ class OpenEnvEnvironment:
         return {REWARD: episode.reward, "steps": episode.num_steps, "done": episode.is_done}
 
     async def aclose(self) -> None:
-        server, self._server = self._server, None
-        if server is not None and server.poll() is None:
-            server.terminate()
-            try:
-                await asyncio.to_thread(server.wait, _END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                await asyncio.to_thread(server.wait)
-
-    async def _start(self) -> Mapping[str, Any]:
-        """Start the server, if it is to be; returns the schema of its actions."""
-        if self._app and (self._server is None or self._server.poll() is not None):
-            self._actions = None
-            self._server, self._url = _serve(self._app)
-        if (actions := self._actions) is None:
-            actions = self._actions = await self._read_actions()
-        return actions
+        """Nothing is shared."""
 
     async def _read_actions(self) -> Mapping[str, Any]:
-        timeout_s = self._options.start_timeout_s
+        """The schema of the environment's actions."""
+        timeout = aiohttp.ClientTimeout(total=self._options.message_timeout_s)
         try:
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(raise_for_status=True) as http:
-                while self._server is None or self._server.poll() is None:
-                    try:
-                        async with http.get(f"{self._url.rstrip('/')}/schema") as response:
-                            schema: Mapping[str, Any] = (await response.json())["action"]
-                            return schema
-                    except aiohttp.ClientConnectionError:
-                        if self._server is None:
-                            raise
-                    await asyncio.sleep(_POLL_S)
-        except TimeoutError as error:
+            async with (
+                aiohttp.ClientSession(raise_for_status=True, timeout=timeout) as http,
+                http.get(f"{self._url.rstrip('/')}/schema") as response,
+            ):
+                schema: Mapping[str, Any] = (await response.json())["action"]
+                return schema
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise AgentError(
-                f"{self._app or self._url} did not answer within {timeout_s:g} s (rollout.agent.arguments.start_timeout_s)"
+                f"there is no server of OpenEnv at {self._url}: {error or 'it does not answer'}"
             ) from error
-        except aiohttp.ClientError as error:
-            raise AgentError(f"there is no server of OpenEnv at {self._url}: {error}") from error
-        raise AgentError(
-            f"the server {self._app} ended with exit code {self._server.returncode}; see what it wrote, or start it by hand: "
-            f"python -m uvicorn {self._app}"
-        )
 
 
 class _Episode:
@@ -263,19 +223,3 @@ def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
         else:
             last["content"] = f"{last['content']}\n\n{text}" if last["content"] else text
     return messages
-
-
-def _serve(app: str) -> tuple[subprocess.Popen[bytes], str]:
-    """A process that serves the application at a free port of this machine's loopback."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(1024)
-        port = listening.getsockname()[1]
-        module = "grpo_async.agents.environments.openenv_process"
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, app, str(listening.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[listening.fileno()],
-            env={name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE},
-        )
-    return process, f"http://127.0.0.1:{port}"

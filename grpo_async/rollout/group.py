@@ -1,0 +1,130 @@
+"""A group in progress, and what makes its rollouts:
+
+    worker -> OpenGroup -> GroupProducer.produce: completions -> scoring -> environments are given back
+
+Three producers: our conversations (conversation_producer), the user's agent (agent_producer), the user's function
+(function_producer). A rollout that fails raises nothing: it is a completion with status FAILED and its `error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
+from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, ScoredGroup
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenGroup:
+    """`size` rollouts of one prompt, from their start until they are closed or queued. Rollouts go by their index.
+
+    Attributes:
+        name: begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...).
+        seed: of the group, from which rollouts and turns have theirs (`utils.seeds.seed_of`).
+        served_version: returns the policy version that the servers serve at the moment of the call.
+        on_tokens: gets the number of tokens that arrived.
+        completions, environments: what the producer made; environments in which they ran, where the run has any.
+        restored: what a checkpoint had of each rollout. A producer that cannot continue in the middle leaves it alone.
+        snapshots: each gives a copy of what there is of a rollout at the moment of the call, on the event loop.
+        oldest_versions: among the tokens of each rollout.
+        num_tokens: received of each rollout; one without any is not in it.
+        scored: when it only waits for room in the queue.
+        is_running: its task has begun.
+    """
+
+    name: str
+    prompt: Prompt
+    size: int
+    seed: int
+    served_version: Callable[[], int]
+    on_tokens: Callable[[int], None]
+    completions: Sequence[RolloutCompletion] = ()
+    environments: Sequence[Any] | None = None
+    restored: Mapping[int, RolloutSnapshot] = field(default_factory=dict)
+    snapshots: dict[int, Callable[[], RolloutSnapshot | None]] = field(default_factory=dict)
+    oldest_versions: dict[int, int] = field(default_factory=dict)
+    num_tokens: dict[int, int] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+    scored: ScoredGroup | None = None
+    task: asyncio.Task[None] | None = None
+    is_running: bool = False
+    is_too_stale: bool = False
+
+    @property
+    def record(self) -> RolloutGroup:
+        """The prompt's id is the group's: a prompt that is issued again keeps its seeds and its place in the data."""
+        return RolloutGroup(group_id=self.prompt.prompt_id, prompt=self.prompt, completions=list(self.completions))
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Among the tokens received so far."""
+        return min(self.oldest_versions.values(), default=None)
+
+    def received(self, index: int, num_tokens: int, version: int) -> None:
+        """Tokens of a rollout arrived, sampled by this policy version."""
+        self.num_tokens[index] = self.num_tokens.get(index, 0) + num_tokens
+        self.oldest_versions[index] = min(version, self.oldest_versions.get(index, version))
+        self.on_tokens(num_tokens)
+
+    def restore(self, rollouts: Mapping[int, RolloutSnapshot], *, keeps_open_turns: bool) -> None:
+        """Go on with rollouts of a checkpoint; without open turns, only what is whole of each is kept."""
+        kept = (
+            rollouts
+            if keeps_open_turns
+            else {i: each for i, of in rollouts.items() if (each := _whole(of)) is not None}
+        )
+        self.restored = kept
+        self.num_tokens = {index: each.num_sampled_tokens for index, each in kept.items()}
+        versions = {index: each.oldest_version for index, each in kept.items()}
+        self.oldest_versions = {index: version for index, version in versions.items() if version is not None}
+        self.on_tokens(sum(self.num_tokens.values()))
+
+    def snapshot(self) -> GroupSnapshot:
+        """What there is of each rollout that has not failed: a failed one is tried again by a resume."""
+        found = dict(self.restored)  # no producer has taken these yet
+        found |= {index: each for index, take in self.snapshots.items() if (each := take()) is not None}
+        whole = {i: e for i, e in found.items() if not (isinstance(e, RolloutCompletion) and not e.status.is_trainable)}
+        return GroupSnapshot(prompt_id=self.prompt.prompt_id, rollouts=whole)
+
+    @property
+    def stage(self) -> str:
+        if self.scored is not None:
+            return "waiting for room in the queue"
+        return "being scored" if self.completions else "generating"
+
+    def __str__(self) -> str:
+        """group 7, for 31 s: being scored, tokens of its rollouts: 0: 12, 1: 8"""
+        tokens = ", ".join(f"{index}: {count}" for index, count in sorted(self.num_tokens.copy().items())) or "none"
+        age_s = time.monotonic() - self.began
+        return f"group {self.prompt.prompt_id}, for {age_s:.0f} s: {self.stage}, tokens of its rollouts: {tokens}"
+
+
+class GroupProducer(Protocol):
+    """Makes the rollouts of a group."""
+
+    def produce(self, group: OpenGroup) -> AbstractAsyncContextManager[None]:
+        """Set `completions`, and `environments`, which are needed as long as the context lasts: leave it after scoring."""
+        ...
+
+
+def describe(groups: Sequence[OpenGroup]) -> str:
+    """2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: ..."""
+    if not groups:
+        return "no group in flight"
+    stages = ", ".join(f"{count} {stage}" for stage, count in Counter(group.stage for group in groups).items())
+    return f"{len(groups)} groups in flight ({stages}), the oldest: {min(groups, key=lambda group: group.began)}"
+
+
+def _whole(rollout: RolloutSnapshot) -> RolloutSnapshot | None:
+    """A rollout without its open turn; None where nothing is left."""
+    if not isinstance(rollout, PartialRollout):
+        return rollout
+    if not rollout.turns:
+        return None
+    return PartialRollout(rollout_id=rollout.rollout_id, prompt_ids=rollout.prompt_ids, turns=rollout.turns)
