@@ -29,7 +29,6 @@ from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient, OnTokens
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.tools.results import encodable
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.user_code.calls import read_number
 from grpo_async.utils.network import host_in_url
@@ -182,7 +181,7 @@ class AgentEndpoint:
         try:
             session, is_trained = self._session(request)
             if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
-                return self._models(path)
+                return self._models(path.removeprefix("/models").removeprefix("/"))
             if request.method != "POST" or (path not in _EXCHANGES and path != "/reward"):
                 raise AgentRefusal(
                     404,
@@ -215,20 +214,10 @@ class AgentEndpoint:
             raise closed()
         return session, key == session.key
 
-    def _models(self, path: str) -> web.Response:
-        name = path.removeprefix("/models").removeprefix("/") or self._model
-        model = {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "grpo-async",
-            "type": "model",
-            "display_name": name,
-        }
-        if path == "/models":
-            content = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-            return _json(content)
-        return _json(model)
+    def _models(self, name: str) -> web.Response:
+        model = {"id": name or self._model, "object": "model", "created": 0, "owned_by": "grpo-async", "type": "model"}
+        listed = {"object": "list", "data": [model], "has_more": False}
+        return _json(model if name else listed)
 
 
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -252,27 +241,10 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     try:
         body = orjson.loads(content)
     except orjson.JSONDecodeError as error:
-        body = _lenient(content, error)
+        raise refuse(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise refuse("the body is not a JSON object")
     return body
-
-
-def _lenient(content: bytes, error: Exception) -> Any:
-    """JSON with an unpaired surrogate in it, or NaN, which clients in Python send; no tokenizer takes them (see
-    `encodable`)."""
-    try:
-        return _whole_letters(json.loads(content))
-    except (ValueError, RecursionError):
-        raise refuse(f"the body is not JSON: {error}") from error
-
-
-def _whole_letters(value: Any) -> Any:
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, dict):
-        return {_whole_letters(name): _whole_letters(each) for name, each in value.items()}
-    return [_whole_letters(each) for each in value] if isinstance(value, list) else value
 
 
 def _reward(session: AgentSession, body: Mapping[str, Any]) -> web.Response:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -40,13 +40,11 @@ from grpo_async.inference.client import Generation
 from grpo_async.records import (
     Branch,
     FinishReason,
-    IntArray,
     Origin,
     TaggedMessage,
     ToolCall,
     ToolCallRecord,
     TurnRecord,
-    no_tokens,
 )
 
 _ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
@@ -148,37 +146,6 @@ class HistoryRenderer:
             return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPaths:
-    """The tree, taken apart: the rollout's own prompt and turns, with the reward that the agent set on them, and its branches."""
-
-    prompt_ids: IntArray = field(default_factory=no_tokens)
-    turns: Sequence[TurnRecord] = ()
-    prompt_messages: Sequence[TaggedMessage] = ()
-    reward: float | None = None
-    branches: Sequence[Branch] = ()
-
-
-@dataclass(slots=True)
-class _Path:
-    """Answers of which each continues the one before it."""
-
-    answers: list[Answer]
-    parent: int
-    ids: IntArray | None = field(default=None)
-
-    @property
-    def reward(self) -> float | None:
-        """The newest one that was set."""
-        return next((each.reward for each in reversed(self.answers) if each.reward is not None), None)
-
-    def all_ids(self) -> IntArray:
-        if self.ids is None:
-            last = self.answers[-1]
-            self.ids = np.array([*last.request.context, *last.generation.token_ids], dtype=np.int32)
-        return self.ids
-
-
 class History:
     """The calls of one rollout.
 
@@ -228,50 +195,41 @@ class History:
         value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
         self._by_key.setdefault(_digest(request.key, value), []).append(answer)
 
-    def paths(self) -> RolloutPaths:
-        """The path to the newest answer is the rollout's own, the others are branches; every answer stands in exactly one.
+    def paths(self) -> list[Branch]:
+        """The path to the newest answer, which is the rollout's own, then the branches; every answer stands in exactly one. A
+        branch has the path that it left as its parent, and one that begins anew the rollout's own.
 
         Worked example: answers 1 -> 2 -> 3, then 2' that was asked from 1 again, then 4 from 3, then 5 of another root, 6 from 2':
         the path to 6 is [1, 2', 6]; branch 1 is [2, 3, 4] with the prompt up to answer 1 and parent 0, branch 2 is [5].
         """
         if not self.answers:
-            return RolloutPaths()
+            return []
         own = [*self.answers[-1].request.path, self.answers[-1]]
-        paths = [_Path(own, 0)]
+        paths, parents = [own], [0]
         place = dict.fromkeys((answer.id for answer in own), 0)
         for answer in self.answers:
             if answer.id in place:
                 continue
             parent = answer.request.parent
-            at = place[parent.id] if parent is not None else 0
-            if parent is not None and paths[at].answers[-1] is parent:
-                paths[at].answers.append(answer)
+            at = 0 if parent is None else place[parent.id]
+            if paths[at][-1] is parent:
+                paths[at].append(answer)
                 place[answer.id] = at
                 continue
             place[answer.id] = len(paths)
-            paths.append(_Path([answer], at))
-        for number, path in enumerate(paths[1:], start=1):
-            if path.answers[0].request.parent is None:
-                path.parent = _nearest(paths[:number], path.answers[0].request.ids)
-        branches = [
+            paths.append([answer])
+            parents.append(at)
+        return [
             Branch(
                 name=f"b{number}",
-                parent=path.parent,
-                prompt_ids=np.array(path.answers[0].request.context, np.int32),
-                turns=_turns(path.answers),
-                prompt_messages=path.answers[0].request.all_messages,
-                reward=path.reward,
+                parent=parent,
+                prompt_ids=np.array(path[0].request.context, np.int32),
+                turns=_turns(path),
+                prompt_messages=path[0].request.all_messages,
+                reward=next((answer.reward for answer in reversed(path) if answer.reward is not None), None),
             )
-            for number, path in enumerate(paths[1:], start=1)
+            for number, (path, parent) in enumerate(zip(paths, parents, strict=True))
         ]
-        root = own[0].request
-        return RolloutPaths(
-            prompt_ids=np.array(root.ids, np.int32),
-            turns=_turns(own),
-            prompt_messages=root.messages,
-            reward=paths[0].reward,
-            branches=branches,
-        )
 
 
 def _choose(answers: Sequence[Answer], message: Message) -> Answer:
@@ -381,17 +339,6 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_comparable(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _nearest(paths: Sequence[_Path], ids: Sequence[int]) -> int:
-    """The path with which `ids` share most of their beginning; the first of several."""
-    mine = np.array(ids, dtype=np.int32)
-    shared = []
-    for path in paths:
-        length = min(len(mine), len(path.all_ids()))
-        differs = mine[:length] != path.all_ids()[:length]
-        shared.append(int(differs.argmax()) if differs.any() else length)
-    return int(np.argmax(shared))
 
 
 def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:

@@ -45,6 +45,7 @@ from grpo_async.records import (
     RolloutStatus,
     TaggedMessage,
     ToolCall,
+    no_tokens,
 )
 from grpo_async.tracking.timeline import NO_TRACK, Track
 from grpo_async.utils.seeds import seed_of
@@ -210,22 +211,24 @@ class AgentSession:
             reward_columns: further columns for reward functions.
         """
         paths = self._history.paths()
+        own = paths[0] if paths else None
         if status is RolloutStatus.FINISHED and self.is_truncated:
             status = RolloutStatus.TRUNCATED
-        reward = paths.reward if reward is None else reward
+        if reward is None and own is not None:
+            reward = own.reward
         return RolloutCompletion(
             rollout_id=self.rollout_id,
-            prompt_ids=paths.prompt_ids,
-            turns=paths.turns,
+            prompt_ids=no_tokens() if own is None else own.prompt_ids,
+            turns=() if own is None else own.turns,
             status=status,
             error=error,
             total_duration_s=time.monotonic() - self._opened,
-            prompt_messages=paths.prompt_messages or None,
+            prompt_messages=None if own is None else own.prompt_messages,
             tool_names=list(self._tool_names),
             environment_rewards={} if reward is None else {AGENT_REWARD: reward},
             reward_columns=reward_columns or {},
             started_at=self._opened_at,
-            branches=paths.branches,
+            branches=paths[1:],
         )
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ slots are shared out by the order in which requests arrive. One runs at a time: 
 Results are shown at once (display), stand in evaluations.jsonl, and in the metrics of the step that finds them done as `eval/...`,
 `eval/step` being the step at whose end the evaluation began. Rollouts stand in evaluations/step_N/.
 
-An evaluation that runs when the process ends has no result: a resumed run repeats it, on the policy that it begins with.
+An evaluation that runs when the process ends has no result; a run that resumes at its step makes it again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
@@ -25,12 +26,12 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
-from grpo_async.evaluation.log import EvaluationLog
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.run_directory import RunDir
+from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.store.rollout_store import RolloutStore, all_groups
-from grpo_async.tracking.evaluation_record import EvaluationRecord, When, scores_by_step
+from grpo_async.tracking.evaluation_record import EvaluationRecord, When, read_evaluations, scores_by_step
+from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,6 @@ class Listeners:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
     step: int
-    due: int
     when: When
     future: Future[EvaluationResult]
     store: RolloutStore
@@ -96,7 +96,9 @@ class RunEvaluations:
         self._baseline = None if evaluator is None else evaluator.majority_baseline
         self._start = start
         self._listeners = listeners
-        self._log = EvaluationLog(run_dir.evaluation_log, start=start)
+        keep_steps(run_dir.evaluation_log, start)
+        self.records = list(read_evaluations(run_dir.evaluation_log, []))
+        """Of this run and those that it resumes, up to the step at which it began."""
         self._running: _Running | None = None
         self._unsealed: RolloutStore | None = None  # of the evaluation before
         self._unreported: dict[str, float] = {}
@@ -106,7 +108,9 @@ class RunEvaluations:
         self.owes_the_last = False
         """Whether a stop broke off the evaluation after training; a resume makes it."""
         if evaluator is not None:
-            _drop_later(run_dir, start)
+            for step in run_dir.evaluation_steps():  # those after `start` will be made again
+                if step > start:
+                    shutil.rmtree(run_dir.evaluation(step), ignore_errors=True)
 
     @property
     def num_tokens(self) -> int:
@@ -121,7 +125,7 @@ class RunEvaluations:
 
     def scores(self, metric: str) -> dict[int, float]:
         """A metric of every policy after step 0 that was evaluated, by step."""
-        return scores_by_step(list(self._log.records), metric)
+        return scores_by_step(self.records, metric)
 
     @property
     def holds_push(self) -> bool:
@@ -131,22 +135,20 @@ class RunEvaluations:
         return is_pinned and running is not None and not running.future.done()
 
     def before_training(self) -> None:
-        """Evaluate the policy that training begins with, or what a run that was killed left undone.
+        """Evaluate the policy that training begins with; waits for it where that is the untrained one.
 
         Raises:
             GrpoAsyncError: the evaluation before the first step failed: those to come would, too.
         """
-        if self._evaluator is None or self._section is None:
+        section, start = self._section, self._start
+        if self._evaluator is None or section is None or any(record.step == start for record in self.records):
             return
-        section = self._section
-        due = self._log.pending(self._start, at_start=section.at_start, every_steps=section.every_steps)
-        if due == 0:
+        if start == 0 and section.at_start:
             self._listeners.phase("evaluating")
-            self._begin(self._start, due=0, when="start", max_in_flight=self._all_slots)
+            self._begin(start, when="start", max_in_flight=self._all_slots)
             self._await()
-        elif due is not None and self._start < self._config.num_steps:
-            logger.info("the evaluation of step %d had not ended: it is made again, on step %d", due, self._start)
-            self._begin(self._start, due=due, when="step", max_in_flight=self._config.evaluation_in_flight)
+        elif self._is_due(start):
+            self._begin(start, when="step", max_in_flight=self._config.evaluation_in_flight)
 
     def after_step(self, step: int, metrics: dict[str, float], *, is_served: bool) -> None:
         """`step` is done: add the result of an evaluation that has ended to its metrics, and start the one that is due, if the
@@ -155,17 +157,21 @@ class RunEvaluations:
             return
         if self._running is not None and self._running.future.done():
             self._collect(self._running)
-        every = self._section.every_steps
-        if every is not None and step % every == 0 and step < self._config.num_steps:
+        if self._is_due(step):
             if self._running is not None:
                 why = f"the evaluation of step {self._running.step} was still running"
                 self._skip(step, why + "; evaluation.every_steps is short for it")
             elif not is_served:
                 self._skip(step, "no server had the weights of this step")
             else:
-                self._begin(step, due=step, when="step", max_in_flight=self._config.evaluation_in_flight)
+                self._begin(step, when="step", max_in_flight=self._config.evaluation_in_flight)
         metrics.update(self._unreported)
         self._unreported = {}
+
+    def _is_due(self, step: int) -> bool:
+        """During training; after its last step the final policy is evaluated in any case."""
+        every = None if self._section is None else self._section.every_steps
+        return every is not None and step > 0 and step % every == 0 and step < self._config.num_steps
 
     def end_running(self, step: int) -> None:
         """`step`, the last one, is done: wait for the evaluation that still runs, if any."""
@@ -179,23 +185,25 @@ class RunEvaluations:
         exported."""
         if self._evaluator is None:
             return
-        if (record := self._log.end_with(step)) is not None:
-            self._listeners.tell("after", flat_metrics(record.metrics, record.by_group))
+        last = self.records[-1] if self.records else None
+        if last is not None and last.step == step and last.when != "start" and last.metrics:
+            self.records[-1] = replace(last, when="end")  # which it is already where the run was killed after it
+            self._write_records()
+            self._listeners.tell("after", flat_metrics(last.metrics, last.by_group))
             return
         self._listeners.phase("evaluating")
-        self._begin(step, due=step, when="end", max_in_flight=self._all_slots)
+        self._begin(step, when="end", max_in_flight=self._all_slots)
         self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:
         """For summary.json; None without evaluation."""
         if self._section is None:
             return None
-        before, after = self._log.result("start"), self._log.result("end")
-        during = [
-            {"step": record.step, **record.metrics}
-            for record in self._log.records
-            if record.when == "step" and record.metrics
-        ]
+        found = [record for record in self.records if record.metrics]
+        before, after = (
+            next((record for record in reversed(found) if record.when == when), None) for when in ("start", "end")
+        )
+        during = [{"step": record.step, **record.metrics} for record in found if record.when == "step"]
         baseline = {} if self._baseline is None else {"majority_baseline": self._baseline}
         return {
             **baseline,
@@ -227,7 +235,7 @@ class RunEvaluations:
         limit = None if self._section is None else self._section.max_in_flight
         return limit or self._config.rollout.max_in_flight
 
-    def _begin(self, step: int, *, due: int, when: When, max_in_flight: int) -> None:
+    def _begin(self, step: int, *, when: When, max_in_flight: int) -> None:
         evaluator = self._evaluator
         assert evaluator is not None
         folder = self._run_dir.evaluation(step)
@@ -241,16 +249,25 @@ class RunEvaluations:
             return evaluator.run(task)
 
         future = self._source.begin_evaluation(run, num_tokens=lambda: evaluator.num_tokens)
-        self._running = _Running(step=step, due=due, when=when, future=future, store=store, began=time.time())
+        self._running = _Running(step=step, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 
     def _skip(self, step: int, why: str) -> None:
         logger.warning("the evaluation of step %d is left out: %s", step, why)
-        self._log.add(EvaluationRecord(step=step, due=step, when="step", skipped=why))
+        self._add(EvaluationRecord(step=step, when="step", skipped=why))
         self._num_skipped += 1
         self._unreported["eval/num_skipped"] = float(self._num_skipped)
 
-    def _await(self) -> None:
+    def _add(self, record: EvaluationRecord) -> None:
+        self.records.append(record)
+        self._write_records()
+
+    def _write_records(self) -> None:
+        lines = "".join(json.dumps(each.as_dict()) + "\n" for each in self.records)
+        write_atomically(self._run_dir.evaluation_log, lines)
+
+    def _await(self, *, is_fatal: bool = True) -> None:
+        """Wait for the one that runs. `is_fatal`: its failure is raised, not only recorded and shown."""
         running = self._running
         assert running is not None
         try:
@@ -258,12 +275,14 @@ class RunEvaluations:
                 running.future, heartbeat=self._listeners.heartbeat, on_change=self._listeners.on_change
             )
         except GrpoAsyncError as error:
-            if running.future.done():
-                self._fail(running, error)
-            else:  # the evaluation is not to blame: a push failed, for example
+            if not running.future.done():  # the evaluation is not to blame: a push failed, for example
                 self.close()
-            raise
-        self._end(running, result)
+                raise
+            self._fail(running, error)
+            if is_fatal:
+                raise
+        else:
+            self._end(running, result)
 
     def _collect(self, running: _Running) -> None:
         """Of one that has ended during training, which continues whatever its outcome."""
@@ -277,7 +296,7 @@ class RunEvaluations:
     def _fail(self, running: _Running, error: GrpoAsyncError) -> None:
         logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
         self._listeners.phase(f"the evaluation of step {running.step} failed: {error}")
-        self._log.add(EvaluationRecord(step=running.step, due=running.due, when=running.when, error=str(error)))
+        self._add(EvaluationRecord(step=running.step, when=running.when, error=str(error)))
         self._release(running)
         self._num_failed += 1
         self._unreported["eval/num_errors"] = float(self._num_failed)
@@ -292,10 +311,9 @@ class RunEvaluations:
             return
         if self._baseline is not None:
             result = replace(result, metrics={**result.metrics, "majority_baseline": self._baseline})
-        self._log.add(
+        self._add(
             EvaluationRecord(
                 step=running.step,
-                due=running.due,
                 when=running.when,
                 metrics=result.metrics,
                 by_group=result.by_group,
@@ -322,19 +340,7 @@ class RunEvaluations:
 
     def _await_last(self, step: int) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result anymore."""
-        running = self._running
-        try:
-            self._await()
-        except GrpoAsyncError:
-            if running is None or not self._log.has_failed(running.step):
-                raise  # not a failure of the evaluation; those are recorded and shown
+        self._await(is_fatal=False)
         if self._unreported:
             self._listeners.track(step, self._unreported)
             self._unreported = {}
-
-
-def _drop_later(run_dir: RunDir, start: int) -> None:
-    """Rollouts of evaluations of steps after `start`, which will run again."""
-    for step in run_dir.evaluation_steps():
-        if step > start:
-            shutil.rmtree(run_dir.evaluation(step), ignore_errors=True)

@@ -35,7 +35,6 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, SHORTEST_WAIT_S, Timeline
 from grpo_async.utils.seeds import seed_of
-from grpo_async.utils.text import clipped
 
 _MIN_FAILED_GROUPS = 8
 
@@ -359,26 +358,12 @@ def why_no_signal(scored: ScoredGroup | None) -> str:
     rewards = [reward for reward in scored.rewards if reward is not None]
     if len(rewards) < 2:
         return "it was not scored"
-    if has_zero_variance(scored.rewards):
-        calls = [call for c in scored.group.trainable for turn in c.all_turns for call in turn.tool_calls]
-        if calls and all(call.failed for call in calls):
-            last = calls[-1]
-            return equal_rewards(
-                rewards[0], f"every tool call failed; the last, {last.name}: {clipped(last.result, 200)}"
-            )
-        return equal_rewards(rewards[0], _why_equal(rewards[0]))
-    return (
-        "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
+    if not has_zero_variance(scored.rewards):
+        return "all its completions were truncated, and rollout.overlong is mask: rollout.max_completion_tokens may be too low"
+    if rewards[0] >= 1.0:
+        return equal_rewards(rewards[0], "the task is solved, or the reward function pays for every answer")
+    return equal_rewards(
+        rewards[0],
+        "the task is too hard for this policy, the policy has collapsed, its tools fail, or the reward function does not "
+        "recognize right answers",
     )
-
-
-def _why_equal(reward: float) -> str:
-    """What a reward that all answers get can mean."""
-    if reward <= 0.0:
-        return (
-            "the task is too hard for this policy, the policy has collapsed, or the reward function does not recognize "
-            "right answers"
-        )
-    if reward >= 1.0:
-        return "the task is solved, or the reward function pays for every answer"
-    return "the answers are equally good, or the reward function does not tell them apart"

@@ -1,7 +1,7 @@
 """One line of evaluations.jsonl: an evaluation of a run, or one that was left out or failed. What is in the file is done.
 
-{"step": 20, "due": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
-{"step": 24, "due": 24, "when": "step", "skipped": "the evaluation of step 20 was still running"}
+{"step": 20, "when": "step", "metrics": {"reward": 0.5, ...}, "by_group": {"gsm8k": {...}}, "prompt_rewards": [1.0, ...]}
+{"step": 24, "when": "step", "skipped": "the evaluation of step 20 was still running"}
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ _WHEN: tuple[When, ...] = get_args(When)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """`step` is the one at whose end it began, `due` the one for which it was due: earlier where a run that was killed made it up
-    for after its resume.
+    """`step` is the one at whose end it began.
 
     `metrics` are over all prompts, `by_group` of each value of `evaluation.group_by`; both are empty where there is no result:
     `skipped` or `error` says why. `prompt_rewards`: the mean reward of each prompt, in the order of the data.
     """
 
     step: int
-    due: int
     when: When = "step"
     metrics: Mapping[str, float] = field(default_factory=dict)
     by_group: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -43,7 +41,7 @@ class EvaluationRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """What stands in the line."""
-        head = {"step": self.step, "due": self.due, "when": self.when}
+        head = {"step": self.step, "when": self.when}
         why = {"skipped": self.skipped, "error": self.error}
         result = {"metrics": self.metrics, "by_group": self.by_group, "prompt_rewards": self.prompt_rewards}
         return head | {name: text for name, text in why.items() if text is not None} | (result if self.metrics else {})
@@ -67,10 +65,8 @@ def _record(line: Mapping[str, Any]) -> EvaluationRecord | None:
         return None
     skipped, error = (str(line[name]) if line.get(name) else None for name in ("skipped", "error"))
     groups = by_group if isinstance(by_group, dict) else {}
-    due = finite(line.get("due"))
     return EvaluationRecord(
         step=int(step or 0),
-        due=int(step or 0) if due is None else int(due),
         when=next((when for when in _WHEN if when == line.get("when")), "step"),
         metrics=numbers(line.get("metrics")),
         by_group={str(group): numbers(values) for group, values in groups.items()},

@@ -142,27 +142,6 @@ class JudgedEnv(vf.Env[JudgedConfig]):
         trace.record_reward("polite", 1.0, 1.0)
 """
 
-GYM = """
-import reasoning_gym
-import verifiers.v1 as vf
-
-__all__ = ["GymTaskset"]
-
-class GymData(vf.TaskData):
-    entry: dict
-
-class GymTask(vf.Task[GymData]):
-    @vf.reward
-    async def solved(self, trace):
-        entry = self.data.entry
-        return reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])(trace.last_reply, entry)
-
-class GymTaskset(vf.Taskset[GymTask, vf.TasksetConfig]):
-    def load(self):
-        for entry in reasoning_gym.create_dataset("chain_sum", size=1, seed=0):
-            yield GymTask(GymData(prompt=entry["question"], entry=entry), self.config.task)
-"""
-
 TOOLS_SERVER = '''
 from openenv.core.env_server import (
     CallToolAction, CallToolObservation, Environment, ListToolsAction, ListToolsObservation, Observation, State, Tool, create_app
@@ -247,7 +226,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(FILES[name])
     (tmp_path / "talk_taskset.py").write_text(TALK)
     (tmp_path / "basket_taskset.py").write_text(BASKET)
-    (tmp_path / "gym_taskset.py").write_text(GYM)
     (tmp_path / "judged_taskset.py").write_text(JUDGED)
     (tmp_path / "shout_server.py").write_text(TOOLS_SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -357,17 +335,6 @@ def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_
         (0.0, {"right": 0.0, "num_items": 2.0}),
     ]
     assert not any(one.branches for one in completions)
-
-
-@pytest.mark.slow  # importing reasoning_gym takes seconds
-@pytest.mark.usefixtures("verifiers")
-def test_reasoning_gym_is_a_taskset_of_a_few_lines() -> None:
-    (row,) = tasks("verifiers:gym_taskset")
-    result, _ = _play(_section("verifiers:gym_taskset"), row, row["task"]["entry"]["answer"])
-    assert (result.reward, result.columns) == (1.0, {"solved": 1.0})
-    result, _ = _play(_section("verifiers:gym_taskset"), row, "no idea")
-    assert result.reward is not None
-    assert result.reward < 0.5
 
 
 @pytest.mark.usefixtures("verifiers")
@@ -496,20 +463,6 @@ def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
 
     client: Any = None
     assert _Episode(None, client, {"required": required}, OpenEnvOptions())._action(answer) == action
-
-
-@pytest.mark.usefixtures("openenv")
-def test_the_first_observation_ends_the_last_user_message_or_is_one() -> None:
-    from grpo_async.agents.environments.openenv_client import _with_text
-
-    play, begin = {"role": "system", "content": "Play."}, {"role": "assistant", "content": "Begin?"}
-    asked = {"role": "user", "content": "q"}
-    seen = {"role": "user", "content": "seen"}
-    assert _with_text("q", "seen") == [{"role": "user", "content": "q\n\nseen"}]
-    assert _with_text([play], "seen") == [play, seen]
-    assert _with_text([play, asked, begin], "seen") == [play, {"role": "user", "content": "q\n\nseen"}, begin]
-    assert _with_text([{"role": "user", "content": ""}], "seen") == [seen]
-    assert _with_text([play, asked], "") == [play, asked]
 
 
 @pytest.mark.usefixtures("openenv")

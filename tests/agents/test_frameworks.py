@@ -12,12 +12,7 @@ from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.config.interaction_sections import AgentSection
-from grpo_async.quickstart.prepare import prepare
-from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tasks.sums import ChainSum
-from grpo_async.tools.calculator import calculator
 from tests.agents.page import FILES, calls, learn, play
-from tests.agents.smolagents_task import SmolagentsTask
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -65,34 +60,6 @@ def test_smolagents_writes_its_history_anew_so_that_each_step_is_a_branch(
     result, completion = asyncio.run(play(agent, ROW, SUM, calls("final_answer", answer="-11")))
     assert result.reward == 1.0
     assert len(completion.branches) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_a_model_that_has_met_the_words_of_smolagents_learns_inside_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its prompts are its own, so the base model is, too: it guesses at first, and learns to ask the calculator."""
-    agent = _load("agent_smolagents", tmp_path, monkeypatch)
-    _, completion = asyncio.run(play(agent, ROW, SUM, calls("final_answer", answer="-11")))
-    (first,) = completion.branches
-    from smolagents import FinalAnswerTool, tool
-    from smolagents.models import get_tool_json_schema
-
-    tools = [get_tool_json_schema(each) for each in (tool(calculator), FinalAnswerTool())]
-    asked, told = first.prompt_messages, completion.prompt_messages
-    assert told is not None
-    task = SmolagentsTask(asked, told, shown=ChainSum.of(12, 7, -30), tools=tools)
-    monkeypatch.setitem(TASKS, task.name, task)
-    made = prepare(tmp_path / "base", task=task.name)
-    learn(
-        tmp_path,
-        "rollout.agent={function: 'agent_smolagents:run', max_concurrent: 32}",
-        f"model.path={made.model}",
-        "inference.max_model_len=512",
-        "training.max_steps=16",
-    )
 
 
 @pytest.mark.nightly

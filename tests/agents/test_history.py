@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from grpo_async.agents.calls import PrefixMemo
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -87,35 +86,6 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
     )
 
 
-def test_of_a_history_that_was_sent_before_only_what_follows_is_read_and_one_copy_is_kept() -> None:
-    made: list[str] = []
-
-    def make(items: Sequence[Any], before: Sequence[str]) -> str:
-        made.append("".join([*before[-1:], items[len(before)]["text"]]))
-        return made[-1]
-
-    def items(text: str) -> list[dict[str, str]]:
-        return [{"text": letter} for letter in text]
-
-    memo = PrefixMemo(make)
-    first = items("abc")
-    assert memo(first) == ["a", "ab", "abc"]
-    for text, new in [
-        ("abcd", ["abcd"]),
-        ("abcd", []),
-        ("abx", ["abx"]),  # an edit
-        ("s", ["s"]),  # a sub-agent, which takes turns with it
-        ("abxy", ["abxy"]),
-        ("st", ["st"]),
-        ("abcde", ["abcde"]),
-        ("ab", []),
-    ]:
-        made.clear()
-        assert memo(items(text))[-1] == text
-        assert made == new
-    assert all(given[0] is first[0] for given, _ in memo._newest if given[0] == first[0])
-
-
 def test_thinking_that_the_client_strips_stays_in_the_tokens() -> None:
     async def agent(session: AgentSession) -> None:
         first = await ask(session, user("1 + 2?"), tools=[ADD])
@@ -191,16 +161,6 @@ def test_compaction_other_tools_and_sub_agents_are_paths_of_their_own() -> None:
     assert [branch.parent for branch in completion.branches] == [0, 0, 0]
 
 
-def test_a_new_root_is_below_the_path_that_begins_as_it_does() -> None:
-    async def agent(session: AgentSession) -> None:
-        for text in ("a", "b"):
-            await ask(session, system("Quite another beginning."), user(text))
-        await ask(session, S, user("q"))
-
-    completion, _ = _run(agent, "one", "two", "end")
-    assert [branch.parent for branch in completion.branches] == [0, 1]
-
-
 def test_the_rollouts_own_turns_lead_to_the_newest_answer() -> None:
     async def agent(session: AgentSession) -> None:
         await ask(session, user("q"))
@@ -274,18 +234,6 @@ def test_texts_of_control_tokens_from_a_tool_or_user_stay_text() -> None:
     # system, user, assistant, tool, assistant
     assert (ids.count(start), ids.count(end)) == (5, 5)
     assert not completion.branches
-
-
-def test_arguments_that_nest_too_deeply_to_be_a_call_of_the_policy_stay_text() -> None:
-    deep = "[" * 100_000 + "]" * 100_000
-    call = {"id": "mine", "type": "function", "function": {"name": "add", "arguments": deep}}
-
-    async def agent(session: AgentSession) -> None:
-        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
-        await ask(session, user("q"), asked, tool(call, "3"), tools=[ADD])
-
-    completion, policy = _run(agent, "Yes.")
-    assert deep in policy.chat.completion_text(completion.prompt_ids.tolist())
 
 
 def test_calls_with_the_same_arguments_are_told_apart_by_their_ids() -> None:

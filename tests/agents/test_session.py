@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.agents.calls import AgentRefusal, Call
 from grpo_async.agents.session import AgentSession
-from grpo_async.errors import RequestRejectedError, ServerUnavailableError
+from grpo_async.errors import ServerUnavailableError
 from grpo_async.inference.client import Generation
 from grpo_async.records import RolloutStatus
 from tests.agents.support import (
@@ -216,37 +216,6 @@ def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCap
     assert {served.request.temperature for served in policy.served} == {1.0}
 
 
-FORM = {"type": "object", "properties": {"answer": {"type": "integer"}}}
-
-
-def test_settings_of_sampling_are_the_calls_where_nothing_is_trained() -> None:
-    policy = _policy(*"abcd")
-
-    async def agent(session: AgentSession) -> None:
-        sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
-
-        async def complete(**fields: Any) -> None:
-            await session.complete(Call(messages=[user("q")], **fields), is_trained=False)
-
-        await complete(sampling=sampling, seed=7)
-        await complete(response_format={"type": "json_object"})
-        for form in ({"type": "json_schema", "schema": FORM}, {"type": "json_schema", "json_schema": {"schema": FORM}}):
-            await complete(response_format=form)
-        first, *forms = (served.request for served in policy.served)
-        assert {name: getattr(first, name) for name in (*sampling, "seed")} == {**sampling, "seed": 7}
-        assert [each.structured_outputs for each in forms] == [{"json": {"type": "object"}}, *[{"json": FORM}] * 2]
-        assert {each.temperature for each in forms} == {1.0}
-        for fields, param in (
-            ({"sampling": {"top_p": 3.0}}, "top_p"),
-            ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ):
-            with pytest.raises(AgentRefusal) as caught:
-                await complete(**fields)
-            assert (caught.value.status, caught.value.param) == (400, param)
-
-    _with(policy, agent)
-
-
 def test_a_limit_that_cuts_what_is_not_trained_does_not_truncate_the_rollout() -> None:
     async def agent(session: AgentSession) -> None:
         call = Call(messages=[user("q")])
@@ -256,25 +225,6 @@ def test_a_limit_that_cuts_what_is_not_trained_does_not_truncate_the_rollout() -
         assert session.is_truncated
 
     _with(_policy("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4)
-
-
-def test_what_the_engine_cannot_do_is_refused_to_the_client() -> None:
-    """The embedded engine has no grammars."""
-
-    class WithoutGrammars:
-        async def generate(self, *_: Any, **__: Any) -> Generation:
-            raise RequestRejectedError(400, "structured_outputs: the embedded engine has no grammars")
-
-    async def agent(session: AgentSession) -> None:
-        session._setup.client = WithoutGrammars()  # type: ignore[assignment]
-        with pytest.raises(AgentRefusal, match="has no grammars") as caught:
-            await session.complete(
-                Call(messages=[user("q")], response_format={"type": "json_object"}), is_trained=False
-            )
-        assert caught.value.status == 400
-        assert session.last_error is None
-
-    _with(_policy(), agent)
 
 
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:

@@ -13,10 +13,9 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.evaluation.evaluator import EvaluationTask
-from grpo_async.evaluation.log import EvaluationLog
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.evaluation_record import EvaluationRecord
+from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from tests.launcher.support import make_config
 from tests.store.builders import append_simple
 
@@ -164,7 +163,7 @@ def test_a_failure_beside_training_is_recorded_and_training_goes_on(tmp_path: Pa
     run.source.end(RunError("3 of 8 rollouts failed"))
     assert run.after(3) == {"eval/num_errors": 1.0}
     assert run.phases == ["the evaluation of step 2 failed: 3 of 8 rollouts failed"]
-    assert [record.error for record in run.evaluations._log.records] == ["3 of 8 rollouts failed"]
+    assert [record.error for record in run.evaluations.records] == ["3 of 8 rollouts failed"]
     run.after(4)
     assert run.source.begun[-1][0] == 4
 
@@ -207,7 +206,7 @@ def test_where_the_data_ends_at_a_step_that_was_evaluated_that_is_the_evaluation
     assert run.source.begun == [(8, 10)]
     assert [when for when, _ in run.heard] == ["step 8", "after"]
     assert run.heard[0][1] == run.heard[1][1]
-    assert [record.when for record in EvaluationLog(run.run_dir.evaluation_log, start=8).records] == ["end"]
+    assert [record.when for record in read_evaluations(run.run_dir.evaluation_log, [])] == ["end"]
     summary = run.evaluations.summary()
     assert summary is not None
     assert (summary["after"]["reward"], summary["during"]) == (0.5, [])
@@ -226,19 +225,16 @@ def test_what_was_cancelled_is_made_again_after_a_resume_and_what_is_done_is_not
     first.source.end(None)  # the run stops
     assert first.after(5) == {}
     first.evaluations.close()
-    resumed = _Run(tmp_path, at_start=False, start=5)
+    resumed = _Run(tmp_path, at_start=False, start=4)
     resumed.evaluations.before_training()
-    assert resumed.source.begun == [(5, 10)]
+    assert resumed.source.begun == [(4, 10)]
     resumed.source.end(0.9)
-    assert resumed.after(6)["eval/step"] == 5.0
-    again = _Run(tmp_path, at_start=False, start=5)
-    again.evaluations.before_training()
-    assert again.source.begun == []
-    earlier = _Run(tmp_path, at_start=False, start=3)  # from an older checkpoint: step 4 runs again
-    earlier.evaluations.before_training()
-    assert earlier.source.begun == []
-    earlier.after(4)
-    assert earlier.source.begun == [(4, 10)]
+    assert resumed.after(5)["eval/step"] == 4.0
+    for start, known in ((5, [2, 4]), (4, [2, 4]), (3, [2])):  # the policy of step 4 is another one after 3
+        again = _Run(tmp_path, start=start)
+        again.evaluations.before_training()
+        assert again.source.begun == []
+        assert [record.step for record in read_evaluations(again.run_dir.evaluation_log, [])] == known
 
 
 def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_path: Path) -> None:
@@ -281,13 +277,13 @@ def test_a_policy_is_being_evaluated_until_its_score_is_known(tmp_path: Path, mo
     """Else its checkpoint would be removed before it is known to be the best."""
     run = _Run(tmp_path)
     seen: list[tuple[int | None, dict[int, float]]] = []
-    add = EvaluationLog.add
+    add = run.evaluations._add
 
-    def noting(log: EvaluationLog, record: EvaluationRecord) -> None:
-        add(log, record)
+    def noting(record: EvaluationRecord) -> None:
+        add(record)
         seen.append((run.evaluations.running_step, run.evaluations.scores("reward")))
 
-    monkeypatch.setattr(EvaluationLog, "add", noting)
+    monkeypatch.setattr(run.evaluations, "_add", noting)
     run.after(2)
     assert run.evaluations.running_step == 2
     run.source.end()
@@ -300,5 +296,5 @@ def test_a_step_whose_weights_no_server_has_is_not_evaluated(tmp_path: Path) -> 
     run = _Run(tmp_path)
     run.after(2, is_served=False)
     assert run.source.begun == []
-    (record,) = run.evaluations._log.records
-    assert (record.due, record.skipped) == (2, "no server had the weights of this step")
+    (record,) = run.evaluations.records
+    assert (record.step, record.skipped) == (2, "no server had the weights of this step")

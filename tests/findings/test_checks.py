@@ -25,7 +25,7 @@ def _found(evidence: Evidence) -> dict[str, Finding]:
 
 def _evaluations(*rewards: float, stderr: float = 0.02) -> list[EvaluationRecord]:
     return [
-        EvaluationRecord(step=10 * place, due=10 * place, metrics={"reward": reward, "reward_stderr": stderr})
+        EvaluationRecord(step=10 * place, metrics={"reward": reward, "reward_stderr": stderr})
         for place, reward in enumerate(rewards)
     ]
 

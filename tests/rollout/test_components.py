@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.rollout.components import load_components
 from tests.launcher.support import make_config
@@ -35,24 +34,6 @@ def test_a_rollout_function_takes_the_place_of_our_own_rollouts(tiny_model: Path
         assert firsts == [10, 11, 10, 11]
         assert server.requests == []
     assert steps_seen.steps[0] == 0
-
-
-def test_a_rollout_function_beside_tools_or_environments_is_refused_when_the_file_is_read(tmp_path: Path) -> None:
-    """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
-    file = tmp_path / "config.yaml"
-    for beside in (
-        "tools: [{function: grpo_async.tools.calculator:calculator}]",
-        "environments: {game: {factory: 'grpo_async.envs.guessing_game:GuessingGame'}}",
-    ):
-        file.write_text(
-            "run: {name: test}\nmodel: {path: m}\ndata: {train: {path: d.jsonl}}\n"
-            f"rewards: [{{function: {FUNCTION['function']}}}]\n{beside}\n"
-            f"rollout_function: {{function: {FUNCTION['function']}}}\n"
-        )
-        with pytest.raises(
-            ConfigError, match=r"config\.yaml:6: rollout_function\.function: .*`tools` and `environments` are not used"
-        ):
-            load_config(file)
 
 
 def one_argument(prompts: list[Any]) -> dict[str, Any]:

@@ -193,19 +193,6 @@ def test_prompts_are_repeated_only_where_asked_and_groups_that_do_not_fit_into_a
     assert [len(prompts) for prompts, _ in trl_style.calls] == [4, 4, 2]
 
 
-def test_every_call_has_a_tokenizer_of_its_own() -> None:
-    """Truncation that a function sets must not cut the prompts of the run."""
-    seen: list[Any] = []
-
-    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        seen.append(trainer.processing_class)
-        assert trainer.processing_class is trainer.processing_class
-        return _output(len(prompts))
-
-    _make(_producer(function, groups_per_call=1), make_prompt(0), make_prompt(1))
-    assert len({id(tokenizer) for tokenizer in [*seen, _Renderer.tokenizer]}) == 3
-
-
 def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
     seen: list[Any] = []
 

@@ -25,7 +25,7 @@ from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRej
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup, ToolCallRecord
+from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
@@ -503,22 +503,6 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     setup.produce_instead(broken)
     setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
-
-
-def test_tools_that_always_fail_are_named_when_there_is_nothing_to_learn(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path)
-    call = ToolCallRecord(
-        tool_call_id="a", name="look_up", arguments={}, result='{"error": "no network"}', failed=True, duration_s=0.1
-    )
-
-    def failing(group: OpenGroup) -> list[RolloutCompletion]:
-        completions = [make_completion(f"{group.name}-r{index}", text="0") for index in range(group.size)]
-        return [replace(c, turns=[replace(c.turns[0], tool_calls=[call])]) for c in completions]
-
-    setup.produce_instead(failing)
-    _stops_with_nothing_to_learn(
-        setup, r'all rewards are 0: every tool call failed; the last, look_up: \{"error": "no network"\}'
-    )
 
 
 def test_groups_in_flight_are_described_with_the_oldest() -> None:
