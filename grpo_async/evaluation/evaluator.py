@@ -1,6 +1,6 @@
 """The evaluator: held-out prompts, through the same servers, rollouts and reward functions as training.
 
-    prompts -> produce (samples rollouts each) -> score -> CompletionOutcome... -> evaluation_result
+    prompts -> produce (samples rollouts each) -> score -> ScoredGroup... -> evaluation_result
                                                      '-> store (rows as those of training, never trained)
 
 Its seeds depend on the prompt and the number of the sample only: where the engine uses them (embedded), every evaluation draws the
@@ -21,13 +21,20 @@ from typing import Any
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
-from grpo_async.evaluation.metrics import CompletionOutcome, EvaluationResult, PromptOutcomes, evaluation_result
-from grpo_async.records import GroupStatus, Prompt, RolloutCompletion, RolloutGroup, RolloutStatus, ScoredGroup
+from grpo_async.evaluation.metrics import EvaluationResult, evaluation_result
+from grpo_async.records import (
+    GroupStatus,
+    Prompt,
+    RolloutCompletion,
+    RolloutGroup,
+    RolloutStatus,
+    ScoredGroup,
+    no_tokens,
+)
 from grpo_async.rollout.components import ProducerParts
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.group import GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import combine_rewards
-from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.utils.seeds import seed_of
@@ -86,7 +93,8 @@ class Evaluator:
         self._samples = samples
         self._pass_threshold = pass_threshold
         self._errors = errors or ErrorLog()
-        self._groups = _groups(prompts, group_by)
+        self._group_by = group_by
+        _check_group_by(prompts, group_by)
         self.majority_baseline = majority_baseline
         self.num_tokens = 0
         """Sampled so far, over all evaluations. Grows while one runs."""
@@ -102,22 +110,23 @@ class Evaluator:
         began = time.monotonic()
         slots = asyncio.Semaphore(max(1, task.max_in_flight // self._samples))
 
-        rows: dict[int, dict[str, str | float | None]] = {}
-
-        async def one(number: int) -> list[CompletionOutcome]:
+        async def one(number: int) -> ScoredGroup:
             async with slots:  # for rollouts with limits
-                group, outcomes = await self._make(task, number)
-            if number < _NUM_SHOWN and group.completions:
-                rows[number] = {"step": task.step, **_row(group, outcomes[0])}
-            return outcomes
+                return await self._make(task, number)
 
         made = await all_of(map(one, range(len(self._prompts))))
-        self._check_failures([outcome.error for each in made for outcome in each if outcome.error is not None])
-        prompts = [PromptOutcomes(outcomes=each, group=group) for each, group in zip(made, self._groups, strict=True)]
+        completions = [completion for scored in made for completion in scored.group.completions]
+        failed = [completion for completion in completions if completion.status is RolloutStatus.FAILED]
+        self._check_failures([f"{completion.rollout_id}: {completion.error}" for completion in failed])
         result = evaluation_result(
-            prompts, samples=self._samples, pass_threshold=self._pass_threshold, duration_s=time.monotonic() - began
+            made,
+            group_by=self._group_by,
+            samples=self._samples,
+            pass_threshold=self._pass_threshold,
+            duration_s=time.monotonic() - began,
         )
-        return replace(result, completions=[rows[number] for number in sorted(rows)])
+        rows = [{"step": task.step, **_row(scored)} for scored in made[:_NUM_SHOWN]]
+        return replace(result, completions=rows)
 
     def _check_failures(self, failures: Sequence[str]) -> None:
         total = len(self._prompts) * self._samples
@@ -127,8 +136,8 @@ class Evaluator:
                 raise RunError(said)
             logger.warning("%s; its numbers are those of the others", said)
 
-    async def _make(self, task: EvaluationTask, number: int) -> tuple[RolloutGroup, list[CompletionOutcome]]:
-        """The completions of one prompt, and what became of them. A failure is theirs alone."""
+    async def _make(self, task: EvaluationTask, number: int) -> ScoredGroup:
+        """The completions of one prompt with their rewards. A failure is theirs alone."""
         group = OpenGroup(
             name=f"eval-v{task.step}-{number}",
             prompt=self._prompts[number],
@@ -139,109 +148,82 @@ class Evaluator:
         )
         try:
             async with self._producer.produce(group):
-                scored, outcomes = await self._score(group.record, group.environments)
+                scored = await self._score(group)
         except FatalRolloutError:
             raise
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
             self._errors.note("evaluation", error)
-            message = f"{group.name}: {error or type(error).__name__}"
-            self._keep(task, group.record, GroupStatus.FAILED, None)
-            return group.record, [CompletionOutcome(error=message)] * self._samples
-        self._keep(task, group.record, GroupStatus.EVALUATED, scored)
-        return group.record, outcomes
+            self._keep(task, _unscored(group.record), GroupStatus.FAILED)
+            message = str(error) or type(error).__name__
+            failed = [_failed(f"{group.name}-r{index}", message) for index in range(group.size)]
+            return _unscored(replace(group.record, completions=failed))
+        self._keep(task, scored, GroupStatus.EVALUATED)
+        return scored
 
     def _count(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
 
-    async def _score(
-        self, group: RolloutGroup, environments: Sequence[Any] | None
-    ) -> tuple[ScoredGroup | None, list[CompletionOutcome]]:
-        """Outcomes of all completions, in their order. One that failed or has no token is not scored, as in training."""
-        survivors = group.trainable
-        kept = {id(completion): position for position, completion in enumerate(survivors)}
+    async def _score(self, group: OpenGroup) -> ScoredGroup:
+        """Rewards of the completions that did not fail and have a token, as in training."""
+        record = group.record
+        survivors, environments = record.trainable, group.environments
         if not survivors:
-            return None, [_outcome(completion) for completion in group.completions]
+            return _unscored(record)
         if environments is not None:
-            environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
+            kept = {id(completion) for completion in survivors}
+            environments = [e for e, c in zip(environments, record.completions, strict=True) if id(c) in kept]
         scores = await self._scorer.scores(group.prompt, survivors, environments=environments)
-        rewards = combine_rewards(scores.parts, self._scorer.weights)
-        scored = ScoredGroup(
-            group=group,
+        return ScoredGroup(
+            group=record,
             samples=[],
-            rewards=rewards,
+            rewards=combine_rewards(scores.parts, self._scorer.weights),
             reward_parts=scores.parts,
             metrics=scores.metrics,
             extra_columns=scores.extra_columns,
         )
-        outcomes = []
-        for completion in group.completions:
-            position = kept.get(id(completion))
-            if position is None:
-                outcomes.append(_outcome(completion))
-                continue
-            extra = {name: values[position] for name, values in scores.extra_columns.items()}
-            outcomes.append(
-                _outcome(
-                    completion,
-                    reward=rewards[position],
-                    parts=scores.parts[position],
-                    answer=read_answer(completion, extra),
-                )
-            )
-        return scored, outcomes
 
-    def _keep(self, task: EvaluationTask, group: RolloutGroup, status: GroupStatus, scored: ScoredGroup | None) -> None:
+    def _keep(self, task: EvaluationTask, scored: ScoredGroup, status: GroupStatus) -> None:
         if task.store is not None:
-            task.store.append(group, status, task.step, scored=scored)
+            task.store.append(scored.group, status, task.step, scored=scored if scored.rewards else None)
 
 
-def _row(group: RolloutGroup, outcome: CompletionOutcome) -> dict[str, str | float | None]:
-    """The first completion of a prompt."""
-    completion = group.completions[0]
-    messages = completion.prompt_messages or group.prompt.messages
-    return {
-        "prompt": both_ends(conversation(messages), _MAX_TEXT),
-        "completion": both_ends(conversation(completion.completion_messages()), _MAX_TEXT),
-        "reward": outcome.reward,
-        **{f"rewards/{name}": value for name, value in outcome.parts.items()},
-    }
+def _unscored(group: RolloutGroup) -> ScoredGroup:
+    return ScoredGroup(group=group, samples=[], rewards=[], reward_parts=[])
 
 
-def _outcome(
-    completion: RolloutCompletion,
-    *,
-    reward: float | None = None,
-    parts: dict[str, float | None] | None = None,
-    answer: str | None = None,
-) -> CompletionOutcome:
-    versions = [version for turn in completion.all_turns for version in turn.policy_versions.tolist()]
-    return CompletionOutcome(
-        reward=reward,
-        parts=parts or {},
-        answer=answer,
-        num_tokens=completion.num_sampled_tokens,
-        num_turns=len(completion.all_turns),
-        truncated=completion.truncated,
-        error=f"{completion.rollout_id}: {completion.error}" if completion.status is RolloutStatus.FAILED else None,
-        versions=(min(versions), max(versions)) if versions else None,
+def _failed(rollout_id: str, error: str) -> RolloutCompletion:
+    return RolloutCompletion(
+        rollout_id=rollout_id, prompt_ids=no_tokens(), turns=(), status=RolloutStatus.FAILED, error=error
     )
 
 
-def _groups(prompts: Sequence[Prompt], column: str | None) -> list[str | None]:
+def _row(scored: ScoredGroup) -> dict[str, str | float | None]:
+    """The first completion of a prompt."""
+    completion, is_scored = scored.group.completions[0], bool(scored.rewards)
+    is_scored = is_scored and scored.group.trainable[0] is completion
+    messages = completion.prompt_messages or scored.group.prompt.messages
+    return {
+        "prompt": both_ends(conversation(messages), _MAX_TEXT),
+        "completion": both_ends(conversation(completion.completion_messages()), _MAX_TEXT),
+        "reward": scored.rewards[0] if is_scored else None,
+        **({f"rewards/{name}": value for name, value in scored.reward_parts[0].items()} if is_scored else {}),
+    }
+
+
+def _check_group_by(prompts: Sequence[Prompt], column: str | None) -> None:
     if column is None:
-        return [None] * len(prompts)
+        return
     lacking = next((prompt for prompt in prompts if column not in prompt.columns), None)
     if lacking is not None:
         raise ConfigError(
             f"evaluation.group_by: {column} is not one of the columns {sorted(lacking.columns)} of row {lacking.prompt_id}"
         )
-    groups = [str(prompt.columns[column]) for prompt in prompts]
-    if len(set(groups)) > _MAX_GROUPS:
+    values = {str(prompt.columns[column]) for prompt in prompts}
+    if len(values) > _MAX_GROUPS:
         raise ConfigError(
-            f"evaluation.group_by: {column} has {len(set(groups))} different values; results are reported for each, so take a "
+            f"evaluation.group_by: {column} has {len(values)} different values; results are reported for each, so take a "
             f"column with at most {_MAX_GROUPS}"
         )
-    return list(groups)
 
 
 def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:

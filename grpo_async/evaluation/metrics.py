@@ -11,40 +11,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from grpo_async.config.data_sections import powers_up_to
+from grpo_async.records import RolloutStatus, ScoredGroup
 from grpo_async.scoring.advantages import sample_std
+from grpo_async.scoring.answers import read_answer
 from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k
 
 _MIN_ANSWERED = 0.5
 """majority@k is left out where an answer can be read in fewer of the completions: it would say how rarely one can be."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutcome:
-    """What became of one completion. `parts` are the rewards by name; `versions` the oldest and newest policy version that sampled
-    one of its tokens, None where none was sampled."""
-
-    reward: float | None = None
-    parts: dict[str, float | None] = field(default_factory=dict)
-    answer: str | None = None
-    num_tokens: int = 0
-    num_turns: int = 0
-    truncated: bool = False
-    error: str | None = None
-    """Why it failed; None: it did not."""
-    versions: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOutcomes:
-    """The completions of one prompt, in the order of their samples. `group`: the value of the column `evaluation.group_by`."""
-
-    outcomes: Sequence[CompletionOutcome]
-    group: str | None = None
-
-    @property
-    def scored(self) -> list[tuple[CompletionOutcome, float]]:
-        """Those with a reward, and it."""
-        return [(outcome, outcome.reward) for outcome in self.outcomes if outcome.reward is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +44,32 @@ def flat_metrics(metrics: Mapping[str, float], by_group: Mapping[str, Mapping[st
 
 
 def evaluation_result(
-    prompts: Sequence[PromptOutcomes], *, samples: int, pass_threshold: float, duration_s: float
+    prompts: Sequence[ScoredGroup], *, group_by: str | None, samples: int, pass_threshold: float, duration_s: float
 ) -> EvaluationResult:
     """All numbers of one evaluation with `samples` completions per prompt, over at least one prompt.
 
     `version_min`, `version_max`: the oldest and newest policy version that sampled a token; `mixed` is 1 where they differ.
     """
-    groups = sorted({prompt.group for prompt in prompts if prompt.group is not None})
-    versions = [v for prompt in prompts for outcome in prompt.outcomes for v in outcome.versions or ()]
     metrics = prompt_metrics(prompts, samples=samples, pass_threshold=pass_threshold)
+    completions = [completion for prompt in prompts for completion in prompt.group.completions]
+    sampled = [turn.policy_versions for completion in completions for turn in completion.all_turns]
+    versions = [version for each in sampled if each.size for version in (each.min(), each.max())]
     if versions:
-        metrics |= {
-            "version_min": float(min(versions)),
-            "version_max": float(max(versions)),
-            "mixed": float(min(versions) != max(versions)),
-        }
+        oldest, newest = float(min(versions)), float(max(versions))
+        metrics |= {"version_min": oldest, "version_max": newest, "mixed": float(oldest != newest)}
     metrics["duration_s"] = duration_s
+    parts: dict[str, list[ScoredGroup]] = {}
+    if group_by is not None:
+        for prompt in prompts:
+            parts.setdefault(str(prompt.group.prompt.columns[group_by]), []).append(prompt)
     by_group = {
-        group: prompt_metrics([p for p in prompts if p.group == group], samples=samples, pass_threshold=pass_threshold)
-        for group in groups
+        value: prompt_metrics(parts[value], samples=samples, pass_threshold=pass_threshold) for value in sorted(parts)
     }
-    means = [fmean(reward for _, reward in prompt.scored) if prompt.scored else None for prompt in prompts]
+    means = [fmean(rewards) if (rewards := _rewards(prompt)) else None for prompt in prompts]
     return EvaluationResult(metrics=metrics, by_group=by_group, prompt_rewards=means)
 
 
-def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_threshold: float) -> dict[str, float]:
+def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_threshold: float) -> dict[str, float]:
     """Numbers of some prompts. A completion passes when its reward is at least `pass_threshold`.
 
     reward, reward_std      mean and standard deviation (ddof = 1) over the completions
@@ -106,36 +80,50 @@ def prompt_metrics(prompts: Sequence[PromptOutcomes], *, samples: int, pass_thre
 
     Two prompts with two completions each and rewards 1 0 and 0 0: reward 0.25, pass@1 (0.5 + 0) / 2 = 0.25, pass@2 0.5.
     """
-    outcomes = [outcome for prompt in prompts for outcome in prompt.outcomes]
-    scored = [pair for prompt in prompts for pair in prompt.scored]
-    num_failed = sum(outcome.error is not None for outcome in outcomes)
+    completions = [completion for prompt in prompts for completion in prompt.group.completions]
+    rewards = [rewards for prompt in prompts if (rewards := _rewards(prompt))]  # of each prompt that has any
+    scored = [reward for each in rewards for reward in each]
     metrics = {"num_prompts": float(len(prompts))}
     if scored:
-        metrics["reward"] = fmean(reward for _, reward in scored)
-        metrics["reward_std"] = sample_std([reward for _, reward in scored])
-        means = [fmean(reward for _, reward in prompt.scored) for prompt in prompts if prompt.scored]
+        metrics["reward"] = fmean(scored)
+        metrics["reward_std"] = sample_std(scored)
+        means = [fmean(each) for each in rewards]
         metrics["reward_stderr"] = sample_std(means) / math.sqrt(len(means))
         metrics |= _pass_metrics(prompts, means, samples=samples, pass_threshold=pass_threshold)
-    for name in dict.fromkeys(name for outcome in outcomes for name in outcome.parts):
-        values = [value for outcome in outcomes if (value := outcome.parts.get(name)) is not None]
+    parts = [part for prompt in prompts for part in prompt.reward_parts]
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [value for part in parts if (value := part.get(name)) is not None]
         if values:
             metrics[f"rewards/{name}"] = fmean(values)
-    sampled = [outcome for outcome in outcomes if outcome.num_tokens]
+    sampled = [completion for completion in completions if completion.num_sampled_tokens]
     if sampled:
-        metrics["mean_length"] = fmean(outcome.num_tokens for outcome in sampled)
-        metrics["num_turns"] = fmean(outcome.num_turns for outcome in sampled)
-    if outcomes:
-        metrics["truncated"] = fmean(float(outcome.truncated) for outcome in outcomes)
-    counts = {"num_failed": num_failed, "num_unscored": len(outcomes) - len(scored) - num_failed}
+        metrics["mean_length"] = fmean(completion.num_sampled_tokens for completion in sampled)
+        metrics["num_turns"] = fmean(len(completion.all_turns) for completion in sampled)
+    if completions:
+        metrics["truncated"] = fmean(float(completion.truncated) for completion in completions)
+    num_failed = sum(completion.status is RolloutStatus.FAILED for completion in completions)
+    counts = {"num_failed": num_failed, "num_unscored": len(completions) - len(scored) - num_failed}
     return metrics | {name: float(count) for name, count in counts.items() if count}
 
 
+def _rewards(prompt: ScoredGroup) -> list[float]:
+    return [reward for reward in prompt.rewards if reward is not None]
+
+
+def _votes(prompt: ScoredGroup, pass_threshold: float) -> list[Vote]:
+    """Of the completions that have a reward."""
+    votes = []
+    for place, (completion, reward) in enumerate(zip(prompt.group.trainable, prompt.rewards, strict=True)):
+        if reward is not None:
+            extra = {name: values[place] for name, values in prompt.extra_columns.items()}
+            votes.append(Vote(read_answer(completion, extra), reward >= pass_threshold))
+    return votes
+
+
 def _pass_metrics(
-    prompts: Sequence[PromptOutcomes], means: Sequence[float], *, samples: int, pass_threshold: float
+    prompts: Sequence[ScoredGroup], means: Sequence[float], *, samples: int, pass_threshold: float
 ) -> dict[str, float]:
-    votes = [
-        [Vote(outcome.answer, reward >= pass_threshold) for outcome, reward in prompt.scored] for prompt in prompts
-    ]
+    votes = [_votes(prompt, pass_threshold) for prompt in prompts]
     metrics: dict[str, float] = {}
     for k in powers_up_to(samples):
         if enough := [each for each in votes if len(each) >= k]:

@@ -7,18 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from grpo_async.evaluation.metrics import CompletionOutcome, PromptOutcomes, evaluation_result, prompt_metrics
+from grpo_async.evaluation.metrics import evaluation_result, prompt_metrics
+from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
+from tests.support.records import make_completion, make_prompt
 
 
-def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), group: str | None = None) -> PromptOutcomes:
+def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), **columns: str) -> ScoredGroup:
     answers = answers or [None] * len(rewards)
-    return PromptOutcomes(
-        outcomes=[
-            CompletionOutcome(reward=r, answer=a, num_tokens=2, num_turns=1)
-            for r, a in zip(rewards, answers, strict=True)
-        ],
-        group=group,
-    )
+    texts = ["hm" if answer is None else rf"\boxed{{{answer}}}" for answer in answers]
+    completions = [make_completion(f"r{number}", text=text) for number, text in enumerate(texts)]
+    return _scored(completions, rewards, **columns)
+
+
+def _scored(completions: Sequence[RolloutCompletion], rewards: Sequence[float | None], **columns: str) -> ScoredGroup:
+    group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
+    return ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=[{} for _ in rewards])
 
 
 def test_two_prompts_with_four_samples_by_hand() -> None:
@@ -60,33 +63,31 @@ def test_a_pass_is_a_reward_of_at_least_pass_threshold() -> None:
 
 def test_failed_and_unscored_completions_take_part_in_no_mean_and_are_counted() -> None:
     """Rewards 1, None (failed), None (unscored), 0: 2 scored; pass@4 has no prompt with 4."""
-    outcomes = [
-        CompletionOutcome(reward=1.0, num_tokens=3),
-        CompletionOutcome(error="injected"),
-        CompletionOutcome(num_tokens=5),
-        CompletionOutcome(reward=0.0),
+    completions = [
+        make_completion("r0", ids=(5, 6, 7)),
+        make_completion("r1", failed=True, ids=()),
+        make_completion("r2", ids=(5, 6, 7, 8, 9)),
+        make_completion("r3", ids=(5, 6, 7, 8)),
     ]
-    metrics = prompt_metrics([PromptOutcomes(outcomes=outcomes)], samples=4, pass_threshold=1.0)
+    metrics = prompt_metrics([_scored(completions, [1.0, None, 0.0])], samples=4, pass_threshold=1.0)
     assert (metrics["reward"], metrics["pass@2"], metrics["mean_length"]) == (0.5, 1.0, 4.0)
     assert (metrics["num_failed"], metrics["num_unscored"]) == (1.0, 1.0)
     assert "pass@4" not in metrics
 
 
 def test_groups_have_numbers_of_their_own_and_versions_say_whether_it_is_mixed() -> None:
-    prompts = [_prompt(1, group="gsm"), _prompt(0, group="gsm"), _prompt(0, group="math")]
-    result = evaluation_result(prompts, samples=1, pass_threshold=1.0, duration_s=2.0)
+    prompts = [_prompt(1, source="gsm"), _prompt(0, source="gsm"), _prompt(0, source="math")]
+    result = evaluation_result(prompts, group_by="source", samples=1, pass_threshold=1.0, duration_s=2.0)
     assert result.metrics["reward"] == pytest.approx(1 / 3)
-    assert "mixed" not in result.metrics  # nothing says who sampled it
     assert {group: metrics["reward"] for group, metrics in result.by_group.items()} == {"gsm": 0.5, "math": 0.0}
     flat = result.flat()
     assert (flat["reward/gsm"], flat["pass@1/gsm"], flat["duration_s"]) == (0.5, 0.5, 2.0)
 
-    def versions(*pairs: tuple[int, int]) -> dict[str, float]:
-        outcomes = [CompletionOutcome(reward=1.0, versions=pair) for pair in pairs]
-        metrics = evaluation_result(
-            [PromptOutcomes(outcomes=outcomes)], samples=2, pass_threshold=1.0, duration_s=0.0
-        ).metrics
-        return {name: metrics[name] for name in ("version_min", "version_max", "mixed")}
+    def versions(*sampled: int) -> dict[str, float]:
+        completions = [make_completion(f"r{number}", version=version) for number, version in enumerate(sampled)]
+        prompt = _scored(completions, [1.0] * len(sampled))
+        found = evaluation_result([prompt], group_by=None, samples=2, pass_threshold=1.0, duration_s=0.0).metrics
+        return {name: found[name] for name in ("version_min", "version_max", "mixed")}
 
-    assert versions((4, 4), (4, 4)) == {"version_min": 4.0, "version_max": 4.0, "mixed": 0.0}
-    assert versions((4, 4), (4, 6)) == {"version_min": 4.0, "version_max": 6.0, "mixed": 1.0}
+    assert versions(4, 4) == {"version_min": 4.0, "version_max": 4.0, "mixed": 0.0}
+    assert versions(4, 6) == {"version_min": 4.0, "version_max": 6.0, "mixed": 1.0}
