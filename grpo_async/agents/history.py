@@ -39,7 +39,6 @@ from grpo_async.chat.turn import ChatError, UnreadableError
 from grpo_async.inference.client import Generation
 from grpo_async.records import (
     Branch,
-    FinishReason,
     Origin,
     TaggedMessage,
     ToolCall,
@@ -344,33 +343,24 @@ def _comparable(value: Any) -> Any:
 def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
     turns = []
     for answer, following in zip(answers, [*answers[1:], None], strict=True):
-        generation = answer.generation
-        results = {
-            message.tool_call_id: message.content for message in (following.request.messages if following else ())
-        }
-        turns.append(
-            TurnRecord(
-                output_ids=np.array(generation.token_ids, np.int32),
-                output_logprobs=np.array(generation.logprobs, np.float32),
-                policy_versions=np.array(generation.policy_versions, np.int32),
-                finish_reason=generation.finish_reason or FinishReason.ABORT,
-                stop_reason=generation.stop_reason,
-                messages=[answer.message, *(following.request.messages if following else ())],
-                tool_calls=[
-                    ToolCallRecord(
-                        tool_call_id=call.tool_call_id,
-                        name=call.name,
-                        arguments=call.arguments,
-                        result=results.get(call.tool_call_id, ""),
-                        failed=None,
-                        duration_s=0.0,
-                    )
-                    for call in answer.calls
-                ],
-                tool_response_ids=np.array(following.request.ids if following else (), np.int32),
-                parse_error=answer.parse_error,
-                generation_duration_s=generation.duration_s,
-                started_at=generation.started_at,
+        messages = [] if following is None else following.request.messages
+        results = {message.tool_call_id: message.content for message in messages}
+        calls = [
+            ToolCallRecord(
+                tool_call_id=call.tool_call_id,
+                name=call.name,
+                arguments=call.arguments,
+                result=results.get(call.tool_call_id, ""),
+                failed=None,
+                duration_s=0.0,
             )
+            for call in answer.calls
+        ]
+        turn = answer.generation.turn(
+            [answer.message, *messages],
+            tool_calls=calls,
+            tool_response_ids=np.array([] if following is None else following.request.ids, np.int32),
+            parse_error=answer.parse_error,
         )
+        turns.append(turn)
     return turns

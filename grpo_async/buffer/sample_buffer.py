@@ -103,22 +103,19 @@ class SampleBuffer:
         self._loop = asyncio.get_running_loop()
         self._note_put(scored)
         try:
-            await self._put(scored)
+            while True:
+                with self._condition:
+                    if len(self._groups) < self._max_groups:
+                        self._groups.append(scored)
+                        self._condition.notify_all()
+                        return
+                    if self._room is None or self._room.is_set():
+                        self._room = asyncio.Event()
+                    room = self._room
+                await room.wait()  # cancelled with the run
         except asyncio.CancelledError:
             self._note_taken(scored, fate="cancelled")
             raise
-
-    async def _put(self, scored: ScoredGroup) -> None:
-        while True:
-            with self._condition:
-                if len(self._groups) < self._max_groups:
-                    self._groups.append(scored)
-                    self._condition.notify_all()
-                    return
-                if self._room is None or self._room.is_set():
-                    self._room = asyncio.Event()
-                room = self._room
-            await room.wait()  # cancelled with the run
 
     def restore(self, groups: Sequence[ScoredGroup]) -> None:
         """Queue groups of a checkpoint, before anything is taken or put."""

@@ -22,13 +22,14 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
+import numpy as np
 from pydantic import ValidationError
 
 from grpo_async.errors import BadResponseError, ServerUnavailableError
@@ -36,7 +37,7 @@ from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateReque
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
 from grpo_async.inference.router import FencedError, Router, Servers
 from grpo_async.inference.server import Endpoint
-from grpo_async.records import FinishReason
+from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy
 
@@ -99,6 +100,20 @@ class Generation:
         """Drop all tokens."""
         for column in (self.token_ids, self.logprobs, self.policy_versions):
             del column[:]
+
+    def turn(self, messages: Sequence[TaggedMessage], **more: Any) -> TurnRecord:
+        """The turn that it is; `messages` and `more` are the other fields of TurnRecord."""
+        return TurnRecord(
+            output_ids=np.asarray(self.token_ids, np.int32),
+            output_logprobs=np.asarray(self.logprobs, np.float32),
+            policy_versions=np.asarray(self.policy_versions, np.int32),
+            finish_reason=self.finish_reason or FinishReason.ABORT,
+            stop_reason=self.stop_reason,
+            messages=messages,
+            generation_duration_s=self.duration_s,
+            started_at=self.started_at,
+            **more,
+        )
 
     def note(self, span: Span, track: Track) -> None:
         """Add what came of it to its span, and record where it waited for a server."""

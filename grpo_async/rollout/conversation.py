@@ -38,7 +38,6 @@ from grpo_async.records import (
     RolloutCompletion,
     RolloutStatus,
     TaggedMessage,
-    ToolCallRecord,
     TurnRecord,
     joined,
     no_tokens,
@@ -177,7 +176,7 @@ class Conversation:
         if rollout.tools is None:
             text = self._settings.shown(self._renderer.completion_text(generation.token_ids))
             own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
-            rollout.add(_turn(generation, [own]))
+            rollout.add(generation.turn([own]))
             rollout.is_truncated = is_cut
             return True
         policy_turn = self._renderer.parse(generation.token_ids, turn=len(rollout.turns))
@@ -189,7 +188,7 @@ class Conversation:
             tool_calls=[call.as_dict() for call in calls],
         )
         if is_cut or not calls or len(rollout.turns) + 1 >= self._settings.max_turns:
-            rollout.add(_turn(generation, [own], parse_error=policy_turn.parse_error))
+            rollout.add(generation.turn([own], parse_error=policy_turn.parse_error))
             rollout.is_truncated = is_cut or bool(calls)
             return True
         began = time.monotonic()
@@ -209,11 +208,10 @@ class Conversation:
                 rollout.is_truncated = True
                 suffix_ids = ()  # nothing is generated after it: a dangling prompt would only cost training time
         rollout.add(
-            _turn(
-                generation,
+            generation.turn(
                 [own, *results],
                 tool_calls=records,
-                tool_response_ids=suffix_ids,
+                tool_response_ids=np.array(suffix_ids, np.int32),
                 tool_execution_duration_s=execution_s,
             )
         )
@@ -225,28 +223,3 @@ async def _is_done(rollout: Rollout) -> bool:
         return False
     with rollout.track.span("environment", call="is_done"):
         return await rollout.environment.is_done()
-
-
-def _turn(
-    generation: Generation,
-    messages: Sequence[TaggedMessage],
-    *,
-    parse_error: str | None = None,
-    tool_calls: Sequence[ToolCallRecord] = (),
-    tool_response_ids: Sequence[int] = (),
-    tool_execution_duration_s: float = 0.0,
-) -> TurnRecord:
-    return TurnRecord(
-        output_ids=np.asarray(generation.token_ids, np.int32),
-        output_logprobs=np.asarray(generation.logprobs, np.float32),
-        policy_versions=np.asarray(generation.policy_versions, np.int32),
-        finish_reason=generation.finish_reason or FinishReason.ABORT,
-        stop_reason=generation.stop_reason,
-        messages=messages,
-        tool_calls=tool_calls,
-        tool_response_ids=np.array(tool_response_ids, np.int32),
-        parse_error=parse_error,
-        generation_duration_s=generation.duration_s,
-        tool_execution_duration_s=tool_execution_duration_s,
-        started_at=generation.started_at,
-    )

@@ -128,7 +128,6 @@ class FunctionProducer:
             for _ in range(group.size if self._section.repeat_prompts else 1)
         ]
         trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
-        trainer.open(asyncio.get_running_loop())
         began, started_at = time.monotonic(), time.time()
         names = [group.name for group in groups]
         ids = [f"{group.name}-r{index}" for group in groups for index in range(group.size)]

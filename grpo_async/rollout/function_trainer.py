@@ -59,7 +59,7 @@ class FunctionSetup:
 
 
 class FunctionTrainer:
-    """See the module's docstring.
+    """See the module's docstring. Made on the loop on which its requests run.
 
     Args:
         seed: of this call; each request has a different one.
@@ -78,7 +78,7 @@ class FunctionTrainer:
         self._setup = setup
         self._served_version = served_version
         self._seed = seed
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._asking: set[asyncio.Task[Any]] = set()  # used on the loop only
         settings = setup.settings
@@ -103,10 +103,6 @@ class FunctionTrainer:
     def state(self) -> SimpleNamespace:
         """`global_step`: optimizer steps that the served policy has behind it; `max_steps`: those of the run."""
         return SimpleNamespace(global_step=self._served_version(), max_steps=self._setup.max_steps)
-
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Requests run on `loop` from now on."""
-        self._loop = loop
 
     def close(self) -> None:
         """The call is over: cancel what it still asks for, refuse what it asks for later. Call it on the loop."""

@@ -210,7 +210,6 @@ def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
 
     async def main() -> None:
         trainer = FunctionTrainer(_setup(_Client(stop(5, EOS)), Renderer()), seed=0, served_version=lambda: 7)
-        trainer.open(asyncio.get_running_loop())
         await trainer.agenerate([prompt])
 
     asyncio.run(main())
