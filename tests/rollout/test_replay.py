@@ -27,10 +27,10 @@ from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, Ro
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation_producer import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.producer import GroupRequest
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.tools import Tool
 from grpo_async.training.load import load_policy
+from tests.rollout.fakes import open_group
 from tests.rollout.replay_parser import look_up
 from tests.support.records import make_prompt
 from tests.support.tiny_model import build_tool_model
@@ -87,15 +87,9 @@ async def _converse(renderer: ChatRenderer, url: str, token: str | None, tempera
         )
 
         async def group(number: int, question: str) -> RolloutGroup:
-            request = GroupRequest(
-                name=f"g{number}",
-                prompt=make_prompt(number, question),
-                size=2,
-                seed=10 * number,
-                served_version=lambda: 0,
-            )
-            async with producer.produce(request) as produced:
-                return RolloutGroup(group_id=number, prompt=request.prompt, completions=produced.completions)
+            made = open_group(make_prompt(number, question), name=f"g{number}", seed=10 * number)
+            async with producer.produce(made):
+                return made.record
 
         groups = await asyncio.gather(*(group(number, question) for number, question in enumerate(QUESTIONS)))
     assert errors.counts == {}
