@@ -1,19 +1,18 @@
 """The live picture of a run, made of rich's panel, layout, tables and bars. Pure: state in, something to draw out.
 
 At 80 x 24 everything that matters has its place; a larger terminal gets taller and more charts, every server, and the latest
-messages. In a smaller one the parts go in the order of `_FIRST_TO_GO`, so that what is left stays readable.
+messages. A smaller one keeps the rows of the run, the most important first.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.filesize import decimal
 from rich.layout import Layout
 from rich.padding import Padding
 from rich.panel import Panel
@@ -22,25 +21,15 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import (
-    CURVES,
-    Progress,
-    ServerStatus,
-    ago,
-    evaluations_text,
-    join,
-)
-from grpo_async.findings import Verdict
-from grpo_async.records import LEDGER_STATUSES
+from grpo_async.display.progress import CURVES, Progress, Row, ServerStatus, ago, join, run_rows
 from grpo_async.utils.safe_text import one_line
-from grpo_async.utils.text import both_ends, count, duration, format_number
+from grpo_async.utils.text import count, duration, format_number
 
 _BORDER = "bright_black"
 _MIN_BOX = (20, 5)
 """Width and height below which there is no room for a frame."""
-_FIRST_TO_GO = ("messages", "charts", "servers", "pipeline")
-_TAKE_TURNS = ("charts", "servers", "charts", "run", "pipeline", "messages")
-"""Who gets the rows that are left over, one each; the charts draw at any height."""
+_CHARTS_FROM, _SERVERS_FROM, _WRAPS_FROM = 10, 16, 30
+"""Rows inside the frame from which on there are charts, servers, and texts of several lines."""
 _CHART_CELLS, _CHART_ROWS = 54, 8
 _CHART_STYLES = ("bold cyan", "green", "magenta", "yellow", "yellow", "blue", "red", "green")
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
@@ -50,8 +39,6 @@ _LABELS = 15  # cells of a line of names and texts that are no text
 _LABEL_CELLS = 10  # of "-1.23e-05" and the axis
 _WRAPS = ("learning", "warning", "advice", "groups", "held out", "last push", "checkpoint", "note")
 """Rows of the run that may take several lines."""
-Row = tuple[str, str, str]
-"""Name, style, text."""
 
 
 def dashboard(
@@ -67,44 +54,36 @@ def dashboard(
     steps = f"step {progress.step}/{progress.max_steps}"
     if width < _MIN_BOX[0] or height < _MIN_BOX[1]:
         return _line(f"{one_line(run_name)} {progress.phase} {steps}")
-    run, pipeline = _run(progress, now, width), list(_pipeline(progress))
-    num_servers = max(1, len(progress.servers))
-    rows = _divide(
-        {
-            "charts": (2, 60),
-            "pipeline": (3, max(3, len(pipeline))),
-            "servers": (min(2, num_servers), num_servers),
-            "run": (min(10, len(run)), _num_lines(run, _WRAPS, width)),
-            "messages": (4, min(40, max(4, len(progress.messages)))),
-        },
-        height - 3,  # upper edge, head, lower edge
-    )
+    room = height - 3  # upper edge, head, lower edge
+    has_charts, has_servers = room >= _CHARTS_FROM, room >= _SERVERS_FROM
+    wraps = _WRAPS if room >= _WRAPS_FROM else ("advice",)
+    rows = [row for row in run_rows(progress, now, width=width - _LABELS) if row[1]]
+    # each part has a rule above it; what the others leave over is the charts'
+    num_servers = min(max(1, len(progress.servers)), max(2, room // 4 - 3)) if has_servers else 0
+    left = room - 1 - (1 + num_servers if has_servers else 0) - (3 if has_charts else 0)
+    num_rows = min(left, _num_lines(rows, wraps, width)) if has_charts else left
+    left -= num_rows
+    num_messages = min(left // 2 - 1, len(progress.messages)) if left >= _CHART_ROWS else 0
+    num_chart_rows = 2 + left - (num_messages + 1 if num_messages else 0)
 
-    def part(name: str, num_rows: int) -> tuple[Text, RenderableType]:
-        """Title and content."""
-        match name:
-            case "charts":
-                return _reward(progress), _charts(progress, width - 4, num_rows)
-            case "servers":
-                return _servers_title(progress), _servers(progress, num_rows)
-            case "pipeline":
-                return Text("pipeline", style="bold"), _labeled(pipeline, wraps=())
-            case "run":
-                shown, wraps = _that_fit(run, num_rows, width)
-                return Text("run", style="bold"), _labeled(shown, wraps=wraps)
-        newest = list(progress.messages)[-num_rows:]
+    drawn = [Layout(_head(progress, steps, width), size=1)]
+
+    def add(title: Text, content: RenderableType, size: int) -> None:
+        drawn.append(Layout(Group(Rule(title, align="left", style=_BORDER), content), size=size + 1))
+
+    if has_charts:
+        add(_reward(progress), _charts(progress, width - 4, num_chart_rows), num_chart_rows)
+    if has_servers:
+        add(_servers_title(progress), _servers(progress, num_servers), num_servers)
+    add(Text("run", style="bold"), _labeled(rows, wraps=wraps), num_rows)
+    if num_messages:
+        newest = list(progress.messages)[-num_messages:]
         lines = (_line(f"{ago(each.at, now):>12}  {each.text}", "yellow" if each.is_warning else "") for each in newest)
-        return Text("messages", style="bold"), Group(*lines)
-
-    layout, drawn = Layout(), [Layout(_head(progress, steps, width), size=1)]
-    for name, num_rows in rows.items():
-        title, content = part(name, num_rows)
-        drawn.append(Layout(Group(Rule(title, align="left", style=_BORDER), content), size=num_rows + 1))
-    if sum(rows.values()) + len(rows) < height - 3:
-        drawn.append(Layout(Text()))
+        add(Text("messages", style="bold"), Group(*lines), num_messages)
+    layout = Layout()
     layout.split_column(*drawn)
     title = Text.assemble((one_line(run_name), "bold"), " · ", (one_line(progress.phase), "cyan"))
-    if "charts" not in rows and progress.reward is not None:
+    if not has_charts and progress.reward is not None:
         title = Text.assemble((f"reward {progress.reward:.3f}", "bold"), " · ", title)
     return Panel(
         layout,
@@ -115,23 +94,6 @@ def dashboard(
         border_style=_BORDER,
         height=height,
     )
-
-
-def _divide(parts: Mapping[str, tuple[int, int]], room: int) -> dict[str, int]:
-    """Rows of each part that has its place, without its rule. `parts`: how many rows show what matters, and how many everything.
-    Worked example: least 3, 4, 2, 8, 4 in 22 rows -> the messages go, and the one row that is left is the charts'."""
-    rows = {name: least for name, (least, _) in parts.items()}
-    for name in _FIRST_TO_GO:
-        if sum(rows.values()) + len(rows) > room:
-            del rows[name]
-    left = room - sum(rows.values()) - len(rows)
-    if left < 0:  # of the run only what has room
-        return {name: max(0, number + left) for name, number in rows.items()}
-    while left > 0 and any(rows[name] < parts[name][1] for name in rows):
-        for name in _TAKE_TURNS:
-            if name in rows and rows[name] < parts[name][1] and left > 0:
-                rows[name], left = rows[name] + 1, left - 1
-    return rows
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -255,39 +217,7 @@ def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
     return charts
 
 
-# ---- tables ----
-
-
-def _pipeline(progress: Progress) -> Iterator[Row]:
-    """Who works and who waits."""
-    fractions, idle = progress.trainer_fractions(), progress.value("pipeline/generator_idle_ratio")
-    generated = progress.text("perf/generated_tokens_per_s", "generated {:.0f}")
-    yield "tokens/s", "", join([generated, progress.text("perf/trained_tokens_per_s", "trained {:.0f}")])
-    trainer = join(["trainer", *(f"{name} {part:.0%}" for name, part in fractions.items())], " ") if fractions else None
-    servers = None if idle is None else f"servers idle {idle:.0%}"
-    yield "time", _warm(max(fractions.get("idle", 0.0), idle or 0.0)), join([trainer, servers])
-    ages = [f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()]
-    queue = [
-        progress.text("ledger/groups/queued", "{:.0f} groups"),
-        progress.text("ledger/groups/in_flight", "{:.0f} in flight"),
-        progress.text("async/staleness_mean", "staleness mean {:.2f}"),
-        progress.text("async/staleness_max", "max {:.0f}"),
-        *ages,
-    ]
-    length = progress.text("completions/mean_length", "mean {:.0f} tokens")
-    truncated = progress.text("completions/clipped_ratio", "{:.0%} truncated")
-    others = [
-        ("queue", "", join(queue)),
-        ("overlap", "", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency")),
-        ("lengths", "", join([length, truncated])),
-        ("all equal", "", progress.text("frac_reward_zero_std", "{:.0%} of the groups")),
-    ]
-    yield from ((name, style, text) for name, style, text in others if text)
-
-
-def _warm(idle: float) -> str:
-    """Colored where much is idle."""
-    return "" if idle < 0.3 else "yellow" if idle < 0.6 else "red"
+# ---- servers ----
 
 
 def _servers_title(progress: Progress) -> Text:
@@ -343,72 +273,9 @@ def server_text(server: ServerStatus, *, has_host: bool) -> Text:
     return line.append(f"  {server.reason}" if server.reason else "", style="red")
 
 
-def _run(progress: Progress, now: float, width: int) -> list[Row]:
-    """What is needed most first: what has no room is not shown."""
-    warning, note = progress.last_message(is_warning=True), progress.last_message(is_warning=False)
-    advice = "" if progress.advice is None else progress.advice.text
-    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATUSES[:5]), " ")
-    push, saved = progress.push, progress.checkpoints
-    pushed = push and join(
-        [
-            ago(push.at, now),
-            f"took {push.seconds:.2f} s",
-            None if push.num_bytes is None else decimal(int(push.num_bytes)),
-            None if push.bytes_per_s is None else f"{decimal(int(push.bytes_per_s))}/s",
-            f"step {push.step}",
-        ]
-    )
-    when = "" if saved.at is None else f", {ago(saved.at, now)}"
-    newest = "none yet" if saved.step is None else f"step {saved.step}{when}"
-    return [
-        ("learning", "", _learning(progress.verdict)),
-        ("warning", "yellow" if warning else "dim", f"{ago(warning.at, now)}: {warning.text}" if warning else "none"),
-        ("advice", "bold" if advice else "dim", advice or "none yet"),
-        *_example(progress, width - _LABELS),
-        ("groups", "", groups or "none yet"),
-        ("held out", "", evaluations_text(progress) or "no evaluation yet"),
-        ("last push", "", pushed or "none yet"),
-        ("checkpoint", "", join([newest, None if saved.writing is None else f"writing step {saved.writing}"])),
-        ("note", "", f"{ago(note.at, now)}: {note.text}" if note else "none"),
-    ]
-
-
-def _learning(verdict: Verdict | None) -> str:
-    """By how much comes first: of a line that is cut the beginning stays."""
-    if verdict is None:
-        return "not judged yet"
-    change = verdict.numbers.get("change")
-    return join([None if change is None else f"{change:+.3f}", verdict.text])
-
-
-def _example(progress: Progress, room: int) -> Iterator[Row]:
-    """What the policy writes: a prompt, a good completion and a bad one, the middle of longer ones left out."""
-    if (example := progress.example) is None:
-        return
-    (best, *others), room = example.completions, max(room, 3)
-    yield "prompt", "dim", both_ends(f"{example.prompt} (step {example.step})", room)
-    for name, style, (reward, text) in (
-        ("best" if others else "completion", "green", best),
-        *(("worst", "red", other) for other in others),
-    ):
-        yield name, style, both_ends(f"{reward:.3f}  {text}", room)
-
-
 def _num_lines(rows: Iterable[Row], wraps: Collection[str], width: int) -> int:
     """Those of `wraps` take as many lines as they need, the others one."""
-    return sum(1 + (len(text) // max(1, width - _LABELS) if name in wraps else 0) for name, _, text in rows)
-
-
-def _that_fit(rows: Sequence[Row], num_lines: int, width: int) -> tuple[Sequence[Row], Collection[str]]:
-    """The rows to show, and the names of those that may take several lines. Where not all have room, a note and the prompt go
-    first."""
-    if _num_lines(rows, _WRAPS, width) <= num_lines:
-        return rows, _WRAPS
-    wraps = ("advice",)
-    for name in ("note", "prompt"):
-        if _num_lines(rows, wraps, width) > num_lines:
-            rows = [row for row in rows if row[0] != name]
-    return rows, wraps
+    return sum(1 + (len(text) // max(1, width - _LABELS) if name in wraps else 0) for name, text, _ in rows)
 
 
 def _labeled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:
@@ -416,7 +283,7 @@ def _labeled(rows: Iterable[Row], *, wraps: Collection[str]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True, style="dim", min_width=10)
     table.add_column()
-    for name, style, text in rows:
+    for name, text, style in rows:
         cut = name not in wraps
         table.add_row(name, Text(one_line(text), style=style, no_wrap=cut, overflow="ellipsis" if cut else "fold"))
     return table

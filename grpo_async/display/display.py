@@ -1,6 +1,6 @@
 """What the user sees of a run while it is running.
 
-    supervisor -> Display (keeps Progress) -> views: LineView | QuietView | LiveView | JsonView, StatusFile, the launcher's Advisor
+    supervisor -> Display (keeps Progress) -> views: LineView | LiveView | JsonView, StatusFile, the launcher's Advisor
 
 Every view gets the same events, by name; what it knows beyond them is in the Progress that all of them share and only Display
 changes, so that status.json is the same with each of them. No text can move the cursor: some of it quotes models and tools.
@@ -135,19 +135,28 @@ class Display:
 
 
 class LineView(View):
-    """One line per event: for pipes, files, and CI."""
+    """One line per event: for pipes, files, and CI. `quiet`: of warnings and of checks that did not pass only."""
 
-    def __init__(self, console: Console, progress: Progress, *, logs: Path) -> None:
+    def __init__(self, console: Console, progress: Progress, *, logs: Path, quiet: bool = False) -> None:
         self._console = console
         self._progress = progress
         self._logs = logs
+        self._quiet = quiet
 
     def __enter__(self) -> Self:
-        print_line(self._console, f"logs: {self._logs}")
+        if not self._quiet:
+            print_line(self._console, f"logs: {self._logs}")
         return self
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
         match event:
+            case "warning":
+                print_line(self._console, f"warning: {fields['text']}")
+            case "preflight" if self._quiet:
+                for text in _not_passed(fields["checks"]):
+                    print_line(self._console, text)
+            case _ if self._quiet:
+                pass
             case "preflight":
                 checks = [
                     replace(check, name=plain(check.name), detail=plain(check.detail)) for check in fields["checks"]
@@ -165,48 +174,24 @@ class LineView(View):
                 print_line(self._console, evaluation_line(fields["when"], fields["metrics"]))
             case "note":
                 print_line(self._console, fields["text"])
-            case "advice" | "learning" | "warning":
+            case "advice" | "learning":
                 print_line(self._console, f"{event}: {fields['text']}")
-
-
-class QuietView(View):
-    """Warnings and checks that did not pass, a line each."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        if event == "warning":
-            print_line(self._console, f"warning: {fields['text']}")
-        for text in _not_passed(fields["checks"]) if event == "preflight" else ():
-            print_line(self._console, text)
 
 
 def _not_passed(checks: Sequence[Check]) -> list[str]:
     return [f"preflight: {check.status}: {check.name}: {check.detail}" for check in checks if check.status != "pass"]
 
 
-class JsonLog:
-    """`--json-logs`: everything that a run says, one JSON object per line, flushed; any thread may write."""
+class JsonView(View):
+    """`--json-logs`: every event is a JSON object on a line of its own, flushed; any thread may write. The servers are one when a
+    state changes, not with every number of their load."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-
-    def write(self, event: str, **fields: Any) -> None:
-        """Numbers that JSON does not have become null."""
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **json_safe(fields)}, default=str)
-        self._file.write(line + "\n")
-        self._file.flush()
-
-
-class JsonView(View):
-    """Every event is a line; the servers are one when a state changes, not with every number of their load."""
-
-    def __init__(self, log: JsonLog) -> None:
-        self._log = log
         self._states: list[tuple[Any, ...]] = []
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Numbers that JSON does not have become null."""
         if event == "servers":
             states = [tuple(map(server.get, ("index", "state", "restarts"))) for server in fields["servers"]]
             if states == self._states:
@@ -214,7 +199,9 @@ class JsonView(View):
             self._states = states
         if event == "preflight":
             fields = {"checks": [asdict(check) for check in fields["checks"]]}
-        self._log.write(event, **fields)
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **json_safe(fields)}, default=str)
+        self._file.write(line + "\n")
+        self._file.flush()
 
 
 class LiveView(View):

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
-from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView, View, print_line
+from grpo_async.display.display import Display, JsonView, LineView, LiveView, View, print_line
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.findings.evidence import read_metrics
@@ -44,7 +44,7 @@ class Output:
         self.console = console or stdout_console(stdout)
         stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", self._lose))
         self._errors = Console(highlight=False, file=stderr)
-        self._log = JsonLog(stdout)
+        self._events = JsonView(stdout)
         self.on_lost: Callable[[str], None] = lambda text: None
         """Told once of each stream that can be written no more. It must print nothing."""
 
@@ -53,12 +53,12 @@ class Output:
         if self.mode is OutputMode.FULL:
             print_line(self.console, text)
         elif self.mode is OutputMode.JSON:
-            self._log.write("note", text=text)
+            self._events.show("note", {"text": text})
 
     def warn(self, text: str) -> None:
         """Something that went wrong without stopping anything."""
         if self.mode is OutputMode.JSON:
-            self._log.write("warning", text=text)
+            self._events.show("warning", {"text": text})
         else:
             self.console.file.flush()  # before stderr, where both are the same file
             self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
@@ -66,14 +66,14 @@ class Output:
     def answer(self, text: str) -> None:
         """What the command was called for (a dry run's plan)."""
         if self.mode is OutputMode.JSON:
-            self._log.write("note", text=text)
+            self._events.show("note", {"text": text})
         else:
             print_line(self.console, text)
 
     def start(self, *, run_name: str, directory: Path, pid: int, plan: str) -> None:
         """A run begins."""
         if self.mode is OutputMode.JSON:
-            self._log.write("start", run=run_name, directory=str(directory), pid=pid, plan=plan)
+            self._events.show("start", {"run": run_name, "directory": str(directory), "pid": pid, "plan": plan})
         else:
             self.say(plan)
 
@@ -96,11 +96,9 @@ class Output:
         console, logs = self.console, run_dir.latest_logs
         view: View
         if self.mode is OutputMode.JSON:
-            view = JsonView(self._log)
-        elif self.mode is OutputMode.QUIET:
-            view = QuietView(console)
-        elif lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = LineView(console, progress, logs=logs)
+            view = self._events
+        elif self.mode is OutputMode.QUIET or lines_only or not console.is_terminal or console.is_dumb_terminal:
+            view = LineView(console, progress, logs=logs, quiet=self.mode is OutputMode.QUIET)
         else:
             view = LiveView(console, progress, run_name=run_name, logs=logs, run_dir=run_dir)
         return Display(progress, [view])
@@ -116,8 +114,8 @@ class Output:
         """The run is over. `show` prints its summary for people, where there is one."""
         if self.mode is OutputMode.JSON:
             if error is not None:
-                self._log.write("error", error=error, exit_code=exit_code)
-            self._log.write("end", exit_code=exit_code, summary=summary)
+                self._events.show("error", {"error": error, "exit_code": exit_code})
+            self._events.show("end", {"exit_code": exit_code, "summary": summary})
         elif show is not None:
             show(self.console)
         if error is not None:
@@ -132,7 +130,9 @@ class Output:
             yield
         except GrpoAsyncError as error:
             if self.mode is OutputMode.JSON:
-                self._log.write("error", error=str(error), exit_code=2 if isinstance(error, ConfigError) else 1)
+                self._events.show(
+                    "error", {"error": str(error), "exit_code": 2 if isinstance(error, ConfigError) else 1}
+                )
             raise
 
     def _lose(self, text: str) -> None:

@@ -1,5 +1,5 @@
-"""What is known of a running run: one state, from which the dashboard, the lines, the events and status.json are all made. No I/O
-but for `Checkpoints.read`.
+"""What is known of a run: one state, from which the dashboard, the lines, the events, status.json and `status` are all made.
+No I/O but for `Checkpoints.read`.
 
 Unknown metrics are ignored and missing ones left out, so a trainer may report more or less than is shown.
 """
@@ -10,15 +10,18 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any
 
-from grpo_async.findings import Finding, Verdict
+from rich.filesize import decimal
+
+from grpo_async.findings import Finding, Severity, Verdict
+from grpo_async.records import LEDGER_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import one_line, plain
-from grpo_async.utils.text import duration, finite
+from grpo_async.utils.text import both_ends, duration, finite
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
@@ -208,6 +211,58 @@ class Progress:
         """What the trainer reports of every server."""
         self.servers = sorted((ServerStatus.of(content) for content in servers), key=lambda server: server.index)
 
+    def as_dict(self) -> dict[str, Any]:
+        """The part of status.json that says how far the run is; what is not known yet is null. Hold `lock`."""
+        warning, advice = self.last_message(is_warning=True), self.advice
+        return {
+            "phase": self.phase,  # what it is doing, in words
+            "step": self.step,  # finished optimizer steps
+            "max_steps": self.max_steps,
+            "eta_s": self.seconds_left,  # by the last ten steps
+            "reward": {"last": self.reward, "average": self.reward_average},  # mean of all groups; of 5 steps
+            "metrics": dict(self.metrics),  # of the newest step, as in metrics.jsonl
+            "example": self.example and self.example.as_dict(),  # of some step: a good completion and a bad one
+            "ledger": _ledger(self.metrics),  # groups and tokens by what became of them
+            "servers": [asdict(server) for server in self.servers],
+            "last_push": self.push and asdict(self.push),
+            "checkpoint": asdict(self.checkpoints),  # the newest on disk, and the step that is being written
+            "evaluations": {when: dict(metrics) for when, metrics in self.evaluations.items()},
+            "advice": advice and {**advice.as_advice(), "step": self.advice_step},
+            "learning": self.verdict and self.verdict.as_dict(),
+            "last_warning": warning and {"at": warning.at, "text": warning.text},
+        }
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Progress:
+        """From status.json, without the curves and without older messages; text is made safe for a terminal."""
+        progress = cls(max_steps=int(content.get("max_steps", 0)), step=int(content.get("step", 0)))
+        progress.phase = one_line(str(content.get("phase", "")))
+        progress.metrics = dict(content.get("metrics") or {})
+        progress.set_servers(content.get("servers") or [])
+        progress.evaluations = {str(when): dict(values) for when, values in (content.get("evaluations") or {}).items()}
+        now = time.time()
+        progress.started = time.monotonic() - max(0.0, now - float(content.get("started_at", now)))
+        left = progress.max_steps - progress.step
+        if isinstance(eta := content.get("eta_s"), int | float) and left > 0:
+            progress.step_times.append(eta / left)
+        if (reward := finite((content.get("reward") or {}).get("last"))) is not None:
+            progress.rewards.append(reward)
+        if example := content.get("example"):
+            progress.example = Example.of(example)
+        if push := content.get("last_push"):
+            progress.push = LastPush(**push)
+        progress.checkpoints = Checkpoints(**(content.get("checkpoint") or {}))
+        if advice := content.get("advice"):
+            progress.advice_step = int(advice.get("step", 0))
+            changed = {name: advice.get(name) for name in ("text", "setting", "current", "suggested")}
+            progress.advice = Finding(key=advice["bound_by"], severity=Severity.NOTE, title="", **changed)
+        if learning := content.get("learning"):
+            progress.verdict = Verdict(**learning)
+        if warning := content.get("last_warning"):
+            text = one_line(str(warning["text"]))
+            progress.messages.append(RunMessage(at=float(warning["at"]), text=text, is_warning=True))
+        return progress
+
     @property
     def reward(self) -> float | None:
         return self.rewards[-1] if self.rewards else None
@@ -256,9 +311,84 @@ class Progress:
         return {name: value for name, value in found.items() if value is not None and value >= 0.005}
 
 
+def _ledger(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """{"ledger/groups/trained": 3.0} -> {"groups": {"trained": 3}}."""
+    ledger: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        parts = name.split("/")
+        if len(parts) == 3 and parts[0] == "ledger" and isinstance(value, int | float):
+            ledger.setdefault(parts[1], {})[parts[2]] = int(value)
+    return ledger
+
+
+# -- in words
+
+
 def join(parts: Iterable[str | None], separator: str = "  ") -> str:
     """The parts that are there."""
     return separator.join(part for part in parts if part)
+
+
+Row = tuple[str, str, str]
+"""Name, text, style."""
+
+
+def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[Row]:
+    """What the dashboard and `status` say, the most important first: whoever has no room for all leaves out the last.
+
+    Args:
+        now: time.time() seconds.
+        width: cells for a prompt or a completion, whose middle is left out where it is longer.
+    """
+    warning, note = progress.last_message(is_warning=True), progress.last_message(is_warning=False)
+    change = None if progress.verdict is None else progress.verdict.numbers.get("change")
+    verdict = "not judged yet" if progress.verdict is None else progress.verdict.text
+    # by how much comes first: of a line that is cut the beginning stays
+    yield "learning", join([None if change is None else f"{change:+.3f}", verdict]), ""
+    yield "warning", f"{ago(warning.at, now)}: {warning.text}" if warning else "none", "yellow" if warning else "dim"
+    yield "advice", progress.advice.text if progress.advice else "none yet", "bold" if progress.advice else "dim"
+    fractions, idle = progress.trainer_fractions(), progress.value("pipeline/generator_idle_ratio")
+    generated = progress.text("perf/generated_tokens_per_s", "generated {:.0f}")
+    yield "tokens/s", join([generated, progress.text("perf/trained_tokens_per_s", "trained {:.0f}")]), ""
+    trainer = join(["trainer", *(f"{name} {part:.0%}" for name, part in fractions.items())], " ") if fractions else None
+    most_idle = max(fractions.get("idle", 0.0), idle or 0.0)
+    style = "" if most_idle < 0.3 else "yellow" if most_idle < 0.6 else "red"
+    yield "time", join([trainer, None if idle is None else f"servers idle {idle:.0%}"]), style
+    queue = [
+        progress.text("ledger/groups/queued", "{:.0f} groups"),
+        progress.text("ledger/groups/in_flight", "{:.0f} in flight"),
+        progress.text("async/staleness_mean", "staleness mean {:.2f}"),
+        progress.text("async/staleness_max", "max {:.0f}"),
+        *(f"{age}: {part:.0%}" for age, part in progress.staleness_fractions().items()),
+    ]
+    yield "queue", join(queue), ""
+    example = progress.example
+    names = (("best", "green"), ("worst", "red")) if example and len(example.completions) > 1 else (("completion", ""),)
+    for (name, style), (reward, text) in zip(names, example.completions if example else (), strict=False):
+        yield name, both_ends(f"{reward:.3f}  {text}", max(width, 3)), style
+    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATUSES[:5]), " ")
+    yield "groups", groups or "none yet", ""
+    yield "held out", evaluations_text(progress) or "no evaluation yet", ""
+    yield "last push", _push_text(progress.push, now), ""
+    saved = progress.checkpoints
+    when = "" if saved.at is None else f", {ago(saved.at, now)}"
+    newest = "none yet" if saved.step is None else f"step {saved.step}{when}"
+    yield "checkpoint", join([newest, None if saved.writing is None else f"writing step {saved.writing}"]), ""
+    length = progress.text("completions/mean_length", "mean {:.0f} tokens")
+    yield "lengths", join([length, progress.text("completions/clipped_ratio", "{:.0%} truncated")]), ""
+    yield "all equal", progress.text("frac_reward_zero_std", "{:.0%} of the groups") or "", ""
+    yield "overlap", progress.text("pipeline/overlap_efficiency", "{:.0%} efficiency") or "", ""
+    if example is not None:
+        yield "prompt", both_ends(f"{example.prompt} (step {example.step})", max(width, 3)), "dim"
+    yield "note", f"{ago(note.at, now)}: {note.text}" if note else "", ""
+
+
+def _push_text(push: LastPush | None, now: float) -> str:
+    if push is None:
+        return "none yet"
+    size = None if push.num_bytes is None else decimal(int(push.num_bytes))
+    speed = None if push.bytes_per_s is None else f"{decimal(int(push.bytes_per_s))}/s"
+    return join([ago(push.at, now), f"took {push.seconds:.2f} s", size, speed, f"step {push.step}"])
 
 
 def step_line(progress: Progress) -> str:

@@ -12,7 +12,6 @@ import platform
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Self
 
 import psutil
@@ -84,48 +83,30 @@ class StatusFile(View):
 
     def content(self) -> dict[str, Any]:
         """Times are seconds since 1970; what is not known yet is null."""
-        progress, (state, exit_code, error) = self._progress, self._result
         checkpoints = Checkpoints.read(self._run_dir)
-        with progress.lock:
-            progress.checkpoints = checkpoints
-            warning, advice = progress.last_message(is_warning=True), progress.advice
-            return {
-                "version": VERSION,  # of this layout
-                "run": self._run_name,
-                "directory": str(self._run_dir.root),
-                "state": state,  # running, finished, stopped (by a signal, after a checkpoint) or failed
-                "phase": progress.phase,  # what it is doing, in words
-                "step": progress.step,  # finished optimizer steps
-                "max_steps": progress.max_steps,
-                "started_at": self._started_at,  # of this attempt
-                "updated_at": time.time(),
-                "eta_s": progress.seconds_left if state == RUNNING else None,  # by the last ten steps
-                "host": platform.node(),  # of the launcher
-                "pid": os.getpid(),
-                "pid_started_at": self._pid_started_at,  # a later process may have the same number
-                "attempt": self._attempt,  # folder of its logs
-                "engine": self._engine,  # embedded, vllm or external: what generates
-                "on_gpu": self._on_gpu,  # whether the trainer has a GPU
-                "num_gpus": self._num_gpus,  # of the machine with the servers and the first trainer ranks
-                "precision": self._precision,  # dtypes of masters, computation, servers and logits, in words
-                "exit_code": exit_code,
-                "error": error,  # why it failed
-                "reward": {
-                    "last": progress.reward,
-                    "average": progress.reward_average,
-                },  # mean of all groups; of 5 steps
-                "metrics": dict(progress.metrics),  # of the newest step, as in metrics.jsonl
-                "example": progress.example
-                and progress.example.as_dict(),  # of some step: a good completion and a bad one
-                "ledger": _ledger(progress.metrics),  # groups and tokens by what became of them
-                "servers": [asdict(server) for server in progress.servers],
-                "last_push": None if progress.push is None else asdict(progress.push),
-                "checkpoint": asdict(progress.checkpoints),  # the newest on disk, and the step that is being written
-                "evaluations": {when: dict(metrics) for when, metrics in progress.evaluations.items()},
-                "advice": None if advice is None else {**advice.as_advice(), "step": progress.advice_step},
-                "learning": None if progress.verdict is None else progress.verdict.as_dict(),
-                "last_warning": None if warning is None else {"at": warning.at, "text": warning.text},
-            }
+        with self._progress.lock:
+            self._progress.checkpoints = checkpoints
+            progress, (state, exit_code, error) = self._progress.as_dict(), self._result
+        return {
+            "version": VERSION,  # of this layout
+            "run": self._run_name,
+            "directory": str(self._run_dir.root),
+            "state": state,  # running, finished, stopped (by a signal, after a checkpoint) or failed
+            "started_at": self._started_at,  # of this attempt
+            "updated_at": time.time(),
+            "host": platform.node(),  # of the launcher
+            "pid": os.getpid(),
+            "pid_started_at": self._pid_started_at,  # a later process may have the same number
+            "attempt": self._attempt,  # folder of its logs
+            "engine": self._engine,  # embedded, vllm or external: what generates
+            "on_gpu": self._on_gpu,  # whether the trainer has a GPU
+            "num_gpus": self._num_gpus,  # of the machine with the servers and the first trainer ranks
+            "precision": self._precision,  # dtypes of masters, computation, servers and logits, in words
+            "exit_code": exit_code,
+            "error": error,  # why it failed
+            **progress,
+            "eta_s": progress["eta_s"] if state == RUNNING else None,
+        }
 
     def _keep(self) -> None:
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
@@ -140,13 +121,3 @@ class StatusFile(View):
             self.trouble = None
         except OSError as error:  # a full disk ends the run elsewhere, with better words
             self.trouble = str(error)
-
-
-def _ledger(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """{"ledger/groups/trained": 3.0} -> {"groups": {"trained": 3}}."""
-    ledger: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        parts = name.split("/")
-        if len(parts) == 3 and parts[0] == "ledger" and isinstance(value, int | float):
-            ledger.setdefault(parts[1], {})[parts[2]] = int(value)
-    return ledger

@@ -35,14 +35,17 @@ _MAX_NAME = 18
 
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
     """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
-    print_rows(console, ((name, Text(plain(value))) for name, value in _rows(summary, run_dir)))
+    rows = [*summary_rows(summary), ("directory", str(run_dir)), ("model", str(summary.get("model") or ""))]
+    print_rows(console, ((name, Text(plain(value))) for name, value in rows))
     _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
     for command in _next_commands(summary, run_dir, report):
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
-def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]]:
+def summary_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and texts of what a run reached; a text is empty where the summary lacks it."""
+
     def text(form: str, *names: str) -> str | None:
         """The numbers of these names in `form`, or None where one is missing or not finite."""
         values = [value for name in names if (value := finite(summary.get(name))) is not None]
@@ -70,8 +73,6 @@ def _rows(summary: Mapping[str, Any], run_dir: Path) -> Iterator[tuple[str, str]
         peak = describe_peak(memory["peaks"], finite(memory.get("estimated")), on_gpu=bool(summary.get("on_gpu")))
         yield "memory", f"a trainer rank held {peak}"
     yield "servers", _server_failures(summary.get("server_failures") or ())
-    yield "directory", str(run_dir)
-    yield "model", str(summary.get("model") or "")
 
 
 def _held_out(evaluation: Mapping[str, Any]) -> str:

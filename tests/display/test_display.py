@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.checks.report import Check
-from grpo_async.display.display import Display, JsonLog, JsonView, LineView, LiveView, QuietView
+from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
@@ -88,13 +88,14 @@ def test_the_mode_and_the_terminal_decide_what_is_shown(tmp_path: Path) -> None:
     assert view(OutputMode.FULL, terminal=True) is LiveView
     assert view(OutputMode.FULL, terminal=True, lines_only=True) is LineView
     assert view(OutputMode.FULL, terminal=False) is LineView
-    assert view(OutputMode.QUIET, terminal=True) is QuietView
+    assert view(OutputMode.QUIET, terminal=True) is LineView
     assert view(OutputMode.JSON, terminal=True) is JsonView
 
 
 def test_a_quiet_run_tells_of_warnings_only() -> None:
     console = _console()
-    with Display(Progress(max_steps=2), [QuietView(console)]) as display:
+    progress = Progress(max_steps=2)
+    with Display(progress, [LineView(console, progress, logs=LOGS, quiet=True)]) as display:
         display.phase("training")
         display.step(1, 2, METRICS)
         display.note("the server starts again")
@@ -121,7 +122,7 @@ def test_the_dashboard_leaves_what_was_said_when_it_goes() -> None:
 
 def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:
     file = io.StringIO()
-    with Display(Progress(max_steps=4), [JsonView(JsonLog(file))]) as display:
+    with Display(Progress(max_steps=4), [JsonView(file)]) as display:
         display.step(2, 4, {"step_time": 3.0, "grad_norm": float("nan")})
         for state, running in (("serving", 1), ("serving", 2), ("down", 0)):
             display.servers([{"index": 0, "state": state, "running": running}])
