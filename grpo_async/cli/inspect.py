@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOption
+from grpo_async.cli.options import EvaluationOption, WhereOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +27,15 @@ def inspect(
     ] = None,
     evaluation: EvaluationOption = None,
     where: WhereOption = None,
-    superseded: SupersededOption = False,
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="FIELD", help="The order of the groups when the page opens.")
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option("--port", min=0, max=65535, help="0 = any free port. Default: the same for the same runs."),
+        typer.Option(
+            "--port", min=0, max=65535, help="0 = any free port. Default: 8642, or a free one if that is taken."
+        ),
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
@@ -66,7 +67,6 @@ def inspect(
         open_browser=not no_browser,
         query=query,
         sort=sort_order(sort) or None,
-        superseded=superseded,
     )
 
 

@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from grpo_async.cli.inspect import runs_and_query, sort_order
-from grpo_async.cli.options import EvaluationOption, SupersededOption, WhereOption
+from grpo_async.cli.options import EvaluationOption, WhereOption
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
@@ -45,7 +45,6 @@ def inspect_rollouts(
         str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens.")
     ] = None,
     where: WhereOption = None,
-    superseded: SupersededOption = False,
     sort: Annotated[
         str | None,
         typer.Option("--sort", metavar="FIELD", help="Highest first; FIELD:asc lowest first; default: newest first."),
@@ -97,7 +96,6 @@ def inspect_rollouts(
         limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
         group_id=group,
         rollout_id=rollout,
-        with_superseded=superseded,
     )
     with RolloutTable.open(runs[0].rollouts) as table:
         if as_json:

@@ -56,7 +56,6 @@ class Selection:
     limit: int | None = None
     group_id: int | None = None
     rollout_id: str | None = None
-    with_superseded: bool = False
 
     @property
     def query(self) -> Query:
@@ -76,12 +75,11 @@ def show(run: RunDir, table: RolloutTable, selection: Selection, console: Consol
         RunError: the run has no rollouts yet.
     """
     num_stored, num_matching = _counts(run, table, selection)
-    superseded = selection.with_superseded
     if selection.rollout_id is not None:
-        group, rollout = table.rollout(selection.rollout_id, with_superseded=superseded)
+        group, rollout = table.rollout(selection.rollout_id)
         console.print(rollout_page(group, rollout, load_token_texts(run)))
     elif selection.group_id is not None:
-        console.print(group_page(table.group(selection.group_id, with_superseded=superseded)))
+        console.print(group_page(table.group(selection.group_id)))
     else:
         console.print(group_table(list(_summaries(table, selection)), num_matching, num_stored))
         for note in table.notes:
@@ -98,7 +96,7 @@ def write_json(run: RunDir, table: RolloutTable, selection: Selection, write: Ca
     """
     _counts(run, table, selection)
     if selection.rollout_id is not None:
-        group, rollout = table.rollout(selection.rollout_id, with_superseded=selection.with_superseded)
+        group, rollout = table.rollout(selection.rollout_id)
         known = {
             "group_id": group.group_id,
             "prompt_id": group.prompt_id,
@@ -120,13 +118,7 @@ def _summaries(table: RolloutTable, selection: Selection) -> Iterator[GroupSumma
     left, offset = math.inf if selection.limit is None else selection.limit, 0
     while left > 0:
         limit = int(min(left, _PAGE))
-        page = table.group_page(
-            selection.query,
-            sort=selection.sort or "-seq",
-            offset=offset,
-            limit=limit,
-            with_superseded=selection.with_superseded,
-        )
+        page = table.group_page(selection.query, sort=selection.sort or "-seq", offset=offset, limit=limit)
         yield from page
         if len(page) < limit:
             return
@@ -135,10 +127,10 @@ def _summaries(table: RolloutTable, selection: Selection) -> Iterator[GroupSumma
 
 def _counts(run: RunDir, table: RolloutTable, selection: Selection) -> tuple[int, int]:
     """Groups of the store, and groups that the selection holds for; raises where the first, or what was named, is not there."""
-    num_stored = table.count(with_superseded=selection.with_superseded).groups
+    num_stored = table.count().groups
     if num_stored == 0:
         raise RunError(f"{run.root} has no rollouts yet; the first appear with the first groups that are done")
-    num_matching = table.count(selection.query, with_superseded=selection.with_superseded).groups
+    num_matching = table.count(selection.query).groups
     if num_matching == 0 and (selection.rollout_id is not None or selection.group_id is not None):
         what = f"group {selection.group_id}"
         if selection.rollout_id is not None:
@@ -166,8 +158,8 @@ def _add_numbers(table: Table, *names: str) -> None:
         table.add_column(Text(visible_line(name, 24)), justify="right", no_wrap=True)
 
 
-def _status(status: str, superseded: bool = False) -> Text:
-    return Text.assemble((status, _STATUS_STYLES.get(status, "")), (" superseded", "dim") if superseded else "")
+def _status(status: str) -> Text:
+    return Text(status, style=_STATUS_STYLES.get(status, ""))
 
 
 def _span(first: int | None, last: int | None) -> str:
@@ -197,7 +189,7 @@ def group_table(summaries: Sequence[GroupSummary], num_matching: int, num_stored
         table.add_row(
             or_dash(summary.step),
             str(summary.group_id),
-            _status(summary.status, summary.superseded),
+            _status(summary.status),
             Text(visible_line(summary.prompt_preview, _PROMPT_WIDTH), no_wrap=True, overflow="ellipsis"),
             number(summary.reward_mean),
             number(summary.reward_min),

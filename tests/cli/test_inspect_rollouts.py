@@ -89,7 +89,6 @@ def test_inspect_and_web_open_all_runs_one_or_several(
         (["reward<0.2 and not truncated"], [0]),
         (["(truncated or text ilike '%SHEEP%') and step=2"], [1]),
         (["--where", "stale"], [2]),  # as `export` has it
-        (["--superseded"], [2, 1, 0]),
     ],
 )
 def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: list[int]) -> None:
@@ -125,21 +124,6 @@ def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
     store.close()  # nobody writes anymore: the line stays torn
     assert "note: the last line of block-" in _invoke("demo").stdout
     assert _groups() == [3, 2, 1, 0]
-
-
-def test_what_a_resume_left_behind_is_shown_when_asked_for(store: RolloutStore) -> None:
-    position = store.position()
-    append_simple(store, 3, step=4, answer="before")
-    store.close()
-    with RolloutStore(Path("runs/demo/rollouts"), seals_at_close=False) as again:
-        again.supersede_from(position, step=3)
-        append_simple(again, 3, step=4, answer="anew")
-        assert _groups() == [3, 2, 1, 0]
-        assert _groups("--superseded") == [3, 3, 2, 1, 0]
-        lines = _invoke("demo", "step=4", "--superseded", "--json").stdout.splitlines()
-        said = [json.loads(line)["rollouts"][0]["messages"][0]["content"] for line in lines]
-        assert said == ["anew", "before"]
-        assert "superseded" in _invoke("demo", "--superseded").stdout
 
 
 @pytest.mark.parametrize(
@@ -209,10 +193,10 @@ def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pyte
 
     Path("runs/other").mkdir()
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
-    options = ["--no-browser", "--port", "7000", "--sort", "reward,step:asc", "--superseded"]
+    options = ["--no-browser", "--port", "7000", "--sort", "reward,step:asc"]
     assert _invoke("demo", "other", "reward<1", "--web", *options).exit_code == 0
     expected = {"folder": None, "host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
-    assert served == [(["demo", "other"], {**expected, "sort": "-reward,step", "superseded": True})]
+    assert served == [(["demo", "other"], {**expected, "sort": "-reward,step"})]
     assert _invoke("demo", "--web", "--host", "::1").exit_code == 0
     expected = {"folder": None, "host": "::1", "port": None, "open_browser": True, "query": ""}
-    assert served[1:] == [(["demo"], {**expected, "sort": None, "superseded": False})]
+    assert served[1:] == [(["demo"], {**expected, "sort": None})]

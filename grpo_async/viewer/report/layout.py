@@ -37,6 +37,8 @@ class Plot:
     leave_out: tuple[str, ...] = ()
     order: tuple[str, ...] = ()  # labels of what the pattern finds, from the first on; others follow by name
     least_found: int = 1  # fewer metrics of the pattern say nothing that another plot does not
+    of_evaluations: bool = False  # points of the evaluations instead of the steps
+    single: bool = False  # for one run only
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,18 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("advantage", "Size of the advantages", "mean |advantage| of trained samples",
              (Line("advantage/abs_mean", "mean size"),)),
     ), why_not="No step has a reward: no optimizer step was finished, or every reward was None."),
+    Chapter("held-out", "Held-out prompts", (
+        Plot("held-out", "Held-out reward", "mean over the prompts, band ± one standard error",
+             (Line("eval/reward", "reward", around="eval/reward_stderr"),
+              Line("eval/majority_baseline", "always the most frequent answer", alone=True)),
+             of_evaluations=True),
+        Plot("pass", "Held-out pass rate", "pass@k: chance that one of k samples passes",
+             pattern=("eval/pass@", ""), format="percent", include=_WHOLE, of_evaluations=True),
+        Plot("held-out-groups", "Held-out reward by group", "mean over the group's prompts",
+             pattern=("eval/reward/", ""), of_evaluations=True, single=True),
+        Plot("held-out-length", "Held-out length", "sampled tokens of a completion",
+             (Line("eval/mean_length", "mean length"),), of_evaluations=True),
+    ), why_not="There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."),
     Chapter("completions", "Completions", (
         Plot("lengths", "Length", "sampled tokens of a completion, band: 10% to 90%",
              (Line("completions/mean_length", "mean", between=("completions/p10_length", "completions/p90_length")),

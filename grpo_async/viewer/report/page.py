@@ -25,13 +25,12 @@ from grpo_async.utils.text import both_ends, format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS
-from grpo_async.viewer.report.plots import Drawing, draw, held_out_plots, rollout_histogram, staleness_histograms
+from grpo_async.viewer.report.plots import Drawing, draw, rollout_histogram, staleness_histograms
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
 _SCRIPTS = ("uplot.iife.min.js", "charts.js", "report/report.js")
 _COLUMN_WIDTH = 200  # characters
-_NO_EVALUATION = "There was no evaluation: set evaluation.data, and evaluation.every_steps for a curve."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,8 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         plots = [each for plot in chapter.plots for each in draw(plot, runs)]
         plots += staleness_histograms(runs) if chapter.name == "async" else []
         chapters.append(_Plots(chapter.name, chapter.title, plots, chapter.why_not))
-    rewards, *others = chapters
-    held_out = _Plots("held-out", "Held-out prompts", held_out_plots(runs), _NO_EVALUATION)
-    drawings = [drawing for chapter in (rewards, held_out, *others) for drawing in chapter.drawings]
+    rewards, held_out, *others = chapters
+    drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
     charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings] + [
         {"place": _histogram_id(kind, run), **rollout_histogram(title, unit, bins)}
         for run in runs

@@ -22,7 +22,6 @@ MAX_POINTS = 500
 
 _MAX_SERIES = 8  # colors that keep apart
 _STALENESS = "async/staleness/"
-_LABELS = {"majority_baseline": "always the most frequent answer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,21 +102,26 @@ def _limited(
 
 def draw(plot: Plot, runs: Sequence[RunData]) -> list[Drawing]:
     """The plot of these runs; several for stacked areas of several runs, none where no run has its metrics."""
+    if plot.single and len(runs) > 1:
+        return []
     if plot.kind == "stacked":
         drawn = [_stacked(plot, run, len(runs) > 1, place) for place, run in enumerate(runs)]
         return [drawing for drawing in drawn if drawing is not None]
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
     for place, run in enumerate(runs):
-        lines = [line for line in _lines_of(plot, run) if len(runs) == 1 or not line.alone]
+        rows = _rows_of(plot, run)
+        lines = [line for line in _lines_of(plot, rows) if len(runs) == 1 or not line.alone]
         for number, line in enumerate(lines):
-            drawn_line = _series(line, run)
+            drawn_line = _series(line, rows)
             if drawn_line is None:
                 continue
             if len(runs) > 1:
                 drawn_line["label"] = run.label if len(lines) == 1 else f"{run.label}: {line.label}"
             drawn_line["color"] = (place if len(runs) > 1 else number) % _MAX_SERIES + 1
             drawn_line["dash"] = number % 4 if len(runs) > 1 else (2 if line.alone else number // _MAX_SERIES)
+            if plot.of_evaluations:
+                drawn_line["points"] = True
             series.append(drawn_line)
             metrics.append(line.metric)
     if not series:
@@ -125,27 +129,45 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> list[Drawing]:
     return [Drawing(name=plot.name, data=_options(plot, _shared_x(series)), metrics=list(dict.fromkeys(metrics)))]
 
 
-def _lines_of(plot: Plot, run: RunData) -> list[Line]:
-    """The lines of a plot for one run: its own, then those that its pattern finds in the run's metrics, sorted by name."""
+def _rows_of(plot: Plot, run: RunData) -> Sequence[Row]:
+    """Of the steps or of the evaluations, ascending by step. Evaluations have their metrics as `eval/NAME` and those of a value of
+    `evaluation.group_by` as `eval/NAME/VALUE`."""
+    if not plot.of_evaluations:
+        return run.metrics
+    return [
+        {
+            "step": float(each.step),
+            **{f"eval/{name}": value for name, value in each.metrics.items()},
+            **{
+                f"eval/{name}/{group}": value for group, found in each.by_group.items() for name, value in found.items()
+            },
+        }
+        for each in sorted(run.evaluations, key=lambda each: each.step)
+        if each.metrics
+    ]
+
+
+def _lines_of(plot: Plot, rows: Sequence[Row]) -> list[Line]:
+    """The lines of a plot for one run: its own, then those that its pattern finds in the rows, sorted by name."""
     if plot.pattern is None:
         return list(plot.lines)
     prefix, suffix = plot.pattern
+    names = {name for row in rows for name in row if name.startswith(prefix) and name.endswith(suffix)}
     found = [
-        Line(name, name.removeprefix(prefix).removesuffix(suffix).replace("_", " "))
-        for name in run.names(prefix, suffix)
-        if name not in plot.leave_out
-    ]
+        Line(name, name[prefix.rfind("/") + 1 :].removesuffix(suffix).replace("_", " "))
+        for name in sorted(names - set(plot.leave_out))
+    ][: _MAX_SERIES if plot.of_evaluations else None]
     if len(found) < plot.least_found:
         return list(plot.lines)
     rank = {label: place for place, label in enumerate(plot.order)}
     return [*plot.lines, *sorted(found, key=lambda line: rank.get(line.label, len(rank)))]
 
 
-def _series(line: Line, run: RunData) -> dict[str, Any] | None:
-    middle = curve(run.metrics, line.metric)
+def _series(line: Line, rows: Sequence[Row]) -> dict[str, Any] | None:
+    middle = curve(rows, line.metric)
     if middle is None:
         return None
-    band = _band(line, middle, run.metrics)
+    band = _band(line, middle, rows)
     return {
         "label": line.label,
         "x": middle.steps,
@@ -155,8 +177,8 @@ def _series(line: Line, run: RunData) -> dict[str, Any] | None:
 
 
 def _stacked(plot: Plot, run: RunData, is_one_of_several: bool, place: int) -> Drawing | None:
-    lines = _lines_of(plot, run)
-    series = [drawn for line in lines if (drawn := _series(line, run)) is not None]
+    lines = _lines_of(plot, run.metrics)
+    series = [drawn for line in lines if (drawn := _series(line, run.metrics)) is not None]
     series = [each for each in series if any(each["values"])]  # what is 0 everywhere has no area
     if not series:
         return None
@@ -190,77 +212,6 @@ def _options(plot: Plot, content: dict[str, Any]) -> dict[str, Any]:
         "log": plot.log,
         **content,
     }
-
-
-# -- held-out results
-
-
-def held_out_plots(runs: Sequence[RunData]) -> list[Drawing]:
-    """The held-out reward with its standard error; pass@k; for a single run the reward by group; and the length."""
-    passes = sorted(
-        {name for run in runs for each in run.evaluations for name in each.metrics if name.startswith("pass@")},
-        key=lambda name: int(name.removeprefix("pass@") or 0),
-    )
-    drawings = [
-        _evaluations(
-            "held-out", "Held-out reward", "mean over the prompts, band ± one standard error", runs,
-            ["reward", "majority_baseline"] if len(runs) == 1 else ["reward"],
-        ),
-        _evaluations(
-            "pass", "Held-out pass rate", "pass@k: chance that one of k samples passes", runs,
-            [passes[0], passes[-1]] if len(passes) > 1 else passes,
-        ),
-        _by_group(runs[0]) if len(runs) == 1 else None,
-        _evaluations("held-out-length", "Held-out length", "sampled tokens of a completion", runs, ["mean_length"]),
-    ]  # fmt: skip
-    return [drawing for drawing in drawings if drawing is not None]
-
-
-def _evaluations(name: str, title: str, unit: str, runs: Sequence[RunData], metrics: Sequence[str]) -> Drawing | None:
-    series: list[dict[str, Any]] = []
-    for place, run in enumerate(runs):
-        for number, metric in enumerate(metrics):
-            known = sorted((each for each in run.evaluations if metric in each.metrics), key=lambda each: each.step)
-            if not known:
-                continue
-            plain = _LABELS.get(metric, metric.replace("_", " "))
-            label = plain if len(runs) == 1 else run.label if len(metrics) == 1 else f"{run.label}: {plain}"
-            values = [each.metrics[metric] for each in known]
-            drawn = _points(label, [each.step for each in known], values, place if len(runs) > 1 else number)
-            drawn["dash"] = number if len(runs) > 1 or metric in _LABELS else 0
-            errors = [each.metrics.get("reward_stderr", 0.0) for each in known]
-            if metric == "reward" and any(errors):
-                pairs = list(zip(values, errors, strict=True))
-                drawn["band"] = [[value - error for value, error in pairs], [value + error for value, error in pairs]]
-            series.append(drawn)
-    is_rate = bool(metrics) and metrics[0].startswith("pass@")
-    options = {"format": "percent", "include": [0.0, 1.0]} if is_rate else {"include": [0.0]}
-    return _held_out(name, title, unit, series, [f"eval/{metric}" for metric in metrics], **options)
-
-
-def _by_group(run: RunData) -> Drawing | None:
-    groups = list(dict.fromkeys(group for each in run.evaluations for group in each.by_group))[:_MAX_SERIES]
-    series = []
-    for number, group in enumerate(groups):
-        known = [each for each in run.evaluations if "reward" in each.by_group.get(group, {})]
-        known.sort(key=lambda each: each.step)
-        values = [each.by_group[group]["reward"] for each in known]
-        series.append(_points(group, [each.step for each in known], values, number))
-    title, unit = "Held-out reward by group", "mean over the group's prompts"
-    return _held_out("held-out-groups", title, unit, series, (), include=[0.0])
-
-
-def _points(label: str, steps: Sequence[int], values: Sequence[float], color: int) -> dict[str, Any]:
-    return {"label": label, "x": steps, "values": values, "points": True, "color": color + 1}
-
-
-def _held_out(
-    name: str, title: str, unit: str, series: Sequence[dict[str, Any]], metrics: Sequence[str], **options: Any
-) -> Drawing | None:
-    if not series:
-        return None
-    data = {"kind": "line", "title": title, "unit": unit, "series": series, **options}
-    return Drawing(name=name, data=data, metrics=metrics)
 
 
 # -- histograms

@@ -2,12 +2,12 @@
 
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
    Charts.stacked(element, {x, series: [{label, values}]})     areas on top of each other
-   Charts.histogram(element, {edges, counts})                  bins of any width
+   Charts.histogram(element, {edges, counts})                  bars
 
-   Each gives an object with destroy(); those of line and stacked also have update(options): new values, while the zoom, the series
-   that were switched off, the cursor and the open table stay. Colors come from theme.css and follow it: light, dark, print. Every chart has a name for
-   screen readers, arrow keys for its cursor, a legend whose entries switch series off and show the values under the cursor, and its
-   numbers as a table. Text is only ever set as text. Needs uPlot and theme.css.
+   Each gives an object with destroy() and update(options): new values, while the zoom, the series that were switched off and the
+   cursor stay. Colors come from theme.css and follow it: light, dark, print. Every chart has a name for screen readers, arrow keys
+   for its cursor, and a legend whose entries switch series off and show the values under the cursor. Text is only ever set as text.
+   Needs uPlot and theme.css.
 
    Options of line and stacked:
      x           ascending numbers; a series may have an own `x`
@@ -26,7 +26,6 @@
 var Charts = (() => {
   const COLOURS = 8;
   const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3]];
-  const TABLE_ROWS = 500;
   const alive = new Set(); // what has redraw(), for when the theme changes
   let colors = new Map();
 
@@ -203,26 +202,24 @@ var Charts = (() => {
     return [horizontal, { ...common, space: 34, size, values: shown(format) }];
   }
 
-  // -- the frame around every plot
+  // -- a plot with its title and legend
 
-  class Frame {
-    constructor(element, options) {
+  class Plot {
+    /** `kind`: line, stacked or histogram. */
+    constructor(element, options, kind) {
       this.element = element;
-      this.options = options;
+      this.isStacked = kind === "stacked";
+      this.isHistogram = kind === "histogram";
       this.format = FORMATS[options.format || "number"];
       this.xLabel = options.xLabel || "step";
+      this.hidden = new Set(); // labels of series that were switched off
+      this.plot = null;
       this.place = make("div", "chart-plot");
       this.place.tabIndex = 0;
       this.place.setAttribute("role", "img");
       this.place.addEventListener("keydown", (event) => this.onKey(event));
       this.legend = make("ul", "chart-legend");
       this.at = make("li", "chart-at");
-      this.legend.append(this.at);
-      this.table = make("details", "chart-table");
-      this.numbers = make("div", "");
-      this.table.append(make("summary", "", "numbers"), this.numbers);
-      this.table.addEventListener("toggle", () => this.table.open && this.fillTable());
-      this.plot = null;
       this.observer = new ResizeObserver(() => this.resize());
       this.observer.observe(element);
       element.classList.add("chart");
@@ -232,85 +229,25 @@ var Charts = (() => {
         this.place,
         make("p", "chart-empty", "no values"),
         this.legend,
-        this.table,
       );
       alive.add(this);
-    }
-
-    describe(text) {
-      this.place.setAttribute("aria-label", `${text} Arrow keys move the cursor.`);
-    }
-
-    size() {
-      return { width: Math.max(120, Math.floor(this.place.clientWidth)), height: this.options.height || 200 };
-    }
-
-    resize() {
-      if (this.plot && this.place.clientWidth > 0 && this.place.clientWidth !== this.plot.width) {
-        this.plot.setSize(this.size());
-      }
-    }
-
-    redraw() {
-      this.plot?.redraw(true);
-    }
-
-    onKey(event) {
-      const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: 10, PageDown: -10, Home: -Infinity, End: Infinity };
-      if (!this.plot || !(event.key in steps)) {
-        return;
-      }
-      event.preventDefault();
-      const xs = this.plot.data[0];
-      const from = isNumber(this.plot.cursor.idx) ? this.plot.cursor.idx : event.key === "ArrowLeft" ? xs.length : -1;
-      const index = Math.max(0, Math.min(xs.length - 1, from + steps[event.key]));
-      this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: 10 }, true, true); // in the other plots, too
-    }
-
-    writeTable(heads, rows, note = "") {
-      const table = make("table", "");
-      const line = (tag, texts) => {
-        const row = make("tr", "");
-        row.append(...texts.map((text) => make(tag, "", text)));
-        return row;
-      };
-      table.append(line("th", heads), ...rows.map((row) => line("td", row)));
-      this.numbers.replaceChildren(table, make("p", "", note));
-    }
-
-    destroy() {
-      alive.delete(this);
-      this.observer.disconnect();
-      this.plot?.destroy();
-      this.element.replaceChildren();
-      this.element.classList.remove("chart");
-    }
-  }
-
-  // -- lines and stacked areas
-
-  class Curves extends Frame {
-    constructor(element, options, isStacked) {
-      super(element, options);
-      this.isStacked = isStacked;
-      this.hidden = new Set(); // labels of series that were switched off
       this.update(options);
-      if (options.onSelect) {
+      if (options.onSelect || options.onTake) {
         this.listenForClicks();
       }
     }
 
     update(options) {
       const zoom = this.zoom();
-      Object.assign(this, { options }, onOneAxis(options));
+      Object.assign(this, { options }, onOneAxis(this.isHistogram ? barsOf(options) : options));
       this.isLog = Boolean(options.log) && !this.isStacked && this.series.some((each) => each.values.some((value) => value > 0));
       this.smooth = options.smooth && !this.isStacked ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
-      this.isEmpty = !this.series.some((each) => each.values.some(isNumber));
+      this.isEmpty = !this.series.some((each) => each.values.some(this.isHistogram ? Boolean : isNumber));
       this.element.classList.toggle("without-values", this.isEmpty);
       if (this.isEmpty) {
         return;
       }
-      this.describe(this.summary());
+      this.place.setAttribute("aria-label", `${this.summary()} Arrow keys move the cursor.`);
       const lines = this.lines();
       const looks = this.series.map(({ label, color, dash, band, isSparse }) => [label, color, dash, Boolean(band), isSparse]);
       const shape = JSON.stringify([this.isLog, this.smooth.length, looks]);
@@ -330,9 +267,43 @@ var Charts = (() => {
         }
       }
       this.showValues(this.plot.cursor.idx);
-      if (this.table.open) {
-        this.fillTable();
+    }
+
+    size() {
+      return { width: Math.max(120, Math.floor(this.place.clientWidth)), height: this.options.height || 200 };
+    }
+
+    resize() {
+      if (this.plot && this.place.clientWidth > 0 && this.place.clientWidth !== this.plot.width) {
+        this.plot.setSize(this.size());
       }
+    }
+
+    redraw() {
+      this.plot?.redraw(true);
+    }
+
+    onKey(event) {
+      if (event.key === "Enter" && this.plot) {
+        this.choose();
+      }
+      const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: 10, PageDown: -10, Home: -Infinity, End: Infinity };
+      if (!this.plot || !(event.key in steps)) {
+        return;
+      }
+      event.preventDefault();
+      const xs = this.plot.data[0];
+      const from = isNumber(this.plot.cursor.idx) ? this.plot.cursor.idx : event.key === "ArrowLeft" ? xs.length : -1;
+      const index = Math.max(0, Math.min(xs.length - 1, from + steps[event.key]));
+      this.plot.setCursor({ left: this.plot.valToPos(xs[index], "x"), top: 10 }, true, true); // in the other plots, too
+    }
+
+    destroy() {
+      alive.delete(this);
+      this.observer.disconnect();
+      this.plot?.destroy();
+      this.element.replaceChildren();
+      this.element.classList.remove("chart");
     }
 
     /** The part of the x axis that is looked at; null: all of it. */
@@ -342,8 +313,10 @@ var Charts = (() => {
     }
 
     plotOptions(lines) {
-      const { options, isStacked } = this;
-      const group = options.group === undefined ? "page" : options.group;
+      const { options, isStacked, isHistogram } = this;
+      const group = isHistogram ? null : options.group === undefined ? "page" : options.group;
+      const xRange = (low, high) => (isHistogram ? [options.edges[0], options.edges.at(-1)] : low === high ? [low - 1, high + 1] : [low, high]);
+      const include = isHistogram || isStacked ? [0, ...(options.include || [])] : this.isLog ? [] : options.include;
       return {
         ...this.size(),
         legend: { show: false },
@@ -351,19 +324,19 @@ var Charts = (() => {
         cursor: {
           y: false,
           points: { size: 7 },
-          drag: { x: true, y: false },
+          drag: { x: !isHistogram || Boolean(options.onTake), y: false, setScale: !isHistogram },
           ...(group === null ? {} : { sync: { key: group, scales: ["x", null] } }),
         },
         scales: {
-          x: { time: false, range: (_plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) },
-          y: {
-            distr: this.isLog ? 3 : 1,
-            range: yRange(isStacked ? [0, ...(options.include || [])] : this.isLog ? [] : options.include, this.isLog),
-          },
+          x: { time: false, range: (_plot, low, high) => xRange(low, high) },
+          y: { distr: this.isLog ? 3 : 1, range: yRange(include, this.isLog) },
         },
         axes: axes(this.format, this.xs.every(Number.isInteger)),
         ...lines,
-        hooks: { setCursor: [(plot) => this.showValues(plot.cursor.idx)] },
+        hooks: {
+          setCursor: [(plot) => this.showValues(plot.cursor.idx)],
+          setSelect: isHistogram ? [({ select }) => select.width > 0 && this.take(this.binAt(select.left), this.binAt(select.left + select.width))] : [],
+        },
       };
     }
 
@@ -379,7 +352,8 @@ var Charts = (() => {
           width: this.isStacked ? 1 : 1.75,
           dash: DASHES[each.dash % DASHES.length],
           points: { show: each.isSparse && !this.isStacked, size: 6, stroke, fill: stroke },
-          fill: this.isStacked && index === 0 ? fill(each, 0.55) : undefined,
+          fill: this.isHistogram || (this.isStacked && index === 0) ? fill(each, 0.55) : undefined,
+          ...(this.isHistogram ? { width: 0, paths: uPlot.paths.bars({ size: [0.92, Infinity] }), points: { show: false } } : {}),
         };
       });
       if (this.isStacked) {
@@ -420,6 +394,9 @@ var Charts = (() => {
 
     fillLegend() {
       this.legend.replaceChildren(this.at);
+      if (this.isHistogram) {
+        return;
+      }
       this.outputs = this.series.map(({ label, color, dash }, index) => {
         const button = make("button", "");
         button.type = "button";
@@ -450,6 +427,10 @@ var Charts = (() => {
 
     showValues(index) {
       const isOver = isNumber(index);
+      if (this.isHistogram) {
+        this.at.textContent = isOver ? this.binText(index) : this.totalText();
+        return;
+      }
       this.at.textContent = isOver ? `${this.xLabel} ${number(this.xs[index])}` : "";
       this.at.hidden = !isOver;
       this.series.forEach((each, place) => {
@@ -461,6 +442,11 @@ var Charts = (() => {
     }
 
     summary() {
+      if (this.isHistogram) {
+        const { counts, title, label } = this.options;
+        const most = counts.indexOf(Math.max(...counts));
+        return `${title || label || "histogram"}: ${this.totalText()} in ${counts.length} bins; most of them: ${this.binText(most)}.`;
+      }
       const parts = this.series.map((each) => {
         const values = each.values.filter(isNumber);
         if (values.length === 0) {
@@ -475,84 +461,48 @@ var Charts = (() => {
       return `${name} by ${this.xLabel} ${number(this.xs[0])} to ${number(this.xs[this.xs.length - 1])}. ${parts.join(". ")}.`;
     }
 
-    fillTable() {
-      const stride = Math.ceil(this.xs.length / TABLE_ROWS);
-      const rows = [];
-      for (let index = 0; index < this.xs.length; index += stride) {
-        rows.push([number(this.xs[index]), ...this.series.map((each) => this.format(each.values[index]))]);
-      }
-      const note = stride > 1 ? `every ${stride}th of ${this.xs.length} rows` : "";
-      this.writeTable([this.xLabel, ...this.series.map((each) => each.label)], rows, note);
-    }
-
     listenForClicks() {
       let pressed = 0;
       this.place.addEventListener("mousedown", (event) => (pressed = event.clientX));
-      this.place.addEventListener("mouseup", (event) => {
-        const index = this.plot.cursor.idx;
-        if (isNumber(index) && Math.abs(event.clientX - pressed) < 4) {
-          this.options.onSelect(this.xs[index]);
-        }
-      });
+      this.place.addEventListener("mouseup", (event) => Math.abs(event.clientX - pressed) < 4 && this.choose());
     }
-  }
 
-  // -- histograms
-
-  class Bins extends Frame {
-    constructor(element, options) {
-      super(element, options);
-      const { edges, counts } = options;
-      this.total = counts.reduce((sum, count) => sum + count, 0);
-      element.classList.toggle("without-values", this.total === 0);
-      if (this.total === 0) {
-        return;
+    /** What is under the cursor was clicked. */
+    choose() {
+      const index = this.plot.cursor.idx;
+      if (isNumber(index)) {
+        this.options.onSelect?.(this.xs[index]);
+        this.take(index, index);
       }
-      // bins of one whole number each: 1.5, 2.5, 3.5 hold 2 and 3
-      this.isWhole = edges.every((edge, index) => Number.isInteger(edge + 0.5) && (index === 0 || edge - edges[index - 1] === 1));
-      this.taken = null; // the first and the last bin that the pointer was dragged over
-      const most = Math.max(...counts);
-      this.bars = counts.map((count, index) => this.bar(index, (100 * count) / most));
-      const what = `${options.title || options.label || "histogram"}: ${number(this.total)} in ${counts.length} bins`;
-      this.place.setAttribute("aria-label", `${what}, at most ${number(most)} in ${this.binName(counts.indexOf(most))}`);
-      this.place.setAttribute("role", "group");
-      this.place.tabIndex = -1;
-      this.place.classList.add("bars");
-      this.place.append(...this.bars);
-      this.place.addEventListener("pointerup", () => this.endDrag(true));
-      this.place.addEventListener("pointercancel", () => this.endDrag(false));
-      this.place.addEventListener("pointerleave", (event) => {
-        this.endDrag(event.buttons !== 0); // dragged out of the plot
-        this.read();
-      });
-      const axis = make("div", "bars-axis");
-      axis.setAttribute("aria-hidden", "true");
-      const isEach = this.isWhole && counts.length <= 16;
-      const shown = isEach ? counts.map((_, index) => this.ends(index)[0]) : this.ends(0, counts.length - 1);
-      axis.classList.toggle("each", isEach);
-      axis.append(...shown.map((value) => make("span", "", number(value))));
-      this.place.after(axis);
-      this.read();
     }
 
-    bar(index, percentage) {
-      const bar = make(this.options.onTake ? "button" : "div", "bar");
-      bar.type = "button";
-      bar.tabIndex = index === 0 ? 0 : -1;
-      bar.setAttribute("aria-label", `${this.binName(index)}: ${number(this.options.counts[index])}`);
-      bar.style.setProperty("--height", `${percentage}%`);
-      bar.append(make("span", ""));
-      bar.addEventListener("focus", () => this.read(index));
-      bar.addEventListener("pointerenter", () => {
-        this.taken = this.taken && [this.taken[0], index];
-        this.read(...(this.taken ? this.range() : [index]));
-      });
-      bar.addEventListener("pointerdown", (event) => {
-        event.preventDefault();
-        this.taken = [index, index];
-        this.read(index);
-      });
-      return bar;
+    // -- bins
+
+    get total() {
+      return this.options.counts.reduce((sum, count) => sum + count, 0);
+    }
+
+    totalText() {
+      const { label, missing } = this.options;
+      return `${number(this.total)} ${label || ""}${missing ? `, ${number(missing)} without` : ""}`;
+    }
+
+    binText(index) {
+      const [first, last] = this.ends(index);
+      const count = this.options.counts[index];
+      return `${this.xLabel} ${first === last ? number(first) : `${number(first)} to ${number(last)}`}: ${number(count)} (${FORMATS.percent(count / this.total)})`;
+    }
+
+    /** The bin at a place of the plot (px). */
+    binAt(left) {
+      const { edges, counts } = this.options;
+      return Math.max(0, Math.min(counts.length - 1, edges.findLastIndex((edge) => edge <= this.plot.posToVal(left, "x"))));
+    }
+
+    /** Bins of one whole number each: 1.5, 2.5, 3.5 hold 2 and 3. */
+    get isWhole() {
+      const { edges } = this.options;
+      return edges.every((edge, index) => Number.isInteger(edge + 0.5) && (index === 0 || edge - edges[index - 1] === 1));
     }
 
     /** The lowest and the highest value of the bins from `low` to `high`. */
@@ -561,68 +511,27 @@ var Charts = (() => {
       return this.isWhole ? [edges[low] + 0.5, edges[high + 1] - 0.5] : [edges[low], edges[high + 1]];
     }
 
-    binName(low, high = low) {
-      const [first, last] = this.ends(low, high);
-      return first === last ? number(first) : `${number(first)} to ${number(last)}`;
-    }
-
-    range() {
-      return [Math.min(...this.taken), Math.max(...this.taken)];
-    }
-
-    endDrag(isTaken) {
-      const range = this.taken && this.range();
-      this.taken = null;
-      if (range && isTaken) {
-        this.take(...range);
-      }
-    }
-
     /** Hands on a function that makes a term of a query for a field. */
     take(low, high) {
-      const [first, last] = this.ends(low, high);
-      const upTo = this.isWhole || high === this.bars.length - 1 ? "<=" : "<";
-      this.options.onTake?.((field) => (first === last ? `${field}=${first}` : `${field}>=${first} and ${field}${upTo}${last}`));
-    }
-
-    onKey(event) {
-      const index = this.bars.indexOf(event.target);
-      const next = this.bars[{ ArrowLeft: index - 1, ArrowRight: index + 1, Home: 0, End: this.bars.length - 1 }[event.key]];
-      if (next) {
-        event.target.tabIndex = -1;
-        next.tabIndex = 0;
-        next.focus();
-      } else if (event.key === "Enter" || event.key === " ") {
-        this.take(index, index);
-      } else {
-        return;
+      if (this.isHistogram) {
+        const [first, last] = this.ends(low, high);
+        const upTo = this.isWhole || high === this.options.counts.length - 1 ? "<=" : "<";
+        this.options.onTake?.((field) => (first === last ? `${field}=${first}` : `${field}>=${first} and ${field}${upTo}${last}`));
       }
-      event.preventDefault();
     }
+  }
 
-    /** How many are in the bins from `low` to `high`; without them, in all. */
-    read(low = null, high = low) {
-      const { counts, label, missing } = this.options;
-      this.bars.forEach((bar, index) => bar.classList.toggle("taken", Boolean(this.taken) && index >= low && index <= high));
-      if (low === null) {
-        this.at.textContent = `${number(this.total)} ${label || ""}${missing ? `, ${number(missing)} without` : ""}`;
-        return;
-      }
-      const count = counts.slice(low, high + 1).reduce((sum, each) => sum + each, 0);
-      this.at.textContent = `${this.xLabel} ${this.binName(low, high)}: ${number(count)} (${FORMATS.percent(count / this.total)})`;
-    }
-
-    fillTable() {
-      this.writeTable([this.xLabel, "count"], this.options.counts.map((count, index) => [this.binName(index), String(count)]));
-    }
+  /** Counts as a series at the middles of their bins. */
+  function barsOf({ edges, counts, label, ...options }) {
+    return { ...options, x: counts.map((_, index) => (edges[index] + edges[index + 1]) / 2), series: [{ label: label || "count", values: counts }] };
   }
 
   watchTheme();
 
   return {
-    line: (element, options) => new Curves(element, options, false),
-    stacked: (element, options) => new Curves(element, options, true),
-    histogram: (element, options) => new Bins(element, options),
+    line: (element, options) => new Plot(element, options, "line"),
+    stacked: (element, options) => new Plot(element, options, "stacked"),
+    histogram: (element, options) => new Plot(element, options, "histogram"),
     alive,
     duration,
   };

@@ -1,8 +1,8 @@
 """The application behind the page: its files, and one GET per view, each answered in a thread.
 
-Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query), `superseded=1` (also
-what a resume left behind) and `until` (rows up to this seq only). A page that shows rows names its `until`, so what a run
-writes meanwhile moves nothing; /api/pulse says how much there is by now.
+Every answer over rollouts takes `run` (a name of /api/runs; left out: the first), `q` (a query) and `until` (rows up to this seq
+only). A page that shows rows names its `until`, so what a run writes meanwhile moves nothing; /api/pulse says how much there is by
+now.
 
 400 the query or a parameter is wrong (with the position of the mistake) | 404 no such run, group or rollout
 503 the store cannot be read, or all threads hang | 504 the deadline has passed
@@ -34,10 +34,9 @@ from grpo_async.utils.json_files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.format import call_tree, conversation
+from grpo_async.viewer.format import call_tree
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
-from grpo_async.viewer.text_diff import differences
 from grpo_async.viewer.token_colors import SWATCHES, ColorMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview
@@ -49,13 +48,12 @@ STATIC = Path(__file__).parents[1] / "static"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialView:
-    """What the page opens with, where its address names nothing: a view (home, run, groups), the query, the order (None: newest
-    first), and whether with what a resume left behind."""
+    """What the page opens with, where its address names nothing: a view (home, run, groups), the query, and the order (None: newest
+    first)."""
 
     view: str = "home"
     query: str = ""
     sort: str | None = None
-    superseded: bool = False
 
 
 class RequestParameters(BaseModel):
@@ -66,16 +64,12 @@ class RequestParameters(BaseModel):
     run: str = ""
     q: str = Field("", max_length=4000)
     until: int = Field(-1, ge=-1, le=2**53)  # -1: no bound
-    superseded: bool = False
     sort: str = Field("-seq", max_length=400)
     offset: int = Field(0, ge=0, le=2**53)
     limit: int = Field(100, ge=0, le=500)
     count: bool = False
     id: str = ""  # of a group or rollout; `seq` of the group finds one of two with the same id
     seq: int = Field(-1, ge=-1, le=2**53)
-    other_run: str = ""  # of the second of two rollouts
-    other_id: str = ""
-    other_seq: int = Field(-1, ge=-1, le=2**53)
     field: str = "reward"
     bins: int = Field(30, ge=1, le=200)
     k: int = Field(10, ge=1, le=100)
@@ -96,7 +90,6 @@ def _summary(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     table = source.table()
     return {
         "counts": table.count(EVERYTHING),
-        "counts_with_superseded": table.count(EVERYTHING, with_superseded=True),
         "notes": table.notes,
         "reward_names": table.reward_names(),
         "column_names": table.column_names(),
@@ -138,14 +131,12 @@ def _query(parameters: RequestParameters, until: int | None = None) -> Query:
 def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> dict[str, Any]:
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
-    table, superseded = source.table(), parameters.superseded
+    table = source.table()
     until = parameters.until if parameters.until >= 0 else max(_newest_seq(table), 0)
     query = _query(parameters, until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
-    rows = read(
-        query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit, with_superseded=superseded
-    )
-    counts = {"counts": table.count(query, with_superseded=superseded)} if parameters.count else {}
+    rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
+    counts = {"counts": table.count(query)} if parameters.count else {}
     return {"rows": rows, "offset": parameters.offset, "until": until, **counts}
 
 
@@ -164,7 +155,7 @@ def _group(source: Source, parameters: RequestParameters) -> dict[str, Any]:
         if parameters.seq >= 0:
             group = table.group_at(parameters.seq)
         elif parameters.id.removeprefix("-").isdecimal() and len(parameters.id) < 18:
-            group = table.group(int(parameters.id), with_superseded=parameters.superseded)
+            group = table.group(int(parameters.id))
         else:
             raise NotFoundError(f"id: '{parameters.id[:40]}' is not the number of a group")
     except RunError as error:
@@ -183,7 +174,7 @@ def _find_rollout(source: Source, parameters: RequestParameters) -> tuple[GroupR
         if parameters.seq >= 0:
             group = table.group_at(parameters.seq)
         else:
-            group, _ = table.rollout(wanted, with_superseded=parameters.superseded)
+            group, _ = table.rollout(wanted)
     except RunError as error:
         raise NotFoundError(str(error)) from error
     rollout = group.path(wanted)
@@ -192,46 +183,26 @@ def _find_rollout(source: Source, parameters: RequestParameters) -> tuple[GroupR
     return group, rollout
 
 
-def _described(source: Source, group: GroupRow, rollout: RolloutRow) -> dict[str, Any]:
-    summaries = source.table().rollout_summaries_at(group.seq)
-    return {"group": _without_rollouts(group), "rollout": _without_tokens(rollout), "summaries": summaries}
-
-
 def _rollout(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     """One rollout, or a branch of one, with all its tokens; `tree` has the calls of all branches, where there are any."""
     group, rollout = _find_rollout(source, parameters)
     root = group.path(root_id(rollout.rollout_id)) or rollout
     return {
-        **_described(source, group, rollout),
+        "group": _without_rollouts(group),
+        "rollout": _without_tokens(rollout),
+        "summaries": source.table().rollout_summaries_at(group.seq),
         "root": root.rollout_id,
         "tree": list(call_tree(group, root)) if root.branches else [],
         "tokens": token_view(rollout, source.texts()),
     }
 
 
-def _compare(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    """Two rollouts, perhaps of two runs; `pieces`: where their texts differ; `same`: the fraction of the characters that do not."""
-    other = {"id": parameters.other_id, "seq": parameters.other_seq}
-    asked = ((source, parameters), (source.beside(parameters.other_run), parameters.model_copy(update=other)))
-    sides = [(run, *_find_rollout(run, each)) for run, each in asked]
-    texts = [conversation(rollout.messages) for _, _, rollout in sides]
-    pieces = differences(*texts)
-    same = sum(len(text) for kind, text in pieces if kind == "same")
-    num_characters = len(texts[0]) + len(texts[1])
-    return {
-        "sides": [_described(*side) for side in sides],
-        "pieces": pieces,
-        "same": 2 * same / num_characters if num_characters else 1.0,
-    }
-
-
 def _histogram(source: Source, parameters: RequestParameters) -> object:
-    query, superseded = _query(parameters), parameters.superseded
-    return source.table().histogram(parameters.field, query, bins=parameters.bins, with_superseded=superseded)
+    return source.table().histogram(parameters.field, _query(parameters), bins=parameters.bins)
 
 
 def _steps(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return {"steps": source.table().by_step(_query(parameters), with_superseded=parameters.superseded)}
+    return {"steps": source.table().by_step(_query(parameters))}
 
 
 def _extremes(source: Source, parameters: RequestParameters) -> object:
@@ -239,7 +210,7 @@ def _extremes(source: Source, parameters: RequestParameters) -> object:
 
 
 def _prompt(source: Source, parameters: RequestParameters) -> dict[str, Any]:
-    return {"groups": source.table().same_prompt(parameters.hash, with_superseded=parameters.superseded)}
+    return {"groups": source.table().same_prompt(parameters.hash)}
 
 
 def _together(source: Source, parameters: RequestParameters) -> list[Source]:
@@ -255,7 +226,6 @@ _VIEWS: Mapping[str, Callable[[Source, RequestParameters], object]] = {
     "rollouts": _rollouts,
     "group": _group,
     "rollout": _rollout,
-    "compare": _compare,
     "histogram": _histogram,
     "steps": _steps,
     "extremes": _extremes,

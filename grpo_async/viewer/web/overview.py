@@ -20,7 +20,7 @@ from grpo_async.utils.text import count
 from grpo_async.viewer.format import conversation, prompt_of
 from grpo_async.viewer.report.headline import Headline, headline
 from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.report.plots import Drawing, curve, draw, held_out_plots
+from grpo_async.viewer.report.plots import Drawing, curve, draw
 from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 from grpo_async.viewer.report.sections import LEVELS, Learning, advice, learning
@@ -92,9 +92,8 @@ def page(source: Source) -> dict[str, Any]:
 
 
 def _main_plots(run: RunData) -> list[Drawing]:
-    plots = {each.name: each for each in held_out_plots([run])}
-    for plot in (plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS):
-        plots |= {each.name: each for each in draw(plot, [run])}
+    wanted = [plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS]
+    plots = {each.name: each for plot in wanted for each in draw(plot, [run])}
     return [plots[name] for name in _MAIN_PLOTS if name in plots][:_MAX_MAIN_PLOTS]
 
 
@@ -109,7 +108,6 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
     """
     runs = [on_axis(source.judged()[0], axis) for source in sources]
     chapters = [(each.title, [drawn for plot in each.plots for drawn in draw(plot, runs)]) for each in CHAPTERS]
-    chapters.insert(1, ("Held-out prompts", held_out_plots(runs)))
     drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
     names = {name for run in runs for name in run.names("")} - drawn - {"step"}
     others = [each for name in sorted(names) for each in draw(_plain(name), runs)]

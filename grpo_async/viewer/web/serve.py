@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import secrets
 import socket
@@ -24,7 +23,7 @@ from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.sources import Library
 
 DEFAULT_HOST = "127.0.0.1"
-_FIRST_OWN_PORT, _NUM_OWN_PORTS = 20_000, 10_000
+DEFAULT_PORT = 8642
 _GRACE_S = 2  # for answers that are being sent when it ends
 
 
@@ -37,7 +36,6 @@ def serve(
     open_browser: bool = False,
     query: str = "",
     sort: str | None = None,
-    superseded: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a web page about `runs` and return when a signal ends it. It opens with the run, where there is one; else with all.
@@ -45,12 +43,10 @@ def serve(
     Args:
         folder: the page shows what is below it, also what begins later; then `runs` is empty.
         host: address to listen on. Another than loopback lets other machines connect; that is said.
-        port: None: the one that belongs to these folders, so that a link to the page holds after the next start, or any free one
-            where that is taken; 0: any free one.
+        port: None: `DEFAULT_PORT`, or any free one where that is taken; 0: any free one.
         open_browser: show the page in the user's browser, too.
         query: the page opens with groups that it holds for,
-        sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first),
-        superseded: with what a resume left behind.
+        sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first).
         say: prints a line for the user; default: standard error.
 
     Raises:
@@ -64,13 +60,12 @@ def serve(
     if sort is not None:
         group_order(sort)
     say = say or _print
-    folders = [folder] if folder is not None else [run.rollouts for run in runs]
-    listener = _listen_at_own_port(folders, host) if port is None else listen(host, port)
+    listener = _listen_at_default(host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
     library = Library(runs, folder)
-    view = "groups" if query or sort or superseded else "run" if len(runs) == 1 else "home"
-    opening = InitialView(view=view, query=query, sort=sort, superseded=superseded)
+    view = "groups" if query or sort else "run" if len(runs) == 1 else "home"
+    opening = InitialView(view=view, query=query, sort=sort)
     address = f"http://{_in_url(host, bound_host)}:{bound_port}/"
     if not is_loopback(host):
         say(
@@ -120,16 +115,10 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def own_port(folders: Sequence[Path]) -> int:
-    """A port that is the same for the same folders at every start, below those that systems give out by themselves (from 32768)."""
-    names = "\0".join(str(folder.resolve()) for folder in folders)
-    return _FIRST_OWN_PORT + int.from_bytes(hashlib.sha256(names.encode()).digest()[:8]) % _NUM_OWN_PORTS
-
-
-def _listen_at_own_port(folders: Sequence[Path], host: str) -> socket.socket:
+def _listen_at_default(host: str) -> socket.socket:
     try:
-        return listen(host, own_port(folders))
-    except ConfigError:  # taken, most often by the page of the same run; where the host is wrong, this says so
+        return listen(host, DEFAULT_PORT)
+    except ConfigError:  # taken, most often by another inspector; where the host is wrong, this says so
         return listen(host, 0)
 
 

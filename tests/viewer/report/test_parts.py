@@ -15,7 +15,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
-from grpo_async.viewer.report.plots import Curve, curve, draw, held_out_plots, staleness_histograms
+from grpo_async.viewer.report.plots import Curve, curve, draw, staleness_histograms
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
@@ -83,7 +83,7 @@ def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is
     ]
     labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
     assert labels == ["pause", "transfer", "resume"]
-    assert draw(_plot("kl"), [_run(steps(3))]) == held_out_plots([_run(steps(3))]) == []
+    assert draw(_plot("kl"), [_run(steps(3))]) == draw(_plot("held-out"), [_run(steps(3))]) == []
 
 
 def test_the_histogram_of_staleness_weighs_steps_by_their_tokens() -> None:
@@ -147,8 +147,8 @@ def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores(
         for step, reward in ((0, 0.1), (10, 0.9))
     ]
     run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
-    reward, baseline = held_out_plots([run])[0].data["series"]
+    reward, baseline = draw(_plot("held-out"), [run])[0].data["series"]
     assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
     assert baseline["label"] == "always the most frequent answer"
     other = replace(run, label="b")
-    assert [each["label"] for each in held_out_plots([run, other])[0].data["series"]] == ["a", "b"]
+    assert [each["label"] for each in draw(_plot("held-out"), [run, other])[0].data["series"]] == ["a", "b"]

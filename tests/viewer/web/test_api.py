@@ -25,7 +25,7 @@ from grpo_async.store import RolloutStore
 from grpo_async.store.index import Index, Sql
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
-from grpo_async.viewer.web.serve import _listen_at_own_port, _open_in_browser, listen, own_port, serve
+from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
 from grpo_async.viewer.web.sources import Library
 from tests.store.builders import build_branched_rollout, build_group
 from tests.viewer.report.support import steps
@@ -344,16 +344,9 @@ def test_a_taken_port_and_a_wrong_query_are_said_before_anything_is_served(small
         serve([root], host="192.0.2.1")
 
 
-def test_a_run_has_its_own_port_so_that_links_hold_after_the_next_start(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    port = own_port([one])
-    assert port == own_port([tmp_path / "two" / ".." / "one"])
-    assert len({port, own_port([two]), own_port([one, two])}) == 3
-    assert 1024 < port < 32768  # not of those that a system gives to whoever asks for any
-    with _listen_at_own_port([one], "127.0.0.1") as first, _listen_at_own_port([one], "127.0.0.1") as second:
-        ports = [listener.getsockname()[1] for listener in (first, second)]
-    assert ports[0] == port or ports[0] >= 32768  # where somebody else has it
-    assert ports[1] != ports[0]
+def test_two_inspectors_take_two_ports() -> None:
+    with _listen_at_default("127.0.0.1") as first, _listen_at_default("127.0.0.1") as second:
+        assert first.getsockname()[1] != second.getsockname()[1]
 
 
 def test_beyond_loopback_addresses_are_answered_and_foreign_names_are_not(small: Path) -> None:

@@ -27,7 +27,6 @@ VIEWS = (
     "#/group?run=hostile&id=1",
     "#/rollout?run=hostile&id=g1-r0",
     "#/prompts?run=hostile",
-    "#/compare?run=hostile&a=hostile:g0-r0&b=hostile:g0-r1",
     "#/curves?run=hostile",
     "#/help?run=hostile",
 )
@@ -79,7 +78,6 @@ def test_markup_in_the_address_is_text(browser: Browser, inspected: Inspector) -
         for view in (
             f"rollouts?q={markup}",
             f"rollout?id={markup}",
-            f"compare?a={markup}:1&b=x:2",
             f"groups?run={markup}",
         ):
             go(page, f"#/{view}")

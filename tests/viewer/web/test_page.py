@@ -103,44 +103,43 @@ def test_a_mistake_is_marked_where_it_is_and_a_click_mends_it(browser: Browser, 
         assert [error for error in watched.errors if "400" not in error] == []
 
 
-def test_fields_and_their_values_are_suggested_while_one_writes(show: Show) -> None:
+def test_fields_and_their_values_go_on_from_what_one_writes(show: Show) -> None:
     page = show("#/rollouts?run=one")
-    page.click("#query")
-    page.keyboard.type("trained and rewa")
-    page.wait_for_selector("#suggestions li")
-    assert {"reward", "rewards['exact']"} <= set(page.locator("#suggestions code").all_inner_texts())
-    page.keyboard.press("Tab")
-    page.keyboard.type(">0")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("text=30 rollouts in 12 groups")
-    page.fill("#query", "")
-    page.click("#query")
-    page.keyboard.type("group_status = 'tr")  # a value is written as it stands: nothing is suggested within quotes
-    assert page.locator("#suggestions li").count() == 0
-    page.fill("#query", "")
-    page.keyboard.type("group_stat")
-    page.click("#suggestions li:has-text(\"group_status = 'trained'\")")
-    page.press("#query", "Enter")
-    page.wait_for_selector("text=48 rollouts in 12 groups")
+
+    def suggested(text: str) -> list[str]:
+        page.fill("#query", text)
+        return [each.get_attribute("value") or "" for each in page.locator("#suggestions option").all()]
+
+    assert {"trained and reward", "trained and rewards['exact']"} <= set(suggested("trained and rewa"))
+    assert "group_status = 'trained'" in suggested("group_stat")
+    assert suggested("group_status = 'tr") == []  # a value is written as it stands
 
 
-def test_a_click_on_a_bar_filters_and_dragging_takes_a_range(show: Show) -> None:
+def test_a_click_on_a_bar_filters_dragging_takes_a_range_and_keys_choose(show: Show) -> None:
     page = show("#/rollouts?run=one")
-    reward = page.locator(".chart", has=page.locator("h3", has_text=re.compile("^reward$"))).locator(".bar")
-    reward.first.click()
+    chart = page.locator(".chart", has=page.locator("h3", has_text=re.compile("^reward$")))
+
+    def x(fraction: float) -> tuple[float, float]:
+        box = chart.locator(".u-over").bounding_box()
+        assert box is not None
+        return box["x"] + fraction * box["width"], box["y"] + 20
+
+    page.wait_for_selector(".chart-at:has-text('48 rollouts')")
+    page.mouse.click(*x(0.01))
     page.wait_for_selector("text=18 rollouts in 9 groups")
     page = show("#/rollouts?run=one")
-    page.wait_for_selector(".chart-at:has-text('48 rollouts')")
-    first, last = reward.first.bounding_box(), reward.last.bounding_box()
-    assert first is not None
-    assert last is not None
-    page.mouse.move(first["x"] + 3, first["y"] + 20)
+    page.mouse.move(*x(0.01))
     page.mouse.down()
-    page.mouse.move(last["x"] + 3, last["y"] + 20, steps=4)
+    page.mouse.move(*x(0.99), steps=4)
     page.mouse.up()
     page.wait_for_function("() => location.hash.includes('reward%3E%3D')")
     ready(page)
     page.wait_for_selector("text=48 rollouts in 12 groups of 48")
+    page = show("#/rollouts?run=one")
+    chart.locator(".chart-plot").focus()
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=30 rollouts in 12 groups")
 
 
 def test_a_long_table_is_fetched_where_one_looks_and_its_place_has_an_address(show: Show) -> None:
@@ -259,40 +258,13 @@ def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show:
     assert "no: template, tool or environment" in page.locator(".tip").inner_text()
 
 
-# -- compare
-
-
-def test_the_difference_between_two_rollouts_is_marked(show: Show, inspected: Inspector) -> None:
-    page = show("#/group?run=one&id=3")
-    page.check("[aria-label='compare g3-r0']")
-    page.check("[aria-label='compare g3-r3']")
-    page.click("button:has-text('Compare two')")
-    page.wait_for_selector("h1:has-text('Compare')")
-    left, right = page.locator(".diff").all()
-    assert (left.inner_text(), right.inner_text()) == ("apple 2 0", "apple 2 3")
-    assert left.locator("del").all_inner_texts() == ["0"]
-    assert right.locator("ins").all_inner_texts() == ["3"]
-    found = inspected.json("api/group", id=3, run="one")["summaries"]
-    first, last = (next(each["reward"] for each in found if each["rollout_id"] == name) for name in ("g3-r0", "g3-r3"))
-    assert first > last
-    assert "good" in (left.get_attribute("class") or "").split(), "green is what has the higher reward"
-    assert "bad" in (right.get_attribute("class") or "").split()
-    page.click("button:has-text('Swap')")
-    page.wait_for_selector(".sides > :first-child .diff.bad")
-
-
-def test_the_same_prompt_is_compared_between_steps_and_between_runs(show: Show) -> None:
+def test_the_same_prompt_is_followed_over_steps_and_runs(show: Show) -> None:
     page = show("#/group?run=one&id=3")
     page.click("text=Same prompt in other steps")
     page.wait_for_selector("h1:has-text('Same prompt')")
     listed = [text.split("\t") for text in page.locator("tbody tr").all_inner_texts()]
     assert {"one", "two", "long"} <= {name for cells in listed for name in cells}
-    page.check("[aria-label='left: step 1, group 0'] >> nth=0")
-    page.check("tr:has-text('two') >> [aria-label='right: step 4, group 9']")
-    page.click("button:has-text('Compare left and right')")
-    page.wait_for_selector("h1:has-text('Compare')")
-    assert page.locator(".diff del").all_inner_texts() == ["apple 1"]
-    assert page.locator(".diff ins").all_inner_texts() == ["banana 4"]
+    assert page.locator(".chart canvas").count() == 1
 
 
 # -- live
@@ -314,43 +286,6 @@ def test_new_rows_are_told_and_move_nothing_until_asked(browser: Browser, tmp_pa
         page.keyboard.press("r")
         page.wait_for_selector("text=36 rollouts in 9 groups")
         assert rows(page)[:4] == ["52", "51", "50", "5"]
-
-
-# -- what a resume left behind
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inspector]:
-    """Step 2 twice: groups 3 to 5 as seq 3 to 5 ("old 2 0", ...), superseded, and as seq 6 to 8 ("new 2 0", ...)."""
-    root = write_run(tmp_path_factory.mktemp("runs") / "run", num_steps=2, word="old")
-    with RolloutStore(RunDir(root).rollouts) as store:
-        store.supersede_from(3, step=1)
-        append_steps(store, [2], word="new", first=3)
-    with serving(root) as running:
-        yield running
-
-
-def test_a_superseded_rollout_opens_from_the_table_and_by_its_link(browser: Browser, resumed: Inspector) -> None:
-    with opened(browser, resumed, "#/rollouts?run=run&superseded=1&sort=seq%2Cindex&q=group_id%3D3") as watched:
-        page = watched.page
-        page.wait_for_selector("text=8 rollouts in 2 groups")
-        page.click(".grid-row.superseded a:has-text('g3-r1')")
-        page.wait_for_selector("h1:has-text('g3-r1')")
-        page.reload()
-        page.wait_for_selector(".heading .badge:has-text('superseded')")
-        page.keyboard.press("m")
-        page.wait_for_selector("main :text('old 2 1')")
-        page.keyboard.press("]")
-        page.wait_for_selector("h1:has-text('g3-r2')")
-        page.wait_for_selector(".heading .badge:has-text('superseded')")
-        page.keyboard.press("Escape")
-        page.wait_for_selector("h1:has-text('Group 3')")
-        page.wait_for_selector(".card-text:has-text('old 2 2')")
-        page.check("[aria-label='compare g3-r0']")
-        page.check("[aria-label='compare g3-r3']")
-        page.click("button:has-text('Compare two')")
-        page.wait_for_selector(".diff")
-        assert [each.inner_text() for each in page.locator(".diff").all()] == ["old 2 0", "old 2 3"]
 
 
 # -- the run itself
@@ -420,7 +355,6 @@ def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
         assert zoomed["min"] > 1
         assert zoomed["max"] < 10
         reward.locator(".chart-legend button:has-text('lowest')").click()
-        reward.locator(".chart-table summary").click()
         if view == "curves":
             page.click("summary:has-text('The pipeline')")
             page.click("summary:has-text('Further metrics')")
@@ -429,7 +363,7 @@ def test_a_live_update_keeps_what_was_zoomed_hidden_opened_and_scrolled(
         top = page.evaluate("document.querySelector('main').scrollTop")
         write_metrics(run.root, 0.875, first=11)
         look_for_news(page)
-        page.wait_for_selector(f"{place} .chart-table td:has-text('0.875')")
+        page.wait_for_selector(f"{place} .chart-legend:has-text('0.875')")
         assert page.evaluate(_ZOOM) == zoomed
         assert reward.locator("[aria-pressed=false]").all_inner_texts()[0].startswith("lowest")
         assert page.evaluate("document.activeElement.className") == "chart-plot"
@@ -481,8 +415,6 @@ def test_home_says_which_runs_learn_and_before_and_after_is_one_click_away(
         first = page.locator(".pairs > .panel").first
         assert [each.inner_text() for each in first.locator(".sides .block").all()] == ["I guess 3", "1 + 1 = 2"]
         assert first.locator(".sides > .good .badge").inner_text() == "reward 1"
-        first.locator("text=differences").click()
-        page.wait_for_selector("h1:has-text('Compare')")
 
 
 def test_a_run_is_shown_as_a_whole_and_runs_are_laid_over_each_other(browser: Browser, learned: Inspector) -> None:

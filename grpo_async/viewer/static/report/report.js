@@ -9,16 +9,7 @@
     Charts[options.kind](document.getElementById(place), options);
   }
 
-  // what a plot shows and its numbers: side by side below it
-  for (const explained of document.querySelectorAll(".plot > .explained")) {
-    const numbers = explained.parentElement.querySelector(".chart-table");
-    const foot = document.createElement("div");
-    foot.className = "plot-foot";
-    explained.replaceWith(foot);
-    foot.append(...(numbers ? [numbers] : []), explained);
-  }
-
-  // a printed report shows what is folded, too: rollouts, not the tables of numbers
+  // a printed report shows what is folded, too
   let folded = [];
   window.addEventListener("beforeprint", () => {
     folded = [...document.querySelectorAll("#rollouts details:not([open])")];

@@ -89,14 +89,3 @@ function stored(work) {
     return null; // a browser that stores nothing
   }
 }
-
-/** A rollout as one parameter: "run:seq:id". `seq` of its group tells one from another of the same id, which a resume left behind. */
-export function place(run, id, seq) {
-  return `${run}:${seq}:${id}`;
-}
-
-/** Of `place`, or of "run:id" as a person writes it; an id holds no colon. */
-export function placed(value) {
-  const found = /^(.*?):(?:(\d+):)?([^:]*)$/s.exec(value || "");
-  return found ? { run: found[1], seq: found[2], id: found[3] } : {};
-}

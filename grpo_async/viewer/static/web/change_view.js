@@ -1,6 +1,6 @@
 /* The same held-out prompts before and after training, side by side. */
 
-import { address, get, go, place } from "./api.js";
+import { address, get, go } from "./api.js";
 import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, plural, select, spacer, text } from "./dom.js";
 import { longText } from "./messages.js";
 
@@ -55,9 +55,8 @@ export function pair({ prompt, columns, sides }) {
       longText(each.text),
     );
   const known = Object.entries(columns).map(([name, value]) => hint(`${oneLine(name, 40)} = ${oneLine(typeof value === "string" ? value : JSON.stringify(value), 120)}`));
-  const compare = address("compare", { run: before.run, a: place(before.run, before.id, before.seq), b: place(after.run, after.id, after.seq) });
   return panel(
-    h("div", { class: "row" }, text(prompt, "block"), known, spacer(), link(compare, "differences")),
+    h("div", { class: "row" }, text(prompt, "block"), known),
     h("div", { class: "sides" }, side(before, after), side(after, before)),
   );
 }

@@ -206,10 +206,6 @@ export function badge(status, given = null) {
   return h("span", { class: `badge ${given ?? level}`.trim(), title }, status);
 }
 
-export function supersededBadge(row) {
-  return row.superseded ? badge("superseded") : null;
-}
-
 /** A button that copies what `content` gives; it says so for a moment. */
 export function copyButton(label, content) {
   const element = button(`Copy ${label}`, async (event) => {

@@ -2,7 +2,7 @@
 
 import { address, get, go, note } from "./api.js";
 import { columnsOf } from "./columns.js";
-import { button, checkbox, empty, fill, h, hiddenHeading, number, part, plural, wrongQuery } from "./dom.js";
+import { button, empty, fill, h, hiddenHeading, number, part, plural, wrongQuery } from "./dom.js";
 import { Grid } from "./grid.js";
 import { QueryBox, mapEntry, withTerm } from "./query_box.js";
 
@@ -50,14 +50,14 @@ class Explorer {
     this.counts = h("span", { class: "hint", role: "status" });
     this.plots = h("div", { class: "plots" });
     this.place = h("div", { class: "grid-place" });
-    const over = h("div", { class: "row" }, this.counts, this.news, this.supersededBox());
+    const over = h("div", { class: "row" }, this.counts, this.news);
     fill(this.main, hiddenHeading(this.title), this.notes.element, this.box.element, this.quick(), this.chartBox(), over, this.place);
     this.read(await rows);
   }
 
   parametersNow(changes = {}) {
-    const { run, q, superseded, charts } = this.parameters;
-    return { run, q, sort: this.sort === "-seq" ? null : this.sort, superseded, charts, ...changes };
+    const { run, q, charts } = this.parameters;
+    return { run, q, sort: this.sort === "-seq" ? null : this.sort, charts, ...changes };
   }
 
   leaveTo(changes) {
@@ -65,8 +65,8 @@ class Explorer {
   }
 
   question(changes = {}) {
-    const { run, q, superseded } = this.parameters;
-    return { run, q, superseded, until: this.until, ...changes };
+    const { run, q } = this.parameters;
+    return { run, q, until: this.until, ...changes };
   }
 
   /** `answer`: the first page with its numbers, or the error that came instead. */
@@ -83,7 +83,7 @@ class Explorer {
     const { counts } = answer;
     this.until = String(answer.until);
     this.total = this.kind === "groups" ? counts.groups : counts.rollouts;
-    const all = this.parameters.superseded ? this.summary.counts_with_superseded : this.summary.counts;
+    const all = this.summary.counts;
     const of = this.parameters.q ? ` of ${number(all.rollouts)} in ${number(all.groups)}` : "";
     fill(this.counts, h("strong", {}, `${plural(counts.rollouts, "rollout")} in ${plural(counts.groups, "group")}`), of);
     this.chartDetails.hidden = this.total === 0;
@@ -98,13 +98,13 @@ class Explorer {
   }
 
   showGrid(firstRows) {
-    const { run, superseded } = this.parameters;
+    const { run } = this.parameters;
     const load = async (offset, limit) =>
       offset === 0 ? firstRows : (await get(this.kind, this.question({ sort: this.sort, offset, limit }), this.signal)).rows;
     const href = ({ seq, group_id, rollout_id }) =>
       this.kind === "groups"
-        ? address("group", { run, id: group_id, seq, superseded })
-        : address("rollout", { run, id: rollout_id, seq, superseded });
+        ? address("group", { run, id: group_id, seq })
+        : address("rollout", { run, id: rollout_id, seq });
     this.grid = new Grid({
       label: this.title,
       columns: columnsOf(this.kind, this.summary.reward_names),
@@ -138,12 +138,6 @@ class Explorer {
     return h("div", { class: "row quick", role: "group", "aria-label": "Common queries" }, QUICK[this.kind].map(chip));
   }
 
-  supersededBox() {
-    const more = this.summary.counts_with_superseded.rollouts - this.summary.counts.rollouts;
-    const take = (isOn) => this.leaveTo({ superseded: isOn ? 1 : null });
-    return more ? checkbox(`with ${number(more)} superseded by a resume`, Boolean(this.parameters.superseded), take) : null;
-  }
-
   chartBox() {
     const isOpen = this.parameters.charts ? this.parameters.charts === "1" : window.innerWidth >= 700 && window.innerHeight >= 600;
     const box = h("details", { class: "chart-box", open: isOpen }, h("summary", { class: "hint small" }, "Charts: click or drag to filter"), this.plots);
@@ -171,7 +165,7 @@ class Explorer {
     const histogram = (field, bins) => async (place) => {
       const { edges, counts, num_null: missing } = await get("histogram", this.question({ field, bins }), this.signal);
       const onTake = (term) => this.narrow(field, term(field));
-      this.charts.push(Charts.histogram(place, { title: field, xLabel: field, label: "rollouts", edges, counts, missing, onTake }));
+      this.charts.push(Charts.histogram(place, { title: field, xLabel: field, label: "rollouts", height: 104, edges, counts, missing, onTake }));
     };
     fill(this.plots, draw(histogram("reward", 24)), draw(histogram("staleness", 12)), draw((place) => this.drawSteps(place)));
   }

@@ -84,13 +84,13 @@ export class Grid {
 
   row(index) {
     const row = this.rowAt(index);
-    const states = { chosen: index === this.chosen, superseded: row && row.superseded };
+    const isChosen = index === this.chosen;
     const element = h("div", {
-      class: ["grid-row", ...Object.keys(states).filter((name) => states[name])].join(" "),
+      class: isChosen ? "grid-row chosen" : "grid-row",
       role: "row",
       id: `row-${index}`,
       "aria-rowindex": index + 2,
-      "aria-selected": String(states.chosen),
+      "aria-selected": String(isChosen),
     });
     element.style.top = `${index * this.rowHeight}px`;
     if (!row) {

@@ -1,9 +1,9 @@
 /* One group: its prompt, and its rollouts side by side. */
 
-import { address, get, note, place } from "./api.js";
+import { address, get, note } from "./api.js";
 import {
-  badge, button, checkbox, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range,
-  select, signed, spacer, span, statistics, supersededBadge,
+  badge, copyLink, fill, h, heading, hint, link, named, number, oneLine, panel, percent, plural, range, select, signed, spacer,
+  span, statistics,
 } from "./dom.js";
 import { message, promptOf, trace } from "./messages.js";
 
@@ -15,18 +15,15 @@ const ORDERS = {
 };
 
 export async function groupView({ app, main, parameters, signal }) {
-  const { run, id, seq, superseded } = parameters;
-  const { summary, group, rollouts, summaries } = await get("group", { run, id, seq, superseded }, signal);
+  const { run, id, seq } = parameters;
+  const { summary, group, rollouts, summaries } = await get("group", { run, id, seq }, signal);
   const cards = h("div", { class: "tiles" });
   const byId = new Map(rollouts.map((each) => [each.rollout_id, each]));
-  const taken = new Set();
   let order = parameters.order in ORDERS ? parameters.order : "index";
   let chosen = -1;
 
   const sorted = () => [...summaries].sort(ORDERS[order][1]);
-  const comparison = (a, b) => address("compare", { run, a: place(run, a, group.seq), b: place(run, b, group.seq) });
-  const rolloutAddress = (each) => address("rollout", { run, id: each.rollout_id, seq: group.seq, superseded });
-  const compare = button("Compare two", () => (location.hash = comparison(...taken)), { disabled: true });
+  const rolloutAddress = (each) => address("rollout", { run, id: each.rollout_id, seq: group.seq });
 
   function draw() {
     fill(cards, sorted().map(card));
@@ -34,10 +31,6 @@ export async function groupView({ app, main, parameters, signal }) {
 
   function card(each, index) {
     const rollout = byId.get(each.rollout_id);
-    const take = (isTaken) => {
-      taken[isTaken ? "add" : "delete"](each.rollout_id);
-      compare.disabled = taken.size !== 2;
-    };
     const level = each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "";
     return h(
       "article",
@@ -47,8 +40,6 @@ export async function groupView({ app, main, parameters, signal }) {
         { class: "row" },
         h("strong", {}, link(rolloutAddress(each), oneLine(each.rollout_id, 60))),
         badge(each.status),
-        spacer(),
-        checkbox("compare", taken.has(each.rollout_id), take, { "aria-label": `compare ${each.rollout_id}` }),
       ),
       h(
         "div",
@@ -71,17 +62,14 @@ export async function groupView({ app, main, parameters, signal }) {
     draw();
   };
   const orders = Object.entries(ORDERS).map(([name, [label]]) => [name, label]);
-  const scored = summaries.filter((each) => each.reward !== null).sort(ORDERS.best[1]);
-  const extremes = scored.length > 1 ? comparison(scored[0].rollout_id, scored[scored.length - 1].rollout_id) : null;
   const changed = rollouts.length > 0 && rollouts.every((each) => each.reset_messages);
   fill(
     main,
     heading(
       `Group ${group.group_id}`,
       badge(group.status),
-      supersededBadge(summary),
       spacer(),
-      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash, superseded }) }, "Same prompt in other steps"),
+      h("a", { class: "button", href: address("prompt", { run, hash: summary.prompt_hash }) }, "Same prompt in other steps"),
       copyLink(),
     ),
     statistics([
@@ -105,9 +93,6 @@ export async function groupView({ app, main, parameters, signal }) {
       { class: "row heading" },
       h("h2", {}, plural(summaries.length, "rollout")),
       select({ "aria-label": "Order" }, orders, order, reorder),
-      spacer(),
-      extremes ? h("a", { class: "button", href: extremes }, "Compare best and worst") : null,
-      compare,
     ),
     cards,
   );

@@ -4,7 +4,6 @@ import { ApiError, DEFAULT_VIEW, address, current, get, go, openSession } from "
 import { announce, button, empty, fill, h, link, select, spacer } from "./dom.js";
 import { Pulse } from "./pulse.js";
 import { changeView } from "./change_view.js";
-import { compareView } from "./compare_view.js";
 import { curvesView } from "./curves_view.js";
 import { explorerView } from "./explorer_view.js";
 import { configView, logsView } from "./files_view.js";
@@ -26,7 +25,6 @@ const VIEWS = {
   rollout: rolloutView,
   prompts: promptsView,
   prompt: promptView,
-  compare: compareView,
   curves: curvesView,
   logs: logsView,
   config: configView,
@@ -42,7 +40,7 @@ const TABS = {
   logs: "Logs",
   config: "Settings",
 };
-const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts", compare: "prompts" }; // of views about one thing
+const TAB_OF = { group: "groups", rollout: "rollouts", prompt: "prompts" }; // of views about one thing
 
 const app = { runs: [], names: [], run: null, list: null };
 const main = document.getElementById("main");
@@ -74,8 +72,8 @@ async function start() {
   }
   Object.assign(app, { runs: found.runs, names: found.names });
   if (!location.hash) {
-    const { view: opening, query, sort, superseded } = found.opening;
-    history.replaceState(null, "", address(opening, { q: query, sort, superseded }));
+    const { view: opening, query, sort } = found.opening;
+    history.replaceState(null, "", address(opening, { q: query, sort }));
   }
   pulse = new Pulse(askForToken);
   const tabKeys = Object.keys(TABS).map((tab, index) => [index + 1, () => (location.hash = tabAddress(tab))]);
@@ -146,9 +144,9 @@ async function show(event = null) {
 function tabAddress(tab) {
   const { view: from, parameters } = current();
   const keeps = ["groups", "rollouts", "prompts"];
-  const { q, superseded } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
+  const { q } = keeps.includes(tab) && keeps.includes(from) ? parameters : {};
   const run = ["run", "change"].includes(tab) ? app.run?.split("@")[0] : app.run;
-  return address(tab, { run, q, superseded: tab === "prompts" ? null : superseded });
+  return address(tab, { run, q });
 }
 
 function drawBar(name) {

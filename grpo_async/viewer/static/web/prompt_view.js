@@ -1,67 +1,45 @@
-/* One prompt over the steps of all runs that are open here: how its reward moved, and two of its groups to compare. */
+/* One prompt over the steps of all runs that are open here: how its reward moved. */
 
-import { address, get, place } from "./api.js";
-import { badge, button, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
+import { address, get } from "./api.js";
+import { badge, copyLink, empty, fill, h, heading, hint, link, number, oneLine, panel, percent, plural, range, spacer, span, table } from "./dom.js";
 import { message, promptOf } from "./messages.js";
 
 const MOST_RUNS = 8; // that are looked through, the newest
 
 export async function promptView({ app, main, parameters, signal }) {
-  const { run, hash, superseded } = parameters;
+  const { run, hash } = parameters;
   const others = parameters.with ? parameters.with.split(",") : app.runs.slice(0, MOST_RUNS).map((each) => each.name);
   const names = [run, ...others.filter((name) => name !== run)];
-  const groupsOf = async (name) => (await get("prompt", { run: name, hash, superseded }, signal)).groups.map((group) => ({ ...group, run: name }));
+  const groupsOf = async (name) => (await get("prompt", { run: name, hash }, signal)).groups.map((group) => ({ ...group, run: name }));
   const groups = (await Promise.all(names.map(groupsOf))).flat();
   const up = () => app.list || address("groups", { run });
   if (groups.length === 0) {
     fill(main, empty("No group has this prompt.", link(up(), "Back")));
     return { title: "Prompt" };
   }
-  const read = (each) => get("group", { run: each.run, id: each.group_id, seq: each.seq }, signal);
-  const { group, rollouts } = await read(groups[0]);
+  const [{ run: first, group_id: id, seq }] = groups;
+  const { group, rollouts } = await get("group", { run: first, id, seq }, signal);
   const isMany = new Set(groups.map((each) => each.run)).size > 1;
-  const chosen = { left: groups[0], right: groups[groups.length - 1] };
-
-  /** The best rollout of each of the two. */
-  async function compare() {
-    const best = async (each) => {
-      const { summaries } = await read(each);
-      const first = summaries.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity))[0];
-      return place(each.run, first.rollout_id, each.seq);
-    };
-    location.hash = address("compare", { run, a: await best(chosen.left), b: await best(chosen.right) });
-  }
-
-  const radio = (side, each) => {
-    const label = `${side}: step ${each.step ?? "none"}, group ${each.group_id}`;
-    const on = { change: () => (chosen[side] = each) };
-    return h("input", { type: "radio", name: side, checked: chosen[side] === each, "aria-label": label, on });
-  };
   const row = (each) => [
-    radio("left", each),
-    radio("right", each),
     ...(isMany ? [oneLine(each.run, 40)] : []),
     badge(each.status),
     number(each.step),
-    link(address("group", { run: each.run, id: each.group_id, seq: each.seq, superseded }), String(each.group_id)),
+    link(address("group", { run: each.run, id: each.group_id, seq: each.seq }), String(each.group_id)),
     number(each.reward_mean),
     range(each.reward_min, each.reward_max),
     number(each.num_tokens_mean, 1),
     percent(each.num_truncated / each.size),
     span(each.version_min, each.version_max),
   ];
-  const heads = ["left", "right", ...(isMany ? ["run"] : []), "status", "#step", "#group", "#reward", "#min – max", "#length", "#truncated", "#versions"];
+  const heads = [...(isMany ? ["run"] : []), "status", "#step", "#group", "#reward", "#min – max", "#length", "#truncated", "#versions"];
   const chart = h("div", {});
-  const foot = button("Compare left and right", compare, { class: "primary" });
   fill(
     main,
     heading("Same prompt", hint(plural(groups.length, "group")), spacer(), copyLink()),
     panel(promptOf(group, rollouts[0] || {}).map((each) => message(each))),
     groups.length > 1 ? panel(chart) : null,
     table(heads, groups.map(row)),
-    groups.length > 1
-      ? h("p", {}, foot, hint(" the best rollout of each"))
-      : h("p", { class: "hint" }, "The prompt was used once. Start the inspector with several runs to compare them."),
+    groups.length > 1 ? null : h("p", { class: "hint" }, "The prompt was used once."),
   );
   const drawn = groups.length > 1 ? drawChart(chart, groups) : null;
   return { title: "Same prompt", up, leave: () => drawn?.destroy() };

@@ -1,16 +1,12 @@
-/* The query: a text box with suggestions of fields and words, and the server's words under it where there is a mistake. */
+/* The query: a text box that suggests fields and words, and the server's words under it where there is a mistake. */
 
 import { button, fill, h } from "./dom.js";
-
-const MOST_SUGGESTIONS = 9;
 
 export class QueryBox {
   /** `names`: further fields of this run, {name, help}. `onChange` is called with the text that was entered. */
   constructor({ app, names, value, onChange }) {
     this.entries = entries(app, names);
     this.onChange = onChange;
-    this.chosen = -1;
-    this.shown = [];
     this.input = h("input", {
       id: "query",
       type: "text",
@@ -19,19 +15,11 @@ export class QueryBox {
       autocomplete: "off",
       autocapitalize: "off",
       spellcheck: "false",
-      role: "combobox",
-      "aria-expanded": "false",
-      "aria-autocomplete": "list",
-      "aria-controls": "suggestions",
+      list: "suggestions",
       "aria-describedby": "query-problem",
-      on: {
-        input: () => this.suggest(),
-        keydown: (event) => this.onKey(event),
-        blur: () => setTimeout(() => this.close(), 150),
-        click: () => this.suggest(),
-      },
+      on: { input: () => this.suggest(), keydown: (event) => event.key === "Escape" && this.input.blur() },
     });
-    this.list = h("ul", { id: "suggestions", role: "listbox", class: "floating bare", hidden: true, "aria-label": "Fields and words" });
+    this.list = h("datalist", { id: "suggestions" });
     this.problem = h("div", { id: "query-problem", class: "bad", role: "alert" });
     const enter = h("button", { type: "submit", class: "primary" }, "Filter");
     this.element = h(
@@ -50,7 +38,6 @@ export class QueryBox {
   }
 
   enter() {
-    this.close();
     this.onChange(this.input.value.trim());
   }
 
@@ -76,91 +63,14 @@ export class QueryBox {
     this.set(text.slice(0, error.position) + name + text.slice(error.position + error.length));
   }
 
+  /** The query with each field or word in the place of what is being written; the browser shows those that go on from it. */
   suggest() {
-    const { start, word } = this.word();
-    const lower = word.toLowerCase();
-    const rank = ({ name }) => (name.toLowerCase().startsWith(lower) ? 0 : 1);
-    this.shown = lower
-      ? this.entries
-          .filter(({ name }) => name.toLowerCase().includes(lower) && name !== word)
-          .sort((left, right) => rank(left) - rank(right))
-          .slice(0, MOST_SUGGESTIONS)
-      : [];
-    this.start = start;
-    this.chosen = -1;
-    this.draw();
-  }
-
-  /** What is being written at the caret, if it could be a field. */
-  word() {
-    const before = this.input.value.slice(0, this.input.selectionStart);
-    const found = /[A-Za-z_][\w.]*$/.exec(before);
-    const isQuoted = (before.match(/'/g) || []).length % 2 === 1;
-    return found && !isQuoted ? { start: found.index, word: found[0] } : { start: before.length, word: "" };
-  }
-
-  draw() {
-    const isOpen = this.shown.length > 0;
-    this.list.hidden = !isOpen;
-    this.input.setAttribute("aria-expanded", String(isOpen));
-    this.input.removeAttribute("aria-activedescendant");
-    if (this.chosen >= 0) {
-      this.input.setAttribute("aria-activedescendant", `suggestion-${this.chosen}`);
-    }
-    fill(
-      this.list,
-      this.shown.map((entry, index) =>
-        h(
-          "li",
-          {
-            id: `suggestion-${index}`,
-            role: "option",
-            "aria-selected": String(index === this.chosen),
-            on: { mousedown: (event) => (event.preventDefault(), this.take(index)) },
-          },
-          h("code", {}, entry.name),
-          h("span", { class: "hint" }, entry.help),
-        ),
-      ),
-    );
-  }
-
-  take(index) {
-    const end = this.input.selectionStart;
-    const { name } = this.shown[index];
-    this.input.value = this.input.value.slice(0, this.start) + name + this.input.value.slice(end);
-    this.input.selectionStart = this.input.selectionEnd = this.start + name.length;
-    this.close();
-    this.input.focus();
-  }
-
-  close() {
-    this.shown = [];
-    this.draw();
-  }
-
-  onKey(event) {
-    const last = this.shown.length - 1;
-    if (event.key === "Escape") {
-      if (last >= 0) {
-        this.close();
-      } else {
-        this.input.blur();
-      }
-    } else if (event.key === "ArrowDown" && last >= 0) {
-      this.chosen = this.chosen >= last ? 0 : this.chosen + 1;
-      this.draw();
-    } else if (event.key === "ArrowUp" && last >= 0) {
-      this.chosen = this.chosen <= 0 ? last : this.chosen - 1;
-      this.draw();
-    } else if (event.key === "Tab" && last >= 0 && !event.shiftKey) {
-      this.take(Math.max(0, this.chosen));
-    } else if (event.key === "Enter" && this.chosen >= 0) {
-      this.take(this.chosen);
-    } else {
-      return;
-    }
-    event.preventDefault();
+    const text = this.input.value;
+    const [word] = /[A-Za-z_][\w.]*$/.exec(text) || [""];
+    const isQuoted = (text.match(/'/g) || []).length % 2 === 1;
+    const fitting = word && !isQuoted ? this.entries.filter(({ name }) => name.toLowerCase().startsWith(word.toLowerCase())) : [];
+    const before = text.slice(0, text.length - word.length);
+    fill(this.list, fitting.map(({ name, help }) => h("option", { value: before + name }, help)));
   }
 }
 

@@ -1,9 +1,9 @@
 /* One rollout, turn by turn: its tokens in colors, its tool calls folded, its statistics at the side. */
 
-import { address, get, memory, note, place } from "./api.js";
+import { address, get, memory, note } from "./api.js";
 import {
   badge, button, copyButton, copyLink, fill, h, heading, hint, link, named, number, oneLine, percent, plural, select, signed,
-  spacer, span, statistics, supersededBadge, text, visible,
+  spacer, span, statistics, text, visible,
 } from "./dom.js";
 import { longText, message, promptOf, toolCall, trace } from "./messages.js";
 import { Tokens, turnPlaces } from "./tokens.js";
@@ -11,8 +11,8 @@ import { Tokens, turnPlaces } from "./tokens.js";
 const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
 
 export async function rolloutView({ main, parameters, signal }) {
-  const { run, id, seq, superseded } = parameters;
-  const { group, rollout, root, tree, summaries, tokens: data } = await get("rollout", { run, id, seq, superseded }, signal);
+  const { run, id, seq } = parameters;
+  const { group, rollout, root, tree, summaries, tokens: data } = await get("rollout", { run, id, seq }, signal);
   const at = summaries.findIndex((each) => each.rollout_id === root);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
@@ -26,7 +26,7 @@ export async function rolloutView({ main, parameters, signal }) {
   const tools = h("div", { class: "row token-tools" });
   let turnChosen = -1;
 
-  const remember = () => note("rollout", { run, id, seq, superseded, color, show: isTrace ? "trace" : "tokens" });
+  const remember = () => note("rollout", { run, id, seq, color, show: isTrace ? "trace" : "tokens" });
   const colorBy = (mode) => {
     color = colors.value = mode;
     memory.set("color", mode);
@@ -78,7 +78,7 @@ export async function rolloutView({ main, parameters, signal }) {
       h(
         "li",
         { class: "small", vars: { "--depth": each.depth } },
-        each.is_path ? link(address("rollout", { run, id: each.rollout_id, seq: group.seq, superseded }), oneLine(each.text)) : oneLine(each.text),
+        each.is_path ? link(address("rollout", { run, id: each.rollout_id, seq: group.seq }), oneLine(each.text)) : oneLine(each.text),
       );
     return h("details", { class: "panel", open: true }, h("summary", {}, h("h2", {}, "Calls in all branches")), h("ul", { class: "call-tree bare" }, tree.map(line)));
   }
@@ -117,22 +117,21 @@ export async function rolloutView({ main, parameters, signal }) {
   const goTo = (by) => {
     const neighbor = summaries[at + by];
     if (neighbor) {
-      location.hash = address("rollout", { run, id: neighbor.rollout_id, seq: group.seq, superseded, color });
+      location.hash = address("rollout", { run, id: neighbor.rollout_id, seq: group.seq, color });
     }
   };
   const moveTurn = (by) => {
     turnChosen = Math.max(0, Math.min(rollout.turns.length - 1, turnChosen + by));
     document.getElementById(`turn-${turnChosen}`)?.scrollIntoView({ block: "start" });
   };
-  const groupAddress = address("group", { run, id: group.group_id, seq: group.seq, superseded });
+  const groupAddress = address("group", { run, id: group.group_id, seq: group.seq });
 
   fill(
     main,
     heading(
       ["Rollout ", text(rollout.rollout_id)],
       badge(rollout.status),
-      supersededBadge(summary),
-      rollout.parent ? hint("a branch of ", link(address("rollout", { run, id: root, seq: group.seq, superseded }), oneLine(root)), ", ") : null,
+      rollout.parent ? hint("a branch of ", link(address("rollout", { run, id: root, seq: group.seq }), oneLine(root)), ", ") : null,
       hint("of ", link(groupAddress, `group ${group.group_id}`), " ", badge(group.status)),
       spacer(),
       button("‹", () => goTo(-1), { disabled: at <= 0, title: "previous rollout of its group ([)" }),
@@ -141,7 +140,7 @@ export async function rolloutView({ main, parameters, signal }) {
       copyLink(),
     ),
     rollout.error ? h("div", { class: "level bad" }, longText(rollout.error)) : null,
-    h("div", { class: "columns" }, h("div", {}, tools, body, tree.length ? drawTree() : null), aside({ run, superseded, group, rollout, summary, summaries, ids: data.completion_ids })),
+    h("div", { class: "columns" }, h("div", {}, tools, body, tree.length ? drawTree() : null), aside({ run, group, rollout, summary, ids: data.completion_ids })),
     tokens.tip,
   );
   drawBody();
@@ -161,11 +160,8 @@ export async function rolloutView({ main, parameters, signal }) {
 }
 
 /** Statistics of a rollout, and where to go from it. */
-function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
+function aside({ run, group, rollout, summary, ids }) {
   const section = (title, content) => (content ? h("section", {}, h("h3", {}, title), content) : null);
-  const others = summaries.filter((each) => each !== summary).sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
-  const here = place(run, rollout.rollout_id, group.seq);
-  const best = others[0] && place(run, others[0].rollout_id, group.seq); // of the others
   const lengths = {
     sampled: number(summary.num_tokens),
     "with tool results": number(summary.num_completion_tokens),
@@ -200,8 +196,7 @@ function aside({ run, superseded, group, rollout, summary, summaries, ids }) {
     section("Time", named(times, String)),
     section("Extra data from rewards", named(rollout.extra)),
     section("Dataset columns", named(group.columns)),
-    h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash, superseded }), "Same prompt in other steps")),
-    best ? h("p", {}, link(address("compare", { run, a: here, b: best }), "Compare with another")) : null,
+    h("p", {}, link(address("prompt", { run, hash: summary.prompt_hash }), "Same prompt in other steps")),
     copyButton("ids", () => JSON.stringify(ids)),
   );
 }
