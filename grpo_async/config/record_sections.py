@@ -23,8 +23,6 @@ class RolloutRecordSection(StrictModel):
     a folder of its own, evaluations/step_N, with as much room again."""
     block_mb: int = Field(default=16, ge=1, le=1024)
     """A block of JSON lines that has reached this size is rewritten as one Parquet file."""
-    compression_level: int = Field(default=3, ge=1, le=22)
-    """Of the Parquet files (zstd)."""
 
 
 class TimelineSection(StrictModel):

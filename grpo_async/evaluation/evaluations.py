@@ -29,15 +29,12 @@ from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult, flat_metrics
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import RunDir, write_atomically
-from grpo_async.store.rollout_store import RolloutStore, all_groups
+from grpo_async.store.rollout_store import SEAL_TIMEOUT_S, RolloutStore, all_groups
 from grpo_async.tracking.evaluation_record import EvaluationRecord, When, read_evaluations, scores_by_step
 from grpo_async.tracking.jsonl import keep_steps
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 
 logger = logging.getLogger(__name__)
-
-_SEAL_TIMEOUT_S = 10.0
-"""What is not sealed by then stays JSON lines; nothing is lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +224,7 @@ class RunEvaluations:
         if running is not None:
             running.future.cancel()
             running.store.close()
-        self._seal(wait_s=_SEAL_TIMEOUT_S)
+        self._seal(wait_s=SEAL_TIMEOUT_S)
 
     @property
     def _all_slots(self) -> int:
@@ -239,10 +236,9 @@ class RunEvaluations:
         evaluator = self._evaluator
         assert evaluator is not None
         folder = self._run_dir.evaluation(step)
-        self._seal(wait_s=_SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is rewritten
+        self._seal(wait_s=SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is rewritten
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
-        # not sealed when it is closed, which the trainer's thread would wait for, but when the next begins
-        store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts), seals_at_close=False)
+        store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts))
 
         def run(served_version: Callable[[], int]) -> Coroutine[Any, Any, EvaluationResult]:
             task = EvaluationTask(step=step, served_version=served_version, max_in_flight=max_in_flight, store=store)
@@ -330,13 +326,13 @@ class RunEvaluations:
     def _release(self, running: _Running) -> None:
         self._running = None
         self._timeline.add("evaluation", "evaluation", running.began, time.time(), step=running.step, when=running.when)
-        running.store.close()
+        running.store.close(seal_wait_s=0.0)  # the trainer's thread waits for this
         self._unsealed = running.store
 
     def _seal(self, *, wait_s: float) -> None:
         store, self._unsealed = self._unsealed, None
         if store is not None:
-            store.seal_rest(wait_s=wait_s)
+            store.close(seal_wait_s=wait_s)
 
     def _await_last(self, step: int) -> None:
         """Training is over: a failure does not matter to it, and no step reports the result anymore."""

@@ -1,13 +1,25 @@
-"""DuckDB as the store uses it: databases in memory that load no extensions, and what is written into SQL."""
+"""DuckDB as the store uses it: databases in memory that load no extensions, what is written into SQL, and time limits.
+
+with time_limit(30.0):
+    table.page(query)       # TimeoutError after 30 s: a thread that waits for DuckDB cannot be killed, DuckDB can be interrupted
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
+
+_AGAIN_EVERY_S = 0.1
+_deadline: ContextVar[float | None] = ContextVar("_deadline", default=None)
 
 
 def connect(**settings: str) -> DuckDBPyConnection:
@@ -27,3 +39,52 @@ def sql_path(path: Path) -> str:
     """A path as a parameter of DuckDB's read functions, which would take brackets, stars and question marks for a pattern: the run
     `a[1]` must not be read from `a1`."""
     return re.sub(r"[\[*?]", r"[\g<0>]", str(path))
+
+
+def sql_paths(paths: Sequence[Path]) -> str:
+    """The same as a literal of SQL: a list."""
+    return f"[{', '.join(quote(sql_path(path)) for path in paths)}]"
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """All questions that this thread, or what carries its context on, asks within have so many seconds together."""
+    token = _deadline.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+@contextlib.contextmanager
+def interrupting(connection: DuckDBPyConnection) -> Iterator[None]:
+    """Interrupt the connection at the deadline, if there is one.
+
+    Raises:
+        TimeoutError: it was.
+    """
+    import duckdb
+
+    deadline = _deadline.get()
+    if deadline is None:
+        yield
+        return
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("the deadline of the question has passed")
+    is_over = threading.Event()
+
+    def watch() -> None:
+        is_done = is_over.wait(left)
+        while not is_done:  # again and again: one that meets no running statement is lost
+            connection.interrupt()
+            is_done = is_over.wait(_AGAIN_EVERY_S)
+
+    watcher = threading.Thread(target=watch, name="deadline of a query", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except duckdb.InterruptException as error:
+        raise TimeoutError("the deadline of the question has passed") from error
+    finally:
+        is_over.set()
+        watcher.join(timeout=10.0)  # an interruption under way must not meet a closed connection

@@ -1,6 +1,6 @@
 """Writes groups to the rollout store during the run.
 
-    append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> child process -> block-N-M.parquet
+    append (any thread) -> queue, bounded -> one thread: line_of -> block-N.jsonl --full--> Sealer -> block-N-M.parquet
 
 Invariant: a line that ends in a line feed is whole, and never changes; no seq is used twice. Neither the trainer's thread nor the
 event loop makes JSON or waits for the disk, but for `position` (once per checkpoint) and a queue that is full. A kill costs what
@@ -10,11 +10,14 @@ was in the queue and the line that was being written.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import logging
 import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -24,21 +27,19 @@ from typing import TYPE_CHECKING
 
 from grpo_async.errors import RunError, message_of
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup, TokenStats
-from grpo_async.store.blocks import (
+from grpo_async.store.files import (
     TEMPORARY_SUFFIX,
-    AbandonedRange,
     Block,
     LineFile,
-    WriterLock,
-    add_abandoned,
+    Metadata,
     find_blocks,
+    lock_writer,
     open_name,
-    read_abandoned,
+    read_metadata,
     torn_bytes,
+    write_metadata,
 )
 from grpo_async.store.lines import Entry, check_stats, line_of
-from grpo_async.store.metadata import MetadataFile
-from grpo_async.store.sealer import Sealer
 from grpo_async.utils.line_files import Outage, Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
@@ -55,7 +56,7 @@ _FLUSH_TIMEOUT_S = 15.0
 _ROOM_TIMEOUT_S = 10.0
 """How long a group waits for room on a full disk: less than a flush, and what comes after it is queued meanwhile."""
 _ROOM_RETRY_S = 0.5
-_SEAL_TIMEOUT_S = 10.0
+SEAL_TIMEOUT_S = 10.0
 """What is not sealed by then stays JSON lines, which loses nothing; the next writer seals it."""
 _ALWAYS_STORED = (GroupStatus.FAILED, GroupStatus.STALE)
 _SEQ = re.compile(rb'\{"schema":\d+,"seq":(\d+),')
@@ -66,20 +67,11 @@ class RolloutStore(Writer):
 
     Args:
         folder: the run's rollouts folder; made when it does not exist.
-        seals_at_close: rewrite the last block as Parquet when the store is closed, which takes about a second; without, it stays as
-            JSON lines until `seal_rest`, and can be read as well.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        settings: RolloutRecordSection | None = None,
-        seals_at_close: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, *, settings: RolloutRecordSection | None = None) -> None:
         self._folder = folder
         self._settings = settings or _default_settings()
-        self._seals_at_close = seals_at_close
         self._changed = threading.Condition()
         self._queue: deque[Entry] = deque()
         self._is_writing = False  # an entry that is in the queue no more
@@ -87,11 +79,12 @@ class RolloutStore(Writer):
         self._error: RunError | None = None  # for the next call
         self._is_closed = False
         self._thread: threading.Thread | None = None
+        self._has_written_all = threading.Event()  # after `close`; the thread may still wait for the sealer
         self._file: LineFile | None = None  # only the thread's
-        self._rest: Path | None = None  # the last block, where it was not sealed
         self._outage = Outage(folder, meanwhile="rollouts wait for room", afterward="what waited is written")
-        self._metadata = MetadataFile(folder)
-        self._sealer = Sealer(folder, self._settings, self._metadata)
+        self._metadata = Metadata()
+        self._saved: Metadata | None = None
+        self._sealer = Sealer(folder, self._settings.max_gb)
 
     def stores(self, group_id: int, status: GroupStatus) -> bool:
         """Whether a group that ends with this status is kept; `record.rollouts.sample_rate` decides by its id, so every attempt
@@ -125,11 +118,10 @@ class RolloutStore(Writer):
                 raise RunError(f"the rollout store {self._folder} is closed; group {group.group_id} was not written")
             self._open()
             if not self.stores(group.group_id, status):
-                with self._metadata.change() as now:
-                    now.sampled_out[status.value] = now.sampled_out.get(status.value, 0) + 1
+                self._metadata.sample_rate = min(self._metadata.sample_rate, self._settings.sample_rate)
                 return
             if not self._changed.wait_for(lambda: len(self._queue) < _MAX_QUEUED, timeout=_WRITE_TIMEOUT_S):
-                self._lose_group()
+                self._metadata.num_lost += 1
                 raise self._hangs(f"group {group.group_id}", _WRITE_TIMEOUT_S)
             entry = Entry(
                 seq=self._open(),  # not before: others append while this waits
@@ -155,38 +147,36 @@ class RolloutStore(Writer):
             RunError: a group could not be written, or the disk hangs.
         """
         with self._changed:
-            self._flush()
+            if not self._changed.wait_for(lambda: not self._queue and not self._is_writing, timeout=_FLUSH_TIMEOUT_S):
+                raise self._hangs(f"{len(self._queue) + self._is_writing} groups", _FLUSH_TIMEOUT_S)
+            self._raise_error()
 
     def position(self) -> int:
         """The seq of the next group. What was appended before this call is on the disk. Raises as `flush`."""
         with self._changed:
             seq = self._open()
-            self._flush()
-            with self._metadata.change() as now:
-                now.note_checkpoint(seq)
+            self.flush()
         self._save_metadata()
         return seq
 
     def supersede_from(self, seq: int, *, step: int) -> None:
-        """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run any
-        more. Nothing is removed: a line in branches.jsonl says so, which readers take into account. Call it before the first
-        `append`.
+        """A run resumes from the checkpoint of `step`: what was written from its position on is not part of the run anymore.
+        Nothing is removed: `store.json` tells readers. Call it before the first `append`.
 
         Raises:
-            RunError: the line cannot be written.
+            RunError: it cannot be written.
         """
         with self._changed:
             until = self._next_seq = max(self._open(), seq)
+            self._metadata.superseded.append({"step": step, "from_seq": seq, "until_seq": until})
             try:
-                self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-                add_abandoned(self._folder, AbandonedRange(step=step, from_seq=seq, until_seq=until))
-                with self._metadata.change() as now:
-                    now.go_back(seq)
+                write_metadata(self._folder, self._metadata)
             except OSError as error:
                 raise RunError(f"cannot write to {self._folder}: {error.strerror}; check its free space") from error
 
-    def close(self) -> None:
-        """Write what is queued, and close the last block. Allowed more than once.
+    def close(self, *, seal_wait_s: float | None = None) -> None:
+        """Write what is queued, close the last block, and wait `seal_wait_s` seconds (None: `SEAL_TIMEOUT_S`) for it to be sealed;
+        sealing continues in the background after that. Allowed more than once.
 
         Raises:
             RunError: a group could not be written, or the disk hangs.
@@ -196,50 +186,25 @@ class RolloutStore(Writer):
             self._changed.notify_all()
             thread = self._thread
         if thread is not None:
-            thread.join(timeout=_FLUSH_TIMEOUT_S)
-            if thread.is_alive():
+            if not self._has_written_all.wait(timeout=_FLUSH_TIMEOUT_S):
                 raise self._hangs("the rest of the groups", _FLUSH_TIMEOUT_S)
-            if self._seals_at_close:
-                self._sealer.close(_SEAL_TIMEOUT_S)
-            else:
-                self._sealer.finish()
+            thread.join(timeout=SEAL_TIMEOUT_S if seal_wait_s is None else seal_wait_s)
         self._save_metadata()
         with self._changed:
             self._raise_error()
-
-    def seal_rest(self, *, wait_s: float) -> None:
-        """After `close`: rewrite the last block as Parquet now, where that was left out then. Waits `wait_s` seconds at most;
-        0: it continues in the background."""
-        path, self._rest = self._rest, None
-        if path is not None:
-            self._sealer = Sealer(
-                self._folder, self._settings, self._metadata
-            )  # the one before has ended, or does soon
-            self._sealer.add(path)
-            self._sealer.finish()
-        if wait_s > 0:
-            self._sealer.close(wait_s)
 
     # -- with the lock
 
     def _open(self) -> int:
         """The next seq; reads the folder the first time."""
         if self._next_seq is None:
-            self._metadata.load(self._settings.sample_rate)
-            abandoned = read_abandoned(self._folder)
+            self._metadata = read_metadata(self._folder)
+            self._saved = copy.deepcopy(self._metadata)
+            self._metadata.is_open = False
             self._next_seq = max(
-                _next_seq(find_blocks(self._folder)),
-                max((each.until_seq for each in abandoned), default=0),
+                [_next_seq(find_blocks(self._folder)), *(each["until_seq"] for each in self._metadata.superseded)]
             )
         return self._next_seq
-
-    def _flush(self) -> None:
-        def is_written() -> bool:
-            return not self._queue and not self._is_writing
-
-        if not self._changed.wait_for(is_written, timeout=_FLUSH_TIMEOUT_S):
-            raise self._hangs(f"{len(self._queue) + self._is_writing} groups", _FLUSH_TIMEOUT_S)
-        self._raise_error()
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
@@ -249,21 +214,32 @@ class RolloutStore(Writer):
     def _hangs(self, what: str, waited_s: float) -> RunError:
         return RunError(f"{self._folder} has taken nothing for {waited_s:.0f} s, {what} not written; check its disk")
 
+    def _save_metadata(self, *, is_open: bool | None = None) -> None:
+        """Write `store.json` if it changed."""
+        with self._changed:
+            if is_open is not None:
+                self._metadata.is_open = is_open
+            now = copy.deepcopy(self._metadata)
+            if now == self._saved or (self._saved is None and now == Metadata()):
+                return
+            self._saved = now
+        try:
+            write_metadata(self._folder, now)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self._folder / "store.json", error)
+
     # -- the thread
 
     def _work(self) -> None:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):  # the first write says why
-                stack.callback(WriterLock(self._folder).release)
-            self._save_open(True)
+                stack.callback(os.close, lock_writer(self._folder))
+            self._save_metadata(is_open=True)
             self._recover()
             self._write_all()
-            self._save_open(False)
-
-    def _save_open(self, is_open: bool) -> None:
-        with self._metadata.change() as now:
-            now.is_open = is_open
-        self._save_metadata()
+            self._save_metadata(is_open=False)
+        self._has_written_all.set()
+        self._sealer.close()
 
     def _write_all(self) -> None:
         while True:
@@ -281,10 +257,10 @@ class RolloutStore(Writer):
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
-        self._finish_block(seals=self._seals_at_close)
+        self._finish_block()
 
     def _recover(self) -> None:
-        """What an earlier writer left: cut torn lines off, after they are noted, and seal."""
+        """What an earlier writer left: cut torn lines off, and seal."""
         try:
             for path in self._folder.glob(f"*{TEMPORARY_SUFFIX}"):
                 path.unlink(missing_ok=True)
@@ -293,15 +269,14 @@ class RolloutStore(Writer):
                     (self._folder / open_name(block.first_seq)).unlink(missing_ok=True)
                 else:
                     self._recover_lines(block.path)
-        except (OSError, RunError) as error:
+        except OSError as error:
             logger.warning("the rollout store cannot tidy up %s: %s", self._folder, error)
 
     def _recover_lines(self, path: Path) -> None:
         torn, size = torn_bytes(path), path.stat().st_size
         if torn:
-            with self._metadata.change() as now:
-                now.torn = [*(each for each in now.torn if each != path.name), path.name]
-            self._metadata.save()
+            self._metadata.num_lost += 1
+            self._save_metadata()
             logger.warning("%s: a kill had torn its last line, which is lost", path)
             os.truncate(path, size - torn)
         if size == torn:
@@ -318,9 +293,7 @@ class RolloutStore(Writer):
                 self._outage.end()
                 return
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                if self._outage.lasts(error) >= _ROOM_TIMEOUT_S:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._outage.lasts(error) >= _ROOM_TIMEOUT_S:
                     raise
             with self._changed:
                 self._changed.wait(timeout=_ROOM_RETRY_S)
@@ -333,25 +306,20 @@ class RolloutStore(Writer):
         finally:
             is_empty = self._file.num_bytes == 0  # its first line failed; the next names its own block
             if is_empty or self._file.is_broken or self._file.num_bytes >= self._settings.block_mb * 1_000_000:
-                self._finish_block(seals=not self._file.is_broken)
+                self._finish_block()
 
-    def _finish_block(self, *, seals: bool) -> None:
+    def _finish_block(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
-        file.close()
-        if file.num_bytes and not file.is_broken:
-            if seals:
+        try:
+            file.close()
+            if file.num_bytes and not file.is_broken:
                 self._sealer.add(file.path)
-            else:
-                self._rest = file.path
-
-    def _lose_group(self) -> None:
-        with self._metadata.change() as now:
-            now.lost += 1
+        except OSError as error:
+            logger.warning("the rollout store cannot seal %s, which loses nothing: %s", file.path, error)
 
     def _note(self, entry: Entry, error: Exception) -> None:
-        self._lose_group()
         if isinstance(error, OSError):
             failure = RunError(
                 f"cannot write rollouts to {self._folder}: {error.strerror}; check its free space and permissions. "
@@ -362,13 +330,41 @@ class RolloutStore(Writer):
         failure.__cause__ = error
         logger.error("%s", failure)
         with self._changed:
+            self._metadata.num_lost += 1
             self._error = self._error or failure
 
-    def _save_metadata(self) -> None:
-        try:
-            self._metadata.save()
-        except OSError as error:
-            logger.warning("cannot write %s: %s", self._folder / "store.json", error)
+
+class Sealer:
+    """The process that seals the blocks of one writer (`seal`). It dies with the thread that adds the first block
+    (`utils.lifetime`): let that thread close it."""
+
+    def __init__(self, folder: Path, max_gb: float) -> None:
+        self._arguments = [str(os.getpid()), str(folder.absolute()), str(int(max_gb * 1e9))]
+        self._child: subprocess.Popen[str] | None = None
+
+    def add(self, path: Path) -> None:
+        """Seal a block, after those that were added before. Returns at once. Raises OSError."""
+        if self._child is None or self._child.poll() is not None:
+            # its own process group: Ctrl-C in the terminal is for the run, which ends its child itself
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "grpo_async.store.seal", *self._arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._child.stdin is not None
+        self._child.stdin.write(path.name + "\n")
+        self._child.stdin.flush()
+
+    def close(self) -> None:
+        """Wait until everything is sealed."""
+        child, self._child = self._child, None
+        if child is not None:
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):  # it was killed
+                child.stdin.close()
+            child.wait()
 
 
 def _default_settings() -> RolloutRecordSection:

@@ -15,9 +15,8 @@ from typing import Any
 import orjson
 
 from grpo_async.records import FinishReason, GroupStatus, Origin, RolloutStatus, TaggedMessage, ToolCallRecord
-from grpo_async.store.schema import OLD_NAMES, SCHEMA
+from grpo_async.store.schema import SCHEMA
 
-_NAMES_NOW = {old: name for name, old in OLD_NAMES.items()}
 _JSON_COLUMNS = ("messages", "reset_messages", "turns", "branches", "extra")
 
 
@@ -143,14 +142,9 @@ def _rollout_from(row: Mapping[str, Any]) -> RolloutRow:
     shared = {name: content[name] for name in ("status", "truncated", "done", "error", "rewards", "total_duration_s")}
     branches = [
         _path_from({**shared, "started_at": min((turn["started_at"] for turn in each["turns"]), default=0.0), **each})
-        for each in map(_named_now, content["branches"] or ())
+        for each in content["branches"] or ()
     ]
     return _path_from({**content, "branches": branches})
-
-
-def _named_now(branch: Mapping[str, Any]) -> dict[str, Any]:
-    """A branch of `OLD_SCHEMA` with the names of today."""
-    return {_NAMES_NOW.get(name, name): value for name, value in branch.items()}
 
 
 def _path_from(content: Mapping[str, Any]) -> RolloutRow:

@@ -11,12 +11,16 @@ else of a rollout is NULL. Nothing is computed when a line is written that this 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_async.store.database import quote, sql_path
 
 SCHEMA = 5
 """Version of the lines and of the columns. A change that an older reader would get wrong raises it."""
-OLD_SCHEMA = 4
-"""Can be read as well: some of its columns have another name (`OLD_NAMES`)."""
-OLD_NAMES = {"clipped_fraction": "clipped_share", "masked_fraction": "masked_share", "token_flags": "marks"}
+PARQUET_OPTIONS = (
+    f"FORMAT parquet, COMPRESSION zstd, ROW_GROUP_SIZE 2048, KV_METADATA {{grpo_async_schema: '{SCHEMA}'}}"
+)
+"""Of DuckDB's COPY. The size of a row group, in rollouts, bounds what is decompressed to show one of them."""
 
 _MIN_BUFFER = 1 << 24  # bytes; DuckDB's own default
 
@@ -50,7 +54,6 @@ _ALL_VERSIONS = "list_concat(r.versions, json_extract(r.branches, '$[*].versions
 _VERSIONS = f"list_filter({_ALL_VERSIONS}, lambda version: version >= 0)"
 _SAMPLED_LOGPROBS = "list_filter(r.logprobs, lambda logprob, k: r.mask[k] = 1)"
 _MISMATCHES = "list_transform(r.trainer_logprobs, lambda logprob, k: abs(logprob - r.logprobs[k]))"
-_FLAGS = "coalesce(r.token_flags, r.marks)"
 _CALLS_FAILED = "json_extract_string(r.turns, '$[*].tool_calls[*].failed')"
 _TEXTS = "array_to_string(json_extract_string({}, '$[*].content'), chr(10))"
 _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
@@ -58,7 +61,9 @@ _ENDED_AT = "nullif(r.started_at, 0) + r.total_duration_s"
 
 def _fraction_flagged(bits: int) -> str:
     """The fraction of the tokens with a flag (the others are NULL) that have one of `bits`."""
-    return f"list_avg(list_transform({_FLAGS}, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
+    return (
+        f"list_avg(list_transform(r.token_flags, lambda flag: if(flag & {bits} > 0, 1.0, if(flag IS NULL, NULL, 0.0))))"
+    )
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -154,36 +159,34 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("weights", "FLOAT[]", "Importance weight: the off-policy correction's, or else the ratio of the loss"),
     _rollout("entropies", "FLOAT[]", "Of the policy's distribution at the token", unit="nats"),
     _rollout("token_flags", "UTINYINT[]", "Bits: 1 clipped low, 2 clipped high, 4 masked by the correction, 8 off_policy_mask,"
-             " 16 top_entropy_quantile, 32 the update was skipped", expression=_FLAGS),
+             " 16 top_entropy_quantile, 32 the update was skipped"),
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)
 
 _TYPES = {column.name: column.type for column in COLUMNS}
-_TYPES |= {"schema": "INTEGER", "status": "VARCHAR", "marks": _TYPES["token_flags"]}
+_TYPES |= {"schema": "INTEGER", "status": "VARCHAR"}
 _ROLLOUT_FIELDS = """rollout_id status truncated done error num_tokens reward advantage rewards messages reset_messages turns
 branches extra started_at total_duration_s prompt_ids completion_ids mask logprobs versions trainer_logprobs proximal_logprobs
-weights entropies token_flags marks"""
+weights entropies token_flags"""
 _ROLLOUT_TYPE = "STRUCT(" + ", ".join(f'"{name}" {_TYPES[name]}' for name in _ROLLOUT_FIELDS.split()) + ")[]"
 _GROUP_FIELDS = "schema seq group_id prompt_id step status written_at prompt_hash messages columns prompt_ids"
 _LINE_FIELDS = {name: _TYPES[name] for name in _GROUP_FIELDS.split()} | {"rollouts": _ROLLOUT_TYPE}
 """What a line holds, by name and type."""
 
 
-def select_from_lines(num_bytes: int) -> str:
-    """The SELECT that makes COLUMNS of JSON lines, in the order of seq and rollout. It has one parameter: the name of a file, or a
-    list of names. Every line must be whole; one that is not JSON is an error of DuckDB's.
-
-    Args:
-        num_bytes: length of the longest line or more; the size of the file will do.
-    """
+def select_from_lines(path: Path) -> str:
+    """The SELECT that makes COLUMNS of a file of JSON lines, in the order of seq and rollout. It leaves out torn and damaged lines:
+    compare the number of groups with that of the lines."""
     fields = ", ".join(f"\"{name}\": '{type_}'" for name, type_ in _LINE_FIELDS.items())
     made = ",\n    ".join(f'({column.expression})::{column.type} AS "{column.name}"' for column in COLUMNS)
+    longest = max(path.stat().st_size + 1, _MIN_BUFFER)
     return f"""
 WITH lines AS (
     SELECT *, list_transform(rollouts, lambda rollout: rollout.reward) AS rewards
-    FROM read_json(?, format = 'newline_delimited', maximum_object_size = {max(num_bytes + 1, _MIN_BUFFER)},
-                   columns = {{{fields}}})
+    FROM read_json({quote(sql_path(path))}, format = 'newline_delimited', ignore_errors = true,
+                   maximum_object_size = {longest}, columns = {{{fields}}})
+    WHERE schema = {SCHEMA} AND seq IS NOT NULL AND rollouts IS NOT NULL
 ), groups AS (
     SELECT * EXCLUDE (rewards), list_avg(rewards) AS reward_mean, list_aggregate(rewards, 'stddev_samp') AS reward_std
     FROM lines

@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
+from tests.support.stored import LineStore
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Rollouts of two steps, and an evaluation of step 2."""
     for folder, groups in (("rollouts", 3), ("evaluations/step_2", 1)):
-        with RolloutStore(tmp_path / "demo" / folder, seals_at_close=False) as store:
+        with LineStore(tmp_path / "demo" / folder) as store:
             for group_id in range(groups):
                 append_simple(store, group_id, step=1 + group_id // 2, rewards=(0.0, 1.0))
     return tmp_path / "demo"
@@ -62,7 +62,7 @@ def test_an_evaluation_is_exported(run: Path) -> None:
 
 
 def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
-    with RolloutStore(run / "rollouts", seals_at_close=False) as store:
+    with LineStore(run / "rollouts") as store:
         store.supersede_from(2, step=1)
     found = {}
     for option in ("", "--superseded"):
@@ -78,7 +78,7 @@ def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
 
 def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
     hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
-    with RolloutStore(run / "rollouts", seals_at_close=False) as store:
+    with LineStore(run / "rollouts") as store:
         append_simple(store, 9, answer=hostile, rewards=(1.0,))
     file = tmp_path / "out.jsonl"
     assert _export(str(run), "group_id=9", "--out", str(file))[0] == 0
@@ -115,7 +115,7 @@ def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:
 
 
 def test_a_pipe_that_closes_early_is_no_error(run: Path) -> None:
-    with RolloutStore(run / "rollouts", seals_at_close=False) as store:
+    with LineStore(run / "rollouts") as store:
         for group_id in range(10, 60):
             append_simple(store, group_id, text="x" * 5000)
     command = [sys.executable, "-m", "grpo_async", "export", str(run)]

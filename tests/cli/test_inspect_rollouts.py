@@ -15,13 +15,14 @@ from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
 from tests.store.builders import append_simple
+from tests.support.stored import LineStore
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutStore]:
     """A run `demo` of three groups, still open: the viewer works while the run writes."""
     monkeypatch.chdir(tmp_path)
-    with RolloutStore(Path("runs/demo/rollouts"), seals_at_close=False) as store:
+    with LineStore(Path("runs/demo/rollouts")) as store:
         append_simple(store, 0, step=1, rewards=(0.0, 0.5), text="what is 1 + 1?")
         append_simple(store, 1, step=2, rewards=(1.0, 1.0), text="count sheep", num_tokens=9)
         append_simple(store, 2, step=3, rewards=(0.0, 0.0), status=GroupStatus.STALE, truncated=True)

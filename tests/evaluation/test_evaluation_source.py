@@ -17,9 +17,9 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import DeadlineError
 from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
-from grpo_async.store import RolloutStore
 from grpo_async.trainer.rollout_side import RolloutSide
 from tests.support.local_server import LIMIT_S, LocalServer, Request, line, local_server
+from tests.support.stored import LineStore
 from tests.trainer.sides import open_side, side_config
 
 NUM_PROMPTS = 6
@@ -43,7 +43,7 @@ def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
     evaluator = side.evaluator
     assert evaluator is not None
-    store = RolloutStore(folder / "rows", seals_at_close=False)
+    store = LineStore(folder / "rows")
     running = side.source.begin_evaluation(
         lambda version: evaluator.run(
             EvaluationTask(step=3, served_version=version, max_in_flight=max_in_flight, store=store)

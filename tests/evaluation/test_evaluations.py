@@ -250,7 +250,7 @@ def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_p
     assert not list(resumed.run_dir.evaluation(2).glob("*"))
 
 
-def test_the_rollouts_of_an_evaluation_are_sealed_when_the_next_begins_or_the_run_ends(tmp_path: Path) -> None:
+def test_the_rollouts_of_an_evaluation_are_sealed_while_training_continues(tmp_path: Path) -> None:
     run = _Run(tmp_path, at_start=False)
 
     def names(step: int) -> list[str]:
@@ -265,9 +265,7 @@ def test_the_rollouts_of_an_evaluation_are_sealed_when_the_next_begins_or_the_ru
         append_simple(running.store, 0)
         run.source.end()
         run.after(step + 1)
-        assert names(step) == [".jsonl"], "nobody waits for it beside training"
-    assert stores[0]._rest is None
-    stores[0].seal_rest(wait_s=30.0)  # waits for what goes on already, and begins nothing
+    stores[0].close(seal_wait_s=30.0)
     assert names(2) == [".parquet"]
     run.evaluations.close()
     assert names(4) == [".parquet"]

@@ -22,7 +22,7 @@ from grpo_async.scoring.scorer import Scorer
 from grpo_async.store import RolloutStore
 from grpo_async.utils.seeds import seed_of
 from tests.support.records import make_completion, make_prompt
-from tests.support.stored import read_groups
+from tests.support.stored import LineStore, read_groups
 
 
 class _Producer:
@@ -168,7 +168,7 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
             raise KeyError("judge")
         return [1.0] * len(completions)
 
-    with RolloutStore(tmp_path / "rows", seals_at_close=False) as store:
+    with LineStore(tmp_path / "rows") as store:
         assert _run(_evaluator(_Producer(), 20, sometimes), store=store).metrics["num_failed"] == 1.0
     rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
     assert len(rows) == 20
@@ -182,7 +182,7 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
 
 
 def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
-    with RolloutStore(tmp_path / "rows", seals_at_close=False) as store:
+    with LineStore(tmp_path / "rows") as store:
         evaluator = _evaluator(_Producer(), samples=2)
         _run(evaluator, store=store)
     rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}

@@ -34,11 +34,10 @@ from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
-from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.store.table import RolloutTable
 from tests.rollout.fakes import FakeClient, FakeRenderer, open_group
 from tests.support.records import make_completion, make_prompt, make_turn
-from tests.support.stored import read_groups
+from tests.support.stored import LineStore, read_groups
 
 Script = Callable[[str], Generation | Exception]
 
@@ -109,7 +108,7 @@ class _Setup:
             next_step=version + 1,
         )
         self.folder = folder
-        self.store = RolloutStore(folder, seals_at_close=False)
+        self.store = LineStore(folder)
         self.stream = PromptStream(
             [{"prompt": text} for text in texts],
             seed=0,

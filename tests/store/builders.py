@@ -28,6 +28,7 @@ from grpo_async.records import (
 )
 from grpo_async.store import RolloutStore
 from grpo_async.store.seal import seal_block
+from tests.support.stored import LineStore
 
 OpenStore: TypeAlias = Callable[..., RolloutStore]
 
@@ -187,7 +188,7 @@ def append_simple(
 
 def write_groups(folder: Path, *group_ids: int, seal: bool = False, **more: Any) -> None:
     """A writer that comes and goes; `more` as `append_simple`. `seal`: its blocks become Parquet files."""
-    with RolloutStore(folder, seals_at_close=False) as store:
+    with LineStore(folder) as store:
         for group_id in group_ids:
             append_simple(store, group_id, **more)
     if seal:
@@ -196,7 +197,7 @@ def write_groups(folder: Path, *group_ids: int, seal: bool = False, **more: Any)
 
 def seal_all(folder: Path) -> None:
     for lines in sorted(folder.glob("block-*.jsonl")):
-        seal_block(lines, compression_level=3)
+        seal_block(lines)
 
 
 def small_blocks(**changes: Any) -> RolloutRecordSection:

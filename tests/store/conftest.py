@@ -11,14 +11,15 @@ import pytest
 
 from grpo_async.store import RolloutStore
 from tests.store.builders import OpenStore
+from tests.support.stored import LineStore
 
 
 @pytest.fixture
 def open_store() -> Iterator[OpenStore]:
-    """Opens rollout stores; takes RolloutStore's arguments. They are not sealed at the end, which takes a process."""
+    """Opens rollout stores; takes RolloutStore's arguments. Their blocks stay JSON lines."""
     with ExitStack() as stack:
 
         def open_one(folder: Path, **options: Any) -> RolloutStore:
-            return stack.enter_context(RolloutStore(folder, **{"seals_at_close": False, **options}))
+            return stack.enter_context(LineStore(folder, **options))
 
         yield open_one

@@ -11,7 +11,6 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus
-from grpo_async.store import RolloutStore
 from grpo_async.store.export import Format, export_rollouts
 from grpo_async.store.query import parse_query
 from grpo_async.store.schema import COLUMN_NAMES
@@ -26,6 +25,7 @@ from tests.store.builders import (
     build_stats,
     build_tool_rollout,
 )
+from tests.support.stored import LineStore
 
 EVERYTHING = parse_query("")
 
@@ -35,12 +35,12 @@ def folder(tmp_path: Path) -> Path:
     """Two sealed blocks and one of lines; group 9 has tools, 10 no rollout; 9 and 11 have the trainer's statistics."""
     found = tmp_path / "run" / "rollouts"
     for first in (0, 4):
-        with RolloutStore(found, seals_at_close=False) as store:
+        with LineStore(found) as store:
             for group_id in range(first, first + 4):
                 append_simple(store, group_id, rewards=(0.0, 0.25 * group_id), step=group_id)
         for lines in found.glob("*.jsonl"):
-            seal_block(lines, compression_level=3)
-    with RolloutStore(found, seals_at_close=False) as store:
+            seal_block(lines)
+    with LineStore(found) as store:
         tools = build_group(9, [build_tool_rollout("9-0")], answer={"a": [1, None]})  # mask 1 1 0 0 1
         append(store, tools, [], GroupStatus.FAILED, None, stats={"9-0": build_stats(3)})
         append(store, build_group(10, []), [], GroupStatus.CANCELLED, None)
@@ -102,11 +102,11 @@ def test_an_export_of_a_query_has_what_it_holds_for(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("format_", ["jsonl", "parquet"])
 def test_superseded_rows_are_exported_when_asked_for(tmp_path: Path, format_: Format) -> None:
     folder, out = tmp_path / "rollouts", tmp_path / "out"
-    with RolloutStore(folder, seals_at_close=False) as store:
+    with LineStore(folder) as store:
         append_simple(store, 0)
         position = store.position()
         append_simple(store, 1)
-    with RolloutStore(folder, seals_at_close=False) as store:
+    with LineStore(folder) as store:
         store.supersede_from(position, step=0)
         append_simple(store, 1)
     export_rollouts(folder, out, format_, EVERYTHING)

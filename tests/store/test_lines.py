@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -61,7 +62,7 @@ def _read(line: bytes) -> GroupRow:
     with tempfile.NamedTemporaryFile() as file, duckdb.connect() as connection:
         file.write(line)
         file.flush()
-        rows = connection.execute(select_from_lines(len(line)), [file.name]).fetchall()
+        rows = connection.execute(select_from_lines(Path(file.name))).fetchall()
     return from_columns([dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows])
 
 

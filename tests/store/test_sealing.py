@@ -20,9 +20,7 @@ import pytest
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import find_blocks
-from grpo_async.store.database import sql_path
-from grpo_async.store.metadata import read_metadata
+from grpo_async.store.files import find_blocks, read_metadata
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, SCHEMA, select_from_lines
 from grpo_async.store.seal import seal_block
 from tests.store.builders import (
@@ -69,9 +67,8 @@ def _fill(store: RolloutStore, rows: range) -> None:
                 append(store, build_group(group_id, [plain]), [sample], GroupStatus.STALE, 3)
 
 
-def _columns(connection: Any, sql: str, path: Path) -> dict[str, str]:
-    described = connection.execute(f"DESCRIBE {sql}", [sql_path(path)]).fetchall()
-    return {name: type_ for name, type_, *_ in described}
+def _columns(connection: Any, sql: str) -> dict[str, str]:
+    return {name: type_ for name, type_, *_ in connection.execute(f"DESCRIBE {sql}").fetchall()}
 
 
 @pytest.fixture
@@ -88,17 +85,17 @@ def test_a_sealed_block_has_the_columns_of_the_schema_and_every_value_of_its_lin
     (block,) = find_blocks(tmp_path)
     rows = read_groups(tmp_path)
     wanted = {column.name: column.type for column in COLUMNS}
-    select = select_from_lines(block.path.stat().st_size)
-    assert _columns(connection, select, block.path) == wanted
-    from_lines = connection.execute(select, [sql_path(block.path)]).fetchall()
+    select = select_from_lines(block.path)
+    assert _columns(connection, select) == wanted
+    from_lines = connection.execute(select).fetchall()
     assert len(from_lines) == 3 * 3 + 3 * 3 + 3 + 3  # a group without rollouts has a row
 
-    sealed = seal_block(block.path, compression_level=3)
+    sealed = seal_block(block.path)
     assert sealed.name == "block-000000000000-000000000011.parquet"
     assert not block.path.exists()
-    read = "SELECT * FROM read_parquet(?)"
-    assert _columns(connection, read, sealed) == wanted
-    assert connection.execute(read, [sql_path(sealed)]).fetchall() == from_lines
+    read = f"SELECT * FROM read_parquet('{sealed}')"
+    assert _columns(connection, read) == wanted
+    assert connection.execute(read).fetchall() == from_lines
     assert read_groups(tmp_path) == rows
     meta = "SELECT key, value FROM parquet_kv_metadata(?)"
     assert connection.execute(meta, [str(sealed)]).fetchall() == [(b"grpo_async_schema", str(SCHEMA).encode())]
@@ -113,7 +110,7 @@ def test_the_derived_columns_are_what_they_say(tmp_path: Path, open_store: OpenS
     append(store, build_group(7, [tool, failed, other]), samples, GroupStatus.TRAINED, 6, stats={"7-0": build_stats(3)})
     store.close()
     (block,) = find_blocks(tmp_path)
-    rows = connection.execute(select_from_lines(1), [str(block.path)]).fetchall()
+    rows = connection.execute(select_from_lines(block.path)).fetchall()
     first, second, third = (dict(zip(COLUMN_NAMES, row, strict=True)) for row in rows)
     expected = {
         "group_status": "trained", "group_size": 3, "rollout_index": 0, "prompt_text": "be brief\nwhat is 1 + 1?",
@@ -193,15 +190,22 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     before = [row.seq for row in read_groups(tmp_path / "rollouts")]
     (block,) = find_blocks(tmp_path / "rollouts")
     moments = random.Random(0)
-    command = [sys.executable, "-m", "grpo_async.store.seal", str(os.getpid()), "3", str(tmp_path / "rollouts")]
-    command.append(block.path.name)
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "rollouts", copy)
+
+    def seal(folder: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "grpo_async.store.seal", str(os.getpid()), str(folder), "1000000000"]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert child.stdin is not None
+        child.stdin.write(block.path.name.encode())
+        child.stdin.close()
+        return child
+
     started = time.monotonic()
-    subprocess.run([*command[:-2], str(copy), block.path.name], check=True, timeout=120.0)
+    assert seal(copy).wait(timeout=120.0) == 0
     whole_s = time.monotonic() - started
     for _ in range(10):
-        child = subprocess.Popen(command)
+        child = seal(tmp_path / "rollouts")
         try:
             child.wait(timeout=moments.uniform(0.3, 1.0) * whole_s)
         except subprocess.TimeoutExpired:
@@ -216,19 +220,12 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
 
 
-def test_a_sealing_process_that_outlived_its_run_touches_nothing(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    command = [sys.executable, "-m", "grpo_async.store.seal", "1", "3", str(tmp_path), "block-000000000000.jsonl"]
-    assert subprocess.run(command, timeout=60.0, check=False).returncode == 1
-    assert [path.name for path in tmp_path.glob("block-*")] == ["block-000000000000.jsonl"]
-
-
-def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with RolloutStore(tmp_path) as store:
         append_simple(store, 0)
         in_the_way = tmp_path / "block-000000000000.jsonl.sealing"
         in_the_way.mkdir()  # root may write anywhere: a folder in the way does the same
-    assert "block-000000000000.jsonl stays as JSON lines: " in caplog.text
+    assert "block-000000000000.jsonl stays as JSON lines" in capfd.readouterr().err
     assert [row.group_id for row in read_groups(tmp_path)] == [0]
 
 
@@ -237,12 +234,12 @@ def test_lines_under_a_wrong_name_or_with_a_seq_twice_are_not_sealed(tmp_path: P
     wrong = tmp_path / "block-000000000007.jsonl"
     (tmp_path / "block-000000000000.jsonl").rename(wrong)
     with pytest.raises(RunError, match=r"it has 1 lines, and 1 groups from seq 0 on"):
-        seal_block(wrong, compression_level=3)
+        seal_block(wrong)
     assert wrong.exists()
     doubled = tmp_path / "block-000000000000.jsonl"
     doubled.write_bytes(wrong.read_bytes() * 2)
     with pytest.raises(RunError, match=r"it has 2 lines, and 1 groups from seq 0 on"):
-        seal_block(doubled, compression_level=3)
+        seal_block(doubled)
     assert doubled.exists()
     assert not list(tmp_path.glob("*.sealing"))
 
@@ -260,11 +257,8 @@ def test_the_oldest_blocks_make_room_and_readers_are_told(tmp_path: Path) -> Non
     assert rows[0].seq > 0
     assert [row.seq for row in rows] == list(range(rows[0].seq, 24))
     assert sum(path.stat().st_size for path in tmp_path.glob("block-*")) <= 60_000
-    metadata = read_metadata(tmp_path)
-    assert metadata.deleted_until == rows[0].seq
-    assert metadata.deleted_blocks > 0
-    (note,) = metadata.notes()
-    assert note.endswith(f"deleted to keep to record.rollouts.max_gb: every group before seq {rows[0].seq}")
+    (note,) = read_metadata(tmp_path).notes(tmp_path)
+    assert note == f"every group before seq {rows[0].seq} was deleted to keep to record.rollouts.max_gb"
     with RolloutStore(tmp_path) as again:
         assert again.position() == 24
     with RolloutStore(tmp_path, settings=small_blocks(max_gb=1e-9)) as tiny:

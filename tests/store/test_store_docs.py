@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -76,8 +75,4 @@ def test_the_examples_run_and_find_what_they_say(place: Path) -> None:
 def test_the_folder_is_as_it_is_drawn(place: Path) -> None:
     names = {path.name for path in (place / "runs" / "NAME" / "rollouts").iterdir()}
     assert any(re.fullmatch(r"block-\d{12}-\d{12}\.parquet", name) for name in names)
-    for drawn in ("branches.jsonl", "store.json"):
-        assert drawn in TEXT
-    example = re.search(r"`(\{\"step\".*?\})`", TEXT)
-    assert example is not None
-    assert set(json.loads(example[1])) == {"step", "from_seq", "until_seq"}
+    assert "store.json" in names

@@ -12,7 +12,6 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, TaggedMessage
-from grpo_async.store import RolloutStore
 from grpo_async.store.query import QueryError, parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
@@ -25,7 +24,7 @@ from tests.store.builders import (
     build_stats,
     build_tool_rollout,
 )
-from tests.support.stored import read_groups
+from tests.support.stored import LineStore, read_groups
 
 REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
 
@@ -34,7 +33,7 @@ REWARDS = {0: (0.0, 0.5), 1: (0.25, 0.25), 2: (0.0, 1.0), 3: (1.0, 1.0)}
 def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutTable]:
     """Groups 0 and 1 in step 1, 2 and 3 in step 2; 0 and 2 have the same prompt; 4 (no step) has tools and no reward."""
     folder = tmp_path_factory.mktemp("table") / "rollouts"
-    with RolloutStore(folder, seals_at_close=False) as store:
+    with LineStore(folder) as store:
         for group_id, rewards in REWARDS.items():
             text = "the same" if group_id % 2 == 0 else f"prompt {group_id}"
             append_simple(store, group_id, rewards=rewards, step=1 + group_id // 2, text=text, num_tokens=3 + group_id)
@@ -155,10 +154,10 @@ def test_a_group_and_a_rollout_have_all_their_tokens(table: RolloutTable) -> Non
     assert table.group_summary_at(3).reward_mean == 1.0
 
 
-def test_what_is_not_there_is_said_with_what_is(table: RolloutTable) -> None:
-    with pytest.raises(RunError, match=r"there is no group 77 .*it holds groups 0 to 4"):
+def test_what_is_not_there_is_said(table: RolloutTable) -> None:
+    with pytest.raises(RunError, match="there is no group 77"):
         table.group(77)
-    with pytest.raises(RunError, match=r"there is no rollout 3-7 .*did you mean 3-0 or 3-1"):
+    with pytest.raises(RunError, match="there is no rollout 3-7"):
         table.rollout("3-7")
     with pytest.raises(RunError, match="no group with seq 77"):
         table.group_at(77)
@@ -239,9 +238,9 @@ def test_superseded_rows_are_left_out_unless_asked_for(open_store: OpenStore, tm
         assert table.group(1, with_superseded=True).rollouts[0].reward == 1.0  # the one that counts
         for with_superseded in (False, True):
             assert table.rollout("1-0", with_superseded=with_superseded)[1].reward == 1.0
-        with pytest.raises(RunError, match="group 2 is superseded"):
+        with pytest.raises(RunError, match=r"no group 2 .*it may be superseded"):
             table.group(2)
-        with pytest.raises(RunError, match="rollout 2-0 is superseded"):
+        with pytest.raises(RunError, match=r"no rollout 2-0 .*it may be superseded"):
             table.rollout("2-0")
         assert table.group(2, with_superseded=True).group_id == 2
         shown = [(group.group_id, group.superseded) for group in table.group_page(sort="seq", with_superseded=True)]

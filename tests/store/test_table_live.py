@@ -7,29 +7,19 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import open_name, sealed_name
-from grpo_async.store.index import Index, Sql
-from grpo_async.store.query import both, parse_query
-from grpo_async.store.schema import OLD_NAMES, OLD_SCHEMA, SCHEMA
+from grpo_async.store.index import Index
+from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
 from tests.store.builders import (
     OpenStore,
     append_simple,
-    build_branched_rollout,
-    build_group,
-    build_rollout,
-    build_stats,
     seal_all,
     small_blocks,
     write_groups,
@@ -40,6 +30,7 @@ import sys
 from pathlib import Path
 from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore
+
 from tests.store.builders import append_simple, small_blocks
 with RolloutStore(Path(sys.argv[1]), settings=small_blocks(block_mb=0.02)) as store:
     for group_id in range(int(sys.argv[2])):
@@ -72,7 +63,7 @@ def test_an_empty_store_has_no_rows_and_says_so(tmp_path: Path, made: bool) -> N
         (note,) = table.notes
         assert ("holds no rollouts yet" if made else "is not there") in note
         assert not table.refresh()
-        with pytest.raises(RunError, match="it holds none"):
+        with pytest.raises(RunError, match="no rollout a"):
             table.rollout("a")
 
 
@@ -102,74 +93,6 @@ def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) 
         assert table.notes == []
 
 
-def test_only_what_is_new_is_read(open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    original = Index._insert_lines
-
-    def noted(self: Index, lines: Sequence[bytes]) -> int:
-        read.append(sum(map(len, lines)))
-        return original(self, lines)
-
-    monkeypatch.setattr(Index, "_insert_lines", noted)
-    store = open_store(tmp_path)
-    append_simple(store, 0)
-    (lines,) = tmp_path.glob("*.jsonl")
-    first = lines.stat().st_size
-    with RolloutTable.open(tmp_path) as table:
-        generation = table.generation
-        assert not table.refresh()
-        assert table.generation == generation
-        append_simple(store, 1)
-        assert table.refresh()
-        assert table.generation > generation
-        assert read == [first, lines.stat().st_size - first]
-        append_simple(store, 2)  # the block grows before it is sealed
-        store.close()
-        seal_all(tmp_path)
-        assert table.refresh()
-        assert not table.refresh()
-        assert [group.group_id for group in table.group_page(sort="seq")] == [0, 1, 2]
-        assert [each.rollout_id for each in table.group(2).rollouts] == ["2-0", "2-1"]
-        assert len(list(table.dump_json())) == 6
-        assert len(read) == 2
-
-
-@pytest.mark.parametrize("name", ["_list", "_insert_lines"])
-def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """After the listing, or after its lines were ingested: each group is there once."""
-    write_groups(tmp_path, 0)
-    original = getattr(Index, name)
-
-    def sealed_after(*arguments: Any) -> Any:
-        found = original(*arguments)
-        seal_all(tmp_path)
-        return found
-
-    monkeypatch.setattr(Index, name, sealed_after)
-    with RolloutTable.open(tmp_path) as table:
-        assert table.group(0).group_id == 0
-        assert (table.count().groups, len(list(table.dump_json()))) == (1, 2)
-
-
-def test_a_block_that_the_listing_misses_is_not_taken_for_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Listing a folder is no moment: one that is renamed meanwhile may be in it under neither name."""
-    write_groups(tmp_path, 0)
-    with RolloutTable.open(tmp_path) as table:
-        original, calls = Index._list, []
-
-        def half_listed(self: Index) -> object:
-            calls.append(1)
-            return {} if len(calls) == 1 else original(self)
-
-        monkeypatch.setattr(Index, "_list", half_listed)
-        assert not table.refresh()
-        assert (table.count().groups, len(calls)) == (1, 2)
-
-
 def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
     for group_id in range(3):
         write_groups(tmp_path, group_id, seal=True, text=f"prompt {group_id}")
@@ -177,8 +100,8 @@ def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
         assert table.count(parse_query("text like '%prompt%'")).groups == 3
         min(tmp_path.glob("*.parquet")).unlink()
         assert table.group(2).group_id == 2
-        with pytest.raises(RunError):  # it goes between question and answer
-            table._whole(0)
+        with pytest.raises(RunError, match="no group with seq 0"):  # it goes between question and answer
+            table.group_at(0)
         assert table.count(parse_query("text like '%prompt%'")).groups == 2
         with pytest.raises(RunError, match="no group 0"):
             table.group(0)
@@ -208,7 +131,7 @@ def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: P
         append_simple(store, 5000)
     with RolloutTable.open(folder) as table:
         assert table.group(5000).group_id == 5000
-        assert any("torn" in note for note in table.notes)
+        assert table.notes == ["missing: 1 group that a full disk or a kill kept from being written"]
 
 
 def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, tmp_path: Path) -> None:
@@ -234,7 +157,7 @@ def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: byt
         assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
         assert table.group(2).group_id == 2
         (note,) = table.damage
-        assert f"{path}:2:" in note
+        assert f"{path}: left out 1 damaged line" in note
         assert table.notes[0] == note
 
 
@@ -243,13 +166,13 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[object] = []
-    original = Index._insert_sealed
+    original = Index._read
 
-    def noted(self: Index, paths: Sequence[Path], before: Any) -> None:
-        tried.append(paths)
-        original(self, paths, before)
+    def noted(self: Index, blocks: Any) -> bool:
+        tried.append(blocks)
+        return original(self, blocks)
 
-    monkeypatch.setattr(Index, "_insert_sealed", noted)
+    monkeypatch.setattr(Index, "_read", noted)
     for group_id in range(3):
         write_groups(tmp_path, group_id, seal=True)
     path = sorted(tmp_path.glob("*.parquet"))[1]
@@ -269,71 +192,6 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
         assert (table.damage, table.count().groups) == ([], 3)
 
 
-def test_damage_in_the_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with RolloutStore(tmp_path, seals_at_close=False) as store:
-        for group_id in range(200):
-            append_simple(store, group_id, num_tokens=50, answer=os.urandom(300).hex())
-    seal_all(tmp_path)
-    (path,) = tmp_path.glob("*.parquet")
-    with RolloutTable.open(tmp_path) as table:
-        assert table.count().groups == 200
-        content = bytearray(path.read_bytes())
-        place = len(content) // 3
-        content[place : place + 20_000] = b"\xff" * 20_000
-        path.write_bytes(content)
-        with pytest.raises(RunError, match=path.name):
-            list(table.dump_json())
-
-
-def test_what_was_sampled_out_is_said(tmp_path: Path) -> None:
-    with RolloutStore(tmp_path, settings=small_blocks(sample_rate=0.0), seals_at_close=False) as store:
-        append_simple(store, 0)
-        append_simple(store, 1, status=GroupStatus.STALE)
-    with RolloutTable.open(tmp_path) as table:
-        assert table.count().groups == 1
-        assert ["sample_rate" in note for note in table.notes] == [True]
-        (tmp_path / "store.json").write_text("{")
-        assert ["store.json is damaged" in note for note in table.notes] == [True]
-        assert table.count().groups == 1
-
-
-def test_stores_of_other_versions_are_refused(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    (path,) = tmp_path.glob("*.jsonl")
-    path.write_bytes(path.read_bytes().replace(b'"schema":5', b'"schema":9'))
-    with pytest.raises(RunError, match=r"has format 9 .*this version reads 4 and 5"):
-        RolloutTable.open(tmp_path)
-
-
-def test_a_store_of_the_version_before_is_read_by_the_names_of_today(tmp_path: Path, open_store: OpenStore) -> None:
-    """A run that the older version began and this one goes on with: sealed blocks and lines, with a branch."""
-    new, old = tmp_path / "new", tmp_path / "old"
-    completions = [build_rollout("g0-r0"), build_branched_rollout("g0-r1")]
-    stats = {"g0-r0": build_stats(3), "g0-r1": build_stats(3), "g0-r1.b2": build_stats(2)}
-    for group_id in range(2):
-        seal_all(new)
-        with open_store(new) as store:
-            store.append(replace(build_group(0, completions), group_id=group_id), GroupStatus.TRAINED, 1, stats=stats)
-    shutil.copytree(new, old)
-    sealed, lines = old / sealed_name(0, 0), old / open_name(1)
-    named = ", ".join(f'"{name}" AS "{was}"' for name, was in OLD_NAMES.items())
-    duckdb.execute(
-        f"COPY (SELECT * EXCLUDE ({', '.join(OLD_NAMES)}), {named} FROM read_parquet('{new / sealed.name}')) "
-        f"TO '{sealed}' (FORMAT parquet, KV_METADATA {{grpo_async_schema: '{OLD_SCHEMA}'}})"
-    )
-    text = lines.read_text()
-    lines.write_text(text.replace(f'"schema":{SCHEMA}', f'"schema":{OLD_SCHEMA}').replace('"token_flags"', '"marks"'))
-    for folder in (new, old):
-        with RolloutTable.open(folder) as table:
-            for seq in range(2):
-                own, branched = table.group_at(seq).rollouts
-                assert own.token_flags == branched.token_flags == [0, 1, 2]
-                assert [branch.token_flags for branch in branched.branches] == [None, [0, 1]]
-            found = table.page(parse_query("clipped and text like '%1 + 1%'"))
-            assert [row.clipped_fraction for row in found] == [pytest.approx(2 / 3)] * 4
-            assert len(list(table.dump_json(parse_query("masked_fraction = 0")))) == 4
-
-
 @pytest.mark.parametrize("name", ["a[1]", "a?", "it's a[b]*?", 'q"uote ünï'])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     """Taken for a pattern it would be read from `a1`, which holds something else."""
@@ -346,64 +204,44 @@ def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
         assert [table.group(group_id).group_id for group_id in (0, 1)] == [0, 1]
 
 
-def test_a_search_reads_only_what_is_new(
-    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the viewer adds what it has shown so far, `seq <= N`; and tables that nothing asks for are dropped."""
-    write_groups(tmp_path, 0, seal=True)
-    store = open_store(tmp_path)
-    read: list[int] = []
-    original = Index.source
-
-    def noted(self: Index, files: Sequence[Path]) -> Any:
-        read.append(len(files))
-        return original(self, files)
-
-    monkeypatch.setattr(Index, "source", noted)
-    query = parse_query("text ilike '%what is%'")
-    newest = parse_query("text ilike '%what is%' and step = last_step()")
-    with RolloutTable.open(tmp_path) as table:
-        for number in range(1, 4):
-            append_simple(store, number, step=number)
-            table.refresh()
-            shown = both(query, parse_query(f"seq<={number}"))
-            assert table.count(shown).groups == table.count(query).groups == number + 1
-        assert read == [1, 0, 0]
-        append_simple(store, 4, step=4)
-        assert table.count(newest).groups == 1
-        table.refresh()
-        assert [each.group_id for each in table.group_page(newest)] == [4], "the newest step is another one"
-        assert table.count(query).groups == 5
-        store.close()
-        table.refresh()
-        seal_all(tmp_path)  # what was searched as lines is not searched again
-        assert not table.refresh()  # the same groups under another name
-        read.clear()
-        assert (table.count(query).groups, read) == (5, [])
-        for number in range(40):
-            table.count(parse_query(f"text ilike '%{number}%'"))
-        ((tables,),) = table._index.fetch(Sql("SELECT count(*) FROM duckdb_tables() WHERE table_name LIKE 'match%'"))
-        assert tables == len(table._index._searches) < 40
-
-
-def test_a_table_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    write_groups(tmp_path / "rollouts", 0)
-    before = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
-    with RolloutTable.open(tmp_path / "rollouts") as table:
-        table.group(0)
-        assert list(scratch.iterdir())
-    table.close()
-    assert list(scratch.iterdir()) == []
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == before
-
-
 def test_a_table_reaches_no_other_files(tmp_path: Path) -> None:
     write_groups(tmp_path / "rollouts", 0)
     shutil.copytree(tmp_path / "rollouts", tmp_path / "other")
     seal_all(tmp_path / "other")
     (other,) = (tmp_path / "other").glob("*.parquet")
     with RolloutTable.open(tmp_path / "rollouts") as table, pytest.raises(RunError, match=r"[Pp]ermission"):
-        table._index.read_blocks("seq", table._where(parse_query(""), False), [other])
+        table._index.fetch(f"SELECT seq FROM read_parquet('{other}')")
+
+
+def test_a_search_is_made_once_and_again_where_rows_came(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, asked = open_store(tmp_path), []
+    original = Index.fetch
+
+    def noted(self: Index, sql: str, *more: Any) -> Any:
+        asked.extend(word for word in ("CREATE", "DROP") if sql.startswith(word))
+        return original(self, sql, *more)
+
+    monkeypatch.setattr(Index, "fetch", noted)
+    query = parse_query("text ilike '%what is%' and step = last_step()")
+    append_simple(store, 0, step=1)
+    with RolloutTable.open(tmp_path) as table:
+        assert (table.count(query).groups, len(table.page(query)), asked) == (1, 2, ["CREATE"])
+        append_simple(store, 1, step=2)
+        assert table.refresh()
+        assert [group.group_id for group in table.group_page(query)] == [1]
+        for number in range(40):
+            table.count(parse_query(f"text ilike '%{number}%'"))
+        assert asked.count("CREATE") - asked.count("DROP") == len(table._index._searches) == 32
+
+
+def test_damaged_metadata_and_a_store_of_another_version_are_refused(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0)
+    path = tmp_path / "store.json"
+    path.write_text(path.read_text().replace('"schema": 5', '"schema": 9'))
+    with pytest.raises(RunError, match=r"has format 9 of the rollout store, this version reads format 5"):
+        RolloutTable.open(tmp_path)
+    path.write_text("{")
+    with pytest.raises(RunError, match=r"store\.json is damaged: .*; remove it to read the rollouts"):
+        RolloutTable.open(tmp_path)

@@ -11,13 +11,20 @@ import duckdb
 import pytest
 
 from grpo_async.records import GroupStatus
-from grpo_async.store import RolloutStore
-from grpo_async.store.blocks import find_blocks, sealed_name
+from grpo_async.store.files import find_blocks, sealed_name
 from grpo_async.store.query import parse_query
 from grpo_async.store.schema import SCHEMA
 from grpo_async.store.seal import seal_block
 from grpo_async.store.table import RolloutTable
-from tests.store.builders import append, build_group, build_rollout, build_sample, build_stats, build_tool_rollout
+from tests.store.builders import (
+    append,
+    build_group,
+    build_rollout,
+    build_sample,
+    build_stats,
+    build_tool_rollout,
+)
+from tests.support.stored import LineStore
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +47,7 @@ FILTERS = (
 
 def _write_one_block(folder: Path) -> Path:
     """Groups of all kinds, by the real writer."""
-    with RolloutStore(folder, seals_at_close=False) as store:
+    with LineStore(folder) as store:
         for group_id in range(GROUPS):
             rollouts = [build_tool_rollout(f"g{group_id}-r0")]
             for index in range(1, GROUP_SIZE):
@@ -58,7 +65,7 @@ def _write_one_block(folder: Path) -> Path:
             step = group_id // 5 + 1 + group_id % 4
             append(store, group, samples, GroupStatus.TRAINED, step, stats=stats)
     (block,) = find_blocks(folder)
-    return seal_block(block.path, compression_level=3)
+    return seal_block(block.path)
 
 
 @pytest.fixture(scope="module")

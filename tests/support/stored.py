@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from grpo_async.errors import RunError
-from grpo_async.store.index import Sql
+from grpo_async.store import RolloutStore
+from grpo_async.store.rollout_store import Sealer
 from grpo_async.store.rows import GroupRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES
 from grpo_async.store.table import RolloutTable
@@ -33,8 +35,21 @@ def scan_groups(folder: Path) -> list[StoredGroup]:
     with RolloutTable.open(folder) as table:
         if table.damage:
             raise RunError("\n".join(table.damage))
-        superseded = dict(table._index.fetch(Sql("SELECT seq, superseded FROM groups")))
+        superseded = dict(table._index.fetch("SELECT seq, superseded FROM groups"))
         names = ", ".join(f'"{name}"' for name in COLUMN_NAMES)
         rows = [dict(zip(COLUMN_NAMES, row, strict=True)) for row in table._read(names, list(superseded))]
     groups = (from_columns(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["seq"]))
     return [StoredGroup(row, superseded[row.seq]) for row in groups]
+
+
+class _NoSealer(Sealer):
+    def add(self, path: Path) -> None:
+        pass
+
+
+class LineStore(RolloutStore):
+    """Leaves its blocks as JSON lines: sealing takes a process."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._sealer = _NoSealer(folder, 1.0)

@@ -16,11 +16,10 @@ from grpo_async.buffer.ledger import is_closed
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.records import GroupStatus
-from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.training.checkpoint import CheckpointState
 from tests.support.local_server import Refusal, Request, line, local_server
 from tests.support.records import make_scored
-from tests.support.stored import read_groups
+from tests.support.stored import LineStore, read_groups
 from tests.trainer.sides import number_in_group, odd_or_even, open_side, serve, side_config, take
 
 LONG_S = 500.0
@@ -246,7 +245,7 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
         with open_side(config, server) as side:
             state = CheckpointState.of(1, side.source.resume_state(), progress={}, counters={})
         scored = make_scored(0)
-        with RolloutStore(folder, seals_at_close=False) as store:
+        with LineStore(folder) as store:
             store.append(scored.group, GroupStatus.TRAINED, 2, scored=scored)
             store.flush()
         with open_side(config, server, state) as side:

@@ -16,8 +16,8 @@ from typing import TypeVar
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.findings.evidence import PackedRow, Row, new_metrics
 from grpo_async.run_directory import RunDir
+from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
-from grpo_async.store.time_limit import time_limit
 from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.growing_file import GrowingFile
 from grpo_async.utils.json_files import read_object

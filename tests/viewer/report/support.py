@@ -12,9 +12,9 @@ from typing import Any
 from grpo_async.config.record_sections import RolloutRecordSection
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
 from grpo_async.run_directory import RunDir
-from grpo_async.store import RolloutStore
 from tests.launcher.support import make_config
 from tests.support.records import make_completion, make_prompt
+from tests.support.stored import LineStore
 
 NORMAL: dict[str, float] = {
     "reward_std": 0.3,
@@ -86,7 +86,7 @@ class Group:
 
 
 def write_store(folder: Path, groups: Sequence[Group]) -> None:
-    with RolloutStore(folder, settings=RolloutRecordSection(), seals_at_close=False) as store:
+    with LineStore(folder, settings=RolloutRecordSection()) as store:
         for number, each in enumerate(groups):
             completions = [
                 make_completion(f"g{number}-r{place}", text=each.text, failed=each.is_failed)

@@ -252,7 +252,7 @@ def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> No
 def test_an_old_run_is_read_as_far_as_it_is_understood(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(8), state=None, summary={"status": "finished", "steps": 8})
     run.config.write_text("model: {path: m}\nan_old_section: {x: 1}\n")
-    (run.rollouts / "branches.jsonl").write_text("{]}\n")
+    (run.rollouts / "store.json").write_text("{]}\n")
     text = _text(_page(run))
     assert "The run finished after 8 steps" in text
     for part in ("config.yaml is of another version", "an_old_section.x", "The rollouts cannot be read"):

@@ -22,12 +22,13 @@ from grpo_async.errors import ConfigError
 from grpo_async.records import GroupStatus
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
-from grpo_async.store.index import Index, Sql
+from grpo_async.store.index import Index
 from grpo_async.viewer.web import sources
 from grpo_async.viewer.web.api import error_answer
 from grpo_async.viewer.web.serve import _listen_at_default, _open_in_browser, listen, serve
 from grpo_async.viewer.web.sources import Library
 from tests.store.builders import build_branched_rollout, build_group
+from tests.support.stored import LineStore
 from tests.viewer.report.support import steps
 from tests.viewer.report.support import write_run as write_whole_run
 from tests.viewer.web.serving import (
@@ -306,7 +307,7 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
 ) -> None:
     """Four that went on for good would have taken all threads: 10^14 rows are more than anybody waits for."""
     library, index = Library([RunDir(tmp_path)]), Index(tmp_path)
-    slow = Sql("SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b")
+    slow = "SELECT sum(a.range * b.range) FROM range(10000000) a, range(10000000) b"
 
     async def ask() -> object:
         monkeypatch.setattr(sources, "DEADLINE_S", 0.2)
@@ -320,7 +321,7 @@ def test_slow_queries_are_504_and_end_and_leave_room_for_others(
         while library._threads.num_abandoned:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        return await library.ask(lambda: index.fetch(Sql("SELECT 1")))
+        return await library.ask(lambda: index.fetch("SELECT 1"))
 
     try:
         assert asyncio.run(ask()) == [(1,)]
@@ -392,7 +393,7 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(tmp_path: Path, monkeyp
 
 
 def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:
-    with RolloutStore(tmp_path / "run" / "rollouts", seals_at_close=False) as store:
+    with LineStore(tmp_path / "run" / "rollouts") as store:
         store.append(build_group(7, [build_branched_rollout("g7-r0")]), GroupStatus.FILTERED, 1)
     with serving(tmp_path / "run") as inspector:
         whole = inspector.json("api/rollout", run="run", id="g7-r0")
