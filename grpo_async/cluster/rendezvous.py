@@ -16,8 +16,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from grpo_async import __version__
-from grpo_async.cluster.launcher_store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.cluster.nodes import Rendezvous, cannot_listen
+from grpo_async.cluster.store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences

@@ -102,10 +102,9 @@ class InferenceSection(StrictModel):
     """Longest prompt + completion in tokens."""
     threads: Processes = 1
     """CPU threads of a server's compute."""
-    startup_timeout_s: Seconds = 300.0
-    """Longest time without a sign of work of a server that does not answer /health yet, also after a restart. One that this run
-    starts is left alone while it loads or compiles, six times as long at most; of others nothing is seen before they answer.
-    Where it is not set, a second is added for each 100 MB of the model's files: 300 s for 1 GB or less, 1700 s for 140 GB."""
+    startup_timeout_s: Seconds = 600.0
+    """Longest time until a server answers /health, also after a restart. vLLM compiles for minutes when it first starts on a
+    machine. Where it is not set, a second is added for each 100 MB of the model's files: 2000 s for 140 GB."""
     request_timeout_s: Seconds = 300.0
     """Longest silence of the server within one request."""
     max_retries: int = Field(default=5, ge=0)
@@ -139,12 +138,7 @@ class InferenceSection(StrictModel):
     @property
     def longest_outage_s(self) -> float:
         """Until the only server either serves again or is given up: every restart with its longest delay and start."""
-        return max((self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S), self.longest_startup_s)
-
-    @property
-    def longest_startup_s(self) -> float:
-        """Of a server that is seen to work all the while."""
-        return self.startup_timeout_s if self.urls else 6.0 * self.startup_timeout_s
+        return (self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S)
 
     @property
     def scheme(self) -> str:

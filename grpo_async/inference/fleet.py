@@ -69,8 +69,6 @@ class _Tracked:
     """Times it failed since it last served."""
     exit_message: str = ""
     """Of the launcher, when the process has ended, which it starts again by itself."""
-    worked_at: float = 0.0
-    """When the launcher last saw it work at its start."""
     last_info: ServerInfo | None = None
     loads: list[ServerInfo] = field(default_factory=list)
     """What it said since the last `Fleet.metrics`."""
@@ -323,7 +321,7 @@ class Fleet:
         """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
 
         Only "starting" and "given_up" change what is known by themselves. "exited" makes the monitor ask at once: the server may
-        have ended and be up again before the message is read. "working" gives a server that starts more time.
+        have ended and be up again before the message is read.
         """
         index, event, detail = int(message["index"]), message["event"], str(message.get("detail", ""))
         tracked = self._tracked[index]
@@ -333,9 +331,6 @@ class Fleet:
             with self._lock:
                 tracked.exit_message = tracked.last_message = detail or "its process ended"
             self.suspect(index)
-        elif event == "working":
-            with self._lock:
-                tracked.worked_at = time.monotonic()
         elif event == "starting":
             with self._changing() as changed:
                 tracked.exit_message = ""
@@ -344,7 +339,7 @@ class Fleet:
             self.suspect(index)
         else:
             raise ValueError(
-                f"the launcher reported {event!r} for a server; known events are exited, starting, working, given_up"
+                f"the launcher reported {event!r} for a server; known events are exited, starting, given_up"
             )
 
     # What the monitor finds. A record that is not the current one anymore is ignored.
@@ -382,15 +377,12 @@ class Fleet:
             if server is not tracked.server:
                 return
             tracked.last_message = reason
-            idle_s = now - max(server.since, tracked.worked_at)
             ask_again = server.state is ServerState.DOWN and age_s > timeout_s + MAX_RESTART_DELAY_S
             if ask_again and self._ask_restart is not None:  # it was asked for, and nothing came of it
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
-            if idle_s > timeout_s or age_s > self._inference.longest_startup_s:
-                limit = f"inference.startup_timeout_s = {timeout_s:g} s"
-                works = "" if idle_s > timeout_s else f", although it is still working: it has had {age_s:.0f} s"
-                self.failed(server, f"it is not up within {limit}{works}: {reason}")
+            if age_s > timeout_s:
+                self.failed(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 

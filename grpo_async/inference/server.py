@@ -1,10 +1,10 @@
 """One inference server, and the states that it goes through: what the trainer knows of it, and what the launcher does with its
 process, if this run has started it.
 
-    trainer (`fleet` makes every transition)             launcher (launcher.spawned_servers)
+    trainer (`fleet` makes every transition)             launcher (launcher.servers)
 
-    STARTING                                         <-- "starting"; "working" while it computes or reads, though it is silent:
-       | healthy                                          | the first start of vLLM on a machine compiles for minutes
+    STARTING                                         <-- "starting"
+       | healthy                                          |
     READY                                                 |
        | weights pushed: mark_serving                --> server_serving
     SERVING                                               |
@@ -29,7 +29,7 @@ from typing import Literal
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 
-ServerEvent = Literal["exited", "starting", "working", "given_up"]
+ServerEvent = Literal["exited", "starting", "given_up"]
 """What the launcher tells of the process of a server."""
 
 

@@ -11,28 +11,26 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_async.cluster.launcher_store import HEARTBEAT_S, LauncherStore, Message
-from grpo_async.cluster.node_hub import exchange
 from grpo_async.cluster.nodes import Rendezvous
 from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, join
+from grpo_async.cluster.store import HEARTBEAT_S, LauncherStore, Message
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
 from grpo_async.errors import RunError
-from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
-from grpo_async.launcher.liveness import Liveness
-from grpo_async.launcher.plan import ProcessPlan, first_server, own_urls, plan_processes
+from grpo_async.launcher.hub import exchange
+from grpo_async.launcher.local import GRACE_S, LocalProcesses
+from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launcher.reaper import private_folder
-from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of, unwinding
-from grpo_async.launcher.spawned_servers import SpawnedServers
+from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Node
-from grpo_async.processes.failures import explain
+from grpo_async.processes.heartbeat import to_json
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.text import clipped
@@ -105,11 +103,10 @@ class Follower:
     """One run, as this machine takes part in it."""
 
     def __init__(self, config: ExperimentConfig, joined: JoinedRun, plan: ProcessPlan, display: Display) -> None:
-        self._config = config
         self._launchers = joined.launchers
-        self._plan = plan
+        self._trains = plan.trainer is not None
         self._display = display
-        self._signals = Signals()
+        self._local = LocalProcesses(config, plan, display, tell_trainer=self._tell_trainer, total=config.num_servers)
         self._ended = asyncio.Event()  # the run is over
         self._exit_code: int | None = None  # node 0's; None: it is gone
         self._error: str | None = None
@@ -117,109 +114,69 @@ class Follower:
 
     async def run(self) -> RunOutcome:
         """Start what is planned here, watch, end."""
-        attempt = self._plan.assignment.attempt_dir
-        with self._signals.installed():
-            async with AsyncExitStack() as stack:
-                children = await stack.enter_async_context(ending_children(attempt, self._display.warning))
-                first = first_server(self._config, self._plan.assignment.node) if self._plan.servers else 0
-                self._servers = SpawnedServers(
-                    self._plan.servers,
-                    self._display,
-                    tell_trainer=self._tell_trainer,
-                    children=children,
-                    max_restarts=self._config.inference.max_restarts,
-                    delay_s=self._config.inference.restart_delay_s,
-                    first=first,
-                    total=self._config.num_servers,
-                )
-                stack.push_async_callback(self._servers.abandon, KILL_TIMEOUT_S)
-                listening = asyncio.create_task(self._listen(), name="listen to node 0")
-                try:
-                    return await self._work(children.spawn, stack)
-                finally:
-                    listening.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await listening
-                    with suppress(RuntimeError, RunError, TimeoutError):  # node 0 has gone, or does not answer
-                        await exchange(self._launchers, within_s=GRACE_S)
+        async with self._local as local:
+            listening = asyncio.create_task(self._listen(), name="listen to node 0")
+            try:
+                await local.start()
+                await local.wait(self._ended, local.servers.lost_all, local.liveness.frozen)
+                outcome = await self._end()
+                await local.end_servers()
+                return outcome
+            finally:
+                listening.cancel()
+                with suppress(asyncio.CancelledError):
+                    await listening
+                with suppress(RuntimeError, RunError, TimeoutError):  # node 0 has gone, or does not answer
+                    await exchange(self._launchers, within_s=GRACE_S)
 
-    async def _work(self, spawn: Callable[..., Any], stack: AsyncExitStack) -> RunOutcome:
-        await self._servers.start()
-        if self._plan.trainer is None:
-            await first_of(self._signals, [], [self._ended, self._servers.lost_all])
-            return await self._end_serving()
-        liveness = Liveness(self._plan.assignment, self._config.launch.heartbeat_timeout_s, self._display.warning)
-        await stack.enter_async_context(liveness)
-        trainer: Child = await spawn(self._plan.trainer)
-        await first_of(self._signals, [trainer], [self._ended, self._servers.lost_all, liveness.frozen])
-        outcome = await self._watch(trainer, liveness)
-        await self._end_servers()
-        return outcome
-
-    async def _end_serving(self) -> RunOutcome:
-        """Of a machine without a trainer: node 0 has the last word."""
-        if self._signals.first is not None and not self._ended.is_set():
-            return await self._pass_on_signal([])
-        if self._servers.lost_all.is_set():
-            await self._tell_of_lost_servers()
-        await self._end_servers()
+    async def _end(self) -> RunOutcome:
+        """Whatever has happened here, node 0 has the last word."""
+        local = self._local
+        if local.signals.arrived.is_set() and not self._ended.is_set() and (local.is_training or not self._trains):
+            return await self._pass_on_signal()
+        if local.servers.lost_all.is_set() and not self._ended.is_set():
+            local.servers.raise_errors()
+            self._launchers.post(0, "failed", error=str(local.servers.failure))
+            await local.wait(self._ended, timeout_s=self._end_timeout_s)
+        if local.liveness.frozen.is_set() and local.is_training:
+            await local.kill_trainer()
+        if not self._trains:
+            return self._outcome()
+        if not local.is_training:
+            return await self._report_end()
+        if self._exit_code in (None, 1):  # the run has failed, and what has failed does not end by itself
+            await local.end_trainer()
+        else:
+            await local.wait(timeout_s=GRACE_S)
         return self._outcome()
 
-    async def _watch(self, trainer: Child, liveness: Liveness) -> RunOutcome:
-        if self._signals.first is not None and trainer.is_running:
-            return await self._pass_on_signal([trainer], liveness)
-        if self._servers.lost_all.is_set() and trainer.is_running and not self._ended.is_set():
-            await self._tell_of_lost_servers([trainer])
-        if liveness.frozen.is_set() and trainer.is_running:
-            trainer.kill()
-            await asyncio.wait([trainer.exited], timeout=KILL_TIMEOUT_S)
-        elif trainer.is_running:  # node 0 says that the run is over
-            if self._exit_code in (None, 1):  # it failed, and what has failed does not end by itself
-                await end_children(self._signals, [trainer])
-            else:
-                await first_of(self._signals, [trainer], timeout_s=GRACE_S)
-            return self._outcome()
-        return await self._finish(trainer, liveness)
-
-    async def _tell_of_lost_servers(self, children: list[Child] | None = None) -> None:
-        self._servers.raise_errors()
-        self._launchers.post(0, "failed", error=str(self._servers.failure))
-        await first_of(self._signals, children or [], [self._ended], timeout_s=self._end_timeout_s)
-
-    async def _pass_on_signal(self, children: list[Child], liveness: Liveness | None = None) -> RunOutcome:
-        assert self._signals.first is not None
-        self._signals.arrived.clear()
-        self._launchers.post(0, "signal", name=self._signals.first.name)
+    async def _pass_on_signal(self) -> RunOutcome:
+        local, signals = self._local, self._local.signals
+        assert signals.first is not None
+        signals.arrived.clear()
+        self._launchers.post(0, "signal", name=signals.first.name)
         self._display.note(
-            f"{self._signals.first.name}: node 0 stops the run with a checkpoint (a second signal stops this machine immediately)"
+            f"{signals.first.name}: node 0 stops the run with a checkpoint (a second signal stops this machine immediately)"
         )
-        await first_of(self._signals, children, [self._ended], timeout_s=self._end_timeout_s)
-        for trainer in children:
-            if trainer.is_running and not self._signals.arrived.is_set():  # node 0 has killed its own, or is gone
-                await end_children(self._signals, [trainer])
-            elif not trainer.is_running and liveness is not None:
-                await self._finish(trainer, liveness)
-        await self._end_servers()
-        return RunOutcome(exit_code=self._signals.exit_code, error=self._error)
+        await local.wait(self._ended, timeout_s=self._end_timeout_s)
+        if local.is_training and not signals.arrived.is_set():  # node 0 has killed its own, or is gone
+            await local.end_trainer()
+        elif self._trains and not local.is_training:
+            await self._report_end()
+        return RunOutcome(exit_code=signals.exit_code, error=self._error)
 
-    async def _finish(self, trainer: Child, liveness: Liveness) -> RunOutcome:
-        """The trainer has ended by itself: tell node 0, and wait for how the run went."""
-        status = trainer.exited.result()
-        cause = None
+    async def _report_end(self) -> RunOutcome:
+        """The trainer has ended: tell node 0, and wait for how the run went."""
+        trainer, liveness = self._local.trainer, self._local.liveness
+        status, error = trainer.exited.result(), None
         if status != 0:
-            attempt = self._plan.assignment.attempt_dir
-            failed = explain(attempt, liveness.failures)
-            cause = liveness.failure or (trainer.describe_end() if failed is None else failed.text)
-        self._launchers.post(0, "exited", status=status, error=cause)
-        await first_of(self._signals, [], [self._ended], timeout_s=self._end_timeout_s)
+            cause = liveness.explain()
+            error = liveness.failure or (trainer.describe_end() if cause is None else cause.text)
+        reports = [to_json(each) for each in liveness.reports]
+        self._launchers.post(0, "exited", status=status, error=error, reports=reports)
+        await self._local.wait(self._ended, for_trainer=False, timeout_s=self._end_timeout_s)
         outcome = self._outcome()
-        if status != 0 and outcome.exit_code == 0:
-            return RunOutcome(exit_code=1, error=cause)
-        return outcome
-
-    async def _end_servers(self) -> None:
-        await self._servers.stop(GRACE_S)
-        await end_children(self._signals, self._servers.running)
+        return RunOutcome(exit_code=1, error=error) if status != 0 and outcome.exit_code == 0 else outcome
 
     def _outcome(self) -> RunOutcome:
         if self._exit_code is None:
@@ -252,6 +209,6 @@ class Follower:
                 self._exit_code, self._error = code, None if said is None else str(said)
                 self._ended.set()
             case {"kind": "server_serving" | "restart_server", "index": int()}:
-                self._servers.receive(message)
+                self._local.servers.receive(message)
             case _:
                 self._display.warning(f"node 0 sent an unknown message: {clipped(str(dict(message)), 200)}")

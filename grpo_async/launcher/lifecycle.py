@@ -18,7 +18,7 @@ from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advisor import Advisor
-from grpo_async.launcher.child import KILL_TIMEOUT_S
+from grpo_async.launcher.children import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.signals import Signals
 from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise

@@ -26,8 +26,15 @@ from typing import Any, Self
 import psutil
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.failures import RankFailure
-from grpo_async.processes.heartbeat import ELASTIC_AGENT, INTERVAL_S, STACKS_SIGNAL, stacks_file
+from grpo_async.processes.failures import Cause, Report, explain
+from grpo_async.processes.heartbeat import (
+    ELASTIC_AGENT,
+    INTERVAL_S,
+    MAX_DATAGRAM,
+    STACKS_SIGNAL,
+    from_json,
+    stacks_file,
+)
 from grpo_async.utils.safe_text import plain
 
 _NOTICE_S = 30.0
@@ -38,7 +45,6 @@ _OWN_PAUSE_S = 5.0
 _BUSY_SAMPLE_S = 0.5
 _STACKS_S = 5.0
 _MAX_FRAMES = 12
-_MAX_DATAGRAM = 1 << 18
 
 
 @dataclass(slots=True)
@@ -88,8 +94,8 @@ class Liveness:
         """Who is frozen, how, and where in its code; None until `frozen`."""
         self.may_save = False
         """Whether what is frozen can save when it is asked to: it was stopped, and has been continued, or it is torchrun."""
-        self.failures: list[RankFailure] = []
-        """What ranks said of their end, first one first."""
+        self.reports: list[Report] = []
+        """What ranks and torchrun said of the end of ranks; of other machines, too, where this one leads."""
 
     async def __aenter__(self) -> Self:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -115,16 +121,20 @@ class Liveness:
         longest = max(known, key=lambda watched: watched.silent_s, default=None)
         return None if longest is None else longest.describe()
 
+    def explain(self) -> Cause | None:
+        """Which rank failed first and why; None: none has said anything."""
+        self._receive()
+        return explain(self.reports)
+
     def _receive(self) -> None:
-        while True:
-            try:
-                message = json.loads(self._socket.recv(_MAX_DATAGRAM))  # does not block
-            except BlockingIOError:
-                return
-            watched = self._watched.setdefault(message["pid"], _Watched(message["name"], message["pid"], 0.0))
-            watched.last_at, watched.silent_s = time.monotonic(), 0.0
-            if "failed" in message:
-                self.failures.append(RankFailure(**message["failed"]))
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until nothing is left
+                message = json.loads(self._socket.recv(MAX_DATAGRAM))  # does not block
+                if message["kind"] != "heartbeat":
+                    self.reports.append(from_json(message))
+                    continue
+                watched = self._watched.setdefault(message["pid"], _Watched(message["name"], message["pid"], 0.0))
+                watched.last_at, watched.silent_s = time.monotonic(), 0.0
 
     async def _watch(self) -> None:
         checked_at = time.monotonic()

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from grpo_async.errors import RunError
-from grpo_async.launcher.tree import TAG_VARIABLE
+from grpo_async.utils.lifetime import TAG_VARIABLE
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
@@ -100,7 +100,7 @@ def main(launcher: int, folder: Path) -> int:
 
 
 def _left(tag: str) -> list[psutil.Process]:
-    """The processes that descend from a child of the launcher, by their environment (see child.tag_of)."""
+    """The processes that descend from a child of the launcher, by their environment (see launcher.children)."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

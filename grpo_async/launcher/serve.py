@@ -8,8 +8,6 @@ logs lie in a folder like a run's, run.dir/NAME.serve-PORT.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
@@ -17,14 +15,13 @@ from grpo_async.config.sections import NodesSection
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launcher.child import KILL_TIMEOUT_S, ending_children
 from grpo_async.launcher.gpus import share_gpus
-from grpo_async.launcher.plan import ProcessSpec, common_environment, own_urls, server_specs
+from grpo_async.launcher.local import LocalProcesses
+from grpo_async.launcher.plan import ProcessPlan, common_environment, own_urls, server_specs
 from grpo_async.launcher.reaper import private_folder
-from grpo_async.launcher.signals import GRACE_S, Signals, end_children, first_of, unwinding
-from grpo_async.launcher.spawned_servers import SpawnedServers
+from grpo_async.launcher.signals import unwinding
 from grpo_async.processes import machine as machine_module
-from grpo_async.processes.assignment import Node
+from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice
 
@@ -49,59 +46,46 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
         shares = share_gpus(config, engine, machine.gpus, _SERVES)
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
         run_dir.create(dump_config(config))
-        attempt = run_dir.new_attempt()
         urls = own_urls(config, config.inference.host)
+        given = Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private=private, server_urls=urls)
         specs = server_specs(
             config,
             engine,
             machine,
-            config_path=attempt_config(attempt),
+            config_path=attempt_config(given.attempt_dir),
             private=private,
             urls=urls,
             first=0,
             gpus=shares.servers,
-            common=common_environment(machine, token_from_environment(), Node()),
+            common=common_environment(machine, token_from_environment(), given.node),
         )
+        plan = ProcessPlan(run_name=config.run.name, engine=engine, assignment=given, servers=specs, trainer=None)
         gpus = [f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU" for spec in specs]
         output.say(
             "\n".join(f"{spec.name}: {url}, {where}" for spec, url, where in zip(specs, urls, gpus, strict=True))
         )
         display = output.display(run_name=config.run.name, max_steps=0, run_dir=run_dir, lines_only=True)
         with display:
-            return asyncio.run(_serve(config, specs, display, attempt))
+            return asyncio.run(_serve(config, plan, display))
 
 
-async def _serve(config: ExperimentConfig, specs: Sequence[ProcessSpec], display: Display, logs: Path) -> int:
-    signals = Signals()
+async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
+    def serves(index: int) -> None:
+        """Nobody says that a server serves. One that has been started counts as such, so that it is started again."""
+        local.servers.receive({"kind": "server_serving", "index": index})
 
-    def started(index: int, event: str, detail: str, incarnation: int) -> None:
-        server = servers.get(index)
-        if (
-            event == "starting" and server is not None
-        ):  # nobody else says that it serves, which ends a row of restarts in time
-            server.count_as_served()
+    def hear(index: int, event: str, detail: str, incarnation: int) -> None:
+        if event == "starting":
+            serves(index)
 
-    with signals.installed():
-        async with ending_children(logs, display.warning) as children:
-            servers = SpawnedServers(
-                specs,
-                display,
-                tell_trainer=started,
-                children=children,
-                max_restarts=config.inference.max_restarts,
-                delay_s=config.inference.restart_delay_s,
-            )
-            try:
-                await servers.start()
-                for index in range(len(specs)):
-                    started(index, "starting", "", 0)
-                await first_of(signals, [], [servers.lost_all])
-                servers.raise_errors()
-                await servers.stop(GRACE_S)
-                await end_children(signals, servers.running)
-            finally:
-                await servers.abandon(KILL_TIMEOUT_S)
-    if signals.first is not None:
-        return signals.exit_code
-    display.warning(str(servers.failure))
+    async with LocalProcesses(config, plan, display, tell_trainer=hear) as local:
+        await local.start()
+        for index in range(len(plan.servers)):
+            serves(index)
+        await local.wait(local.servers.lost_all)
+        local.servers.raise_errors()
+        await local.end_servers()
+    if local.signals.first is not None:
+        return local.signals.exit_code
+    display.warning(str(local.servers.failure))
     return 1

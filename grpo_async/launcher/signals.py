@@ -1,17 +1,12 @@
-"""Signals to the launcher as an event of its loop, and the waits that they cut short."""
+"""Signals to the launcher as an event of its loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
-
-from grpo_async.launcher.child import Child
-
-GRACE_S = 10.0
-"""Between SIGTERM and SIGKILL."""
 
 
 class Signals:
@@ -72,32 +67,3 @@ def unwinding() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-async def first_of(
-    signals: Signals, children: Iterable[Child], events: Sequence[asyncio.Event] = (), *, timeout_s: float | None = None
-) -> None:
-    """Until one of the children ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes:
-    the trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
-    events = [signals.arrived, *events]
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    exits = [child.exited for child in children]
-    try:
-        first = asyncio.FIRST_COMPLETED
-        await asyncio.wait([*waits, *exits], timeout=timeout_s, return_when=first)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
-async def end_children(signals: Signals, children: Sequence[Child]) -> None:
-    """SIGTERM and wait; a signal to the launcher cuts the grace short. What is left is killed with the tree."""
-    signals.arrived.clear()
-    for child in children:
-        child.terminate()
-    ends_at = asyncio.get_running_loop().time() + GRACE_S
-    while (left := [child for child in children if child.is_running]) and not signals.arrived.is_set():
-        left_s = ends_at - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            return
-        await first_of(signals, left, timeout_s=left_s)

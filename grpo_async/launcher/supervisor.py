@@ -1,6 +1,6 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
-    waits for   the first of: trainer exit, loss of the servers (spawned_servers restarts them), a signal; every later wait
+    waits for   the first of: trainer exit, loss of the servers (launcher.servers restarts them), a signal; every later wait
                 has a deadline
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
@@ -20,26 +20,22 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from grpo_async.checks.report import Check, Status
-from grpo_async.cluster.launcher_store import LauncherStore
-from grpo_async.cluster.node_hub import NodeHub
 from grpo_async.cluster.rendezvous import NodeInfo
+from grpo_async.cluster.store import LauncherStore
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import equal_value
-from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, ending_children
-from grpo_async.launcher.liveness import Liveness
+from grpo_async.launcher.children import KILL_TIMEOUT_S
+from grpo_async.launcher.hub import NodeHub
+from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.run_dir_watch import RunDirWatch
-from grpo_async.launcher.signals import Signals, end_children, first_of
-from grpo_async.launcher.spawned_servers import SpawnedServers
 from grpo_async.processes.control import ControlServer
-from grpo_async.processes.failures import explain
 from grpo_async.utils.text import clipped
 
 _NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
 _LAST_MESSAGES_TIMEOUT_S = 60.0  # of a trainer that has ended; on a busy machine they are read late
-_RESTART_TIMEOUT_S = 25.0  # for a restart that is under way to come to a point where it can be left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,54 +74,40 @@ class Supervisor:
     """One run of one plan."""
 
     def __init__(self, config: ExperimentConfig, plan: ProcessPlan, display: Display, cluster: Cluster | None) -> None:
-        assert plan.trainer is not None
         self._config = config
-        self._plan = plan
-        self._trainer_spec = plan.trainer
         self._assignment = plan.assignment
         self._display = display
         self._cluster = cluster
-        self._signals = Signals()
+        self._local = LocalProcesses(
+            config,
+            plan,
+            display,
+            tell_trainer=self._tell_trainer,
+            total=None if cluster is None else config.num_servers,
+        )
+        self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
+        self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root)
+        self._config_text = self._assignment.run_dir.config.read_text(encoding="utf-8")
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
         self._hub: NodeHub | None = None
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
-        assignment, warn = self._assignment, self._display.warning
-        with self._signals.installed():
-            async with ending_children(assignment.attempt_dir, warn) as self._children:
-                self._servers = SpawnedServers(
-                    self._plan.servers,
-                    self._display,
-                    tell_trainer=lambda *event: self._control.send_server_event(*event),  # opened below
-                    children=self._children,
-                    max_restarts=self._config.inference.max_restarts,
-                    delay_s=self._config.inference.restart_delay_s,
-                    total=None if self._cluster is None else self._config.num_servers,
-                )
-                self._liveness = Liveness(assignment, self._config.launch.heartbeat_timeout_s, warn)
-                self._run_dir_watch = RunDirWatch(assignment.run_dir.root)
-                self._config_text = assignment.run_dir.config.read_text(encoding="utf-8")
-                self._control = ControlServer(assignment.control_socket, self._on_message, warn)
-                try:
-                    async with self._control, self._liveness, self._run_dir_watch:
-                        return await self._with_cluster()
-                finally:
-                    await self._servers.abandon(KILL_TIMEOUT_S)
+        async with self._local, self._control, self._run_dir_watch:
+            if self._cluster is None:
+                return await self._supervise()
+            return await self._lead(self._cluster)
 
-    async def _with_cluster(self) -> RunOutcome:
-        """Let the other machines, if there are any, begin and end with this one."""
-        if self._cluster is None:
-            return await self._supervise()
+    async def _lead(self, cluster: Cluster) -> RunOutcome:
+        """Let the other machines begin and end with this one."""
         hub = self._hub = NodeHub(
-            self._cluster.launchers,
-            self._cluster.members,
+            cluster.launchers,
+            cluster.members,
             self._assignment,
             display=self._display,
-            servers=self._servers,
-            on_signal=self._signals.take_remote,
-            tell_trainer=self._control.send_server_event,
+            local=self._local,
+            tell_trainer=self._tell_trainer,
         )
         hub.start()
         watching = asyncio.create_task(hub.watch(), name="watch the other machines")
@@ -139,106 +121,91 @@ class Supervisor:
             await hub.end(outcome.exit_code, outcome.error)
         return outcome
 
+    def _tell_trainer(self, index: int, event: str, detail: str, incarnation: int) -> None:
+        self._control.send_server_event(index, event, detail, incarnation)
+
     async def _supervise(self) -> RunOutcome:
-        servers, liveness, watch, hub = self._servers, self._liveness, self._run_dir_watch, self._hub
-        await servers.start()
-        trainer = await self._children.spawn(self._trainer_spec)
-        ends = [servers.lost_all, liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
-        await first_of(self._signals, [trainer], ends)
+        local, watch, hub = self._local, self._run_dir_watch, self._hub
+        await local.start()
+        ends = [local.servers.lost_all, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
+        await local.wait(*ends)
         if watch.failure is not None:
-            return await self._lose_run_dir(watch.failure, trainer)
-        if self._signals.arrived.is_set() and trainer.is_running:
-            return await self._stop(trainer)
-        has_ended_well = not trainer.is_running and trainer.exited.result() == 0
+            return await self._lose_run_dir(watch.failure)
+        if local.signals.arrived.is_set() and local.is_training:
+            return await self._stop()
+        has_ended_well = not local.is_training and local.trainer.exited.result() == 0
         if hub is not None and hub.trouble.is_set() and not has_ended_well:
-            await self._end_trainer(trainer, "another machine has failed")  # the ranks of this one cannot even save
+            await self._end_trainer("another machine has failed")  # the ranks of this one cannot even save
             await hub.wait_for_ends(_NODES_TIMEOUT_S)
             return self._failed(self._nodes_failure(hub))
-        if liveness.failure is not None and trainer.is_running:
-            await self._end_trainer(trainer, "a process of the trainer is frozen", saves=liveness.may_save)
-            return self._failed(liveness.failure)
-        servers.raise_errors()
-        if servers.failure is not None and not has_ended_well:
+        if local.liveness.failure is not None and local.is_training:
+            await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.may_save)
+            return self._failed(local.liveness.failure)
+        local.servers.raise_errors()
+        if local.servers.failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round
-            await self._end_trainer(trainer, "no server is left", saves=servers.have_served)
-            return self._failed(servers.failure)
-        return await self._finish(trainer, exit_code=0)
+            await self._end_trainer("no server is left", saves=local.servers.have_served)
+            return self._failed(local.servers.failure)
+        return await self._finish(exit_code=0)
 
-    async def _end_trainer(self, trainer: Child, why: str, *, saves: bool = False) -> None:
+    async def _end_trainer(self, why: str, *, saves: bool = False) -> None:
         """`saves`: ask it first to save the steps that it has made."""
         self._display.phase(f"{why}: stopping the trainer")
         if saves:
             self._control.request_stop()
-            await first_of(self._signals, [trainer], timeout_s=self._config.launch.stop_timeout_s)
-        await end_children(self._signals, [trainer])
+            await self._local.wait(timeout_s=self._config.launch.stop_timeout_s)
+        await self._local.end_trainer()
 
-    async def _lose_run_dir(self, failure: str, trainer: Child) -> RunOutcome:
+    async def _lose_run_dir(self, failure: str) -> RunOutcome:
         """The weights are all that is left: they are saved in a new directory, unless something else is there now."""
-        saves = trainer.is_running and self._run_dir_watch.is_free
+        saves = self._local.is_training and self._run_dir_watch.is_free
         if saves:
             self._assignment.run_dir.create(self._config_text)
             self._assignment.attempt_dir.mkdir(parents=True, exist_ok=True)
             failure += "; it was recreated to save what was left"
-        await self._end_trainer(trainer, "the run directory is gone", saves=saves)
+        await self._end_trainer("the run directory is gone", saves=saves)
         return self._failed(failure)
 
-    def _nodes_failure(self, hub: NodeHub) -> str:
-        assert hub.failure is not None
-        cause = None if hub.has_lost_a_node else self._explain()
-        return cause or hub.failure
-
-    def _explain(self) -> str | None:
-        cause = explain(self._assignment.attempt_dir, self._liveness.failures)
-        if cause is None:
-            return None
-        node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine
-        return cause.text if self._hub is None or node == 0 else f"{cause.text}\non {self._hub.name_of(node)}"
-
-    def _stopped_early(self) -> RunOutcome:
-        assert self._signals.first is not None
-        error = f"{self._signals.first.name} before the trainer had started"
-        return RunOutcome(exit_code=self._signals.exit_code, error=error)
-
-    async def _stop(self, trainer: Child) -> RunOutcome:
-        signals, timeout_s = self._signals, self._config.launch.stop_timeout_s
+    async def _stop(self) -> RunOutcome:
+        local, timeout_s = self._local, self._config.launch.stop_timeout_s
+        signals = local.signals
         assert signals.first is not None
         signals.arrived.clear()
         if not self._control.has_connected:  # nothing has been trained, so there is nothing to save
-            return self._stopped_early()
-        name = signals.first.name
+            error = f"{signals.first.name} before the trainer had started"
+            return RunOutcome(exit_code=signals.exit_code, error=error)
         self._control.request_stop()
         self._display.phase("stopping")
         self._display.note(
             "stopping: finishing the step and saving a checkpoint (press Ctrl-C again to stop immediately)"
         )
-        stopping = asyncio.create_task(self._servers.stop(_RESTART_TIMEOUT_S))  # a server that ends now is not missed
+        stopping = asyncio.create_task(local.keep_servers())  # a server that ends now is not missed
         try:
-            await first_of(signals, [trainer], timeout_s=timeout_s)
+            await local.wait(timeout_s=timeout_s)
         finally:
             stopping.cancel()
             await asyncio.wait([stopping], timeout=KILL_TIMEOUT_S)
-        if not trainer.is_running:
-            return await self._finish(trainer, exit_code=signals.exit_code)
+        if not local.is_training:
+            return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
         reason = "a second signal" if is_second else f"it did not stop within launch.stop_timeout_s: {timeout_s:g} s"
-        reason = "; ".join(filter(None, [reason, self._liveness.silent()]))
-        error = f"{name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
+        reason = "; ".join(filter(None, [reason, local.liveness.silent()]))
+        error = f"{signals.first.name}: the trainer was killed ({reason})\n{self._how_to_continue()}"
         return RunOutcome(exit_code=signals.exit_code, error=error)
 
-    async def _finish(self, trainer: Child, *, exit_code: int) -> RunOutcome:
+    async def _finish(self, *, exit_code: int) -> RunOutcome:
         """The trainer has ended by itself; end the servers and say how it went."""
         await self._control.read_the_rest(_LAST_MESSAGES_TIMEOUT_S)
-        if self._hub is not None and trainer.exited.result() != 0:
+        if self._hub is not None and self._local.trainer.exited.result() != 0:
             await self._hub.wait_for_ends(_NODES_TIMEOUT_S)  # it may have failed only because another machine's has
-        outcome = self._judge(trainer, exit_code)
+        outcome = self._judge(exit_code)
         if self._run_dir_watch.failure is not None and outcome.exit_code == 0:
             outcome = self._failed(self._run_dir_watch.failure)
-        await self._servers.stop(_RESTART_TIMEOUT_S)
-        await end_children(self._signals, self._servers.running)
+        await self._local.end_servers()
         return outcome
 
-    def _judge(self, trainer: Child, exit_code: int) -> RunOutcome:
-        status = trainer.exited.result()
+    def _judge(self, exit_code: int) -> RunOutcome:
+        status = self._local.trainer.exited.result()
         if self._assignment.purpose == "preflight" and self._checks is not None and exit_code == 0:
             failed = [check.name for check in self._checks if check.status == "fail"]
             if failed:
@@ -249,20 +216,32 @@ class Supervisor:
         # stopped before the first step, it has nothing to sum up
         lacks_summary = self._summary is None and exit_code == 0
         if status != 0 or lacks_summary:
-            return self._failed(self._trainer_failure(trainer))
+            return self._failed(self._trainer_failure(status))
         return RunOutcome(exit_code=exit_code, summary=self._summary, checks=self._checks)
 
-    def _trainer_failure(self, trainer: Child) -> str:
-        status = trainer.exited.result()
+    def _trainer_failure(self, status: int) -> str:
+        trainer = self._local.trainer
         if status == 0:
             result = "the result of its checks" if self._assignment.purpose == "preflight" else "a summary"
             return f"the {trainer.name} ended without {result}\n{trainer.describe_end()}"
         if self._hub is not None and self._hub.has_lost_a_node:
             return self._nodes_failure(self._hub)
-        cause = "\nafter that ".join(filter(None, [self._liveness.silent(), self._explain()]))
+        cause = "\nafter that ".join(filter(None, [self._local.liveness.silent(), self._explain()]))
         if not cause or status < 0:
             return "\n".join(filter(None, [cause, f"the {trainer.describe_end()}"]))
         return f"{cause}\nlog: {trainer.log}"
+
+    def _nodes_failure(self, hub: NodeHub) -> str:
+        assert hub.failure is not None
+        return (None if hub.has_lost_a_node else self._explain()) or hub.failure
+
+    def _explain(self) -> str | None:
+        """Which rank failed first, on any machine."""
+        cause = self._local.liveness.explain()
+        if cause is None:
+            return None
+        node = cause.rank // self._config.launch.num_trainer_ranks  # of each machine
+        return cause.text if self._hub is None or node == 0 else f"{cause.text}\non {self._hub.name_of(node)}"
 
     def _failed(self, what: str) -> RunOutcome:
         # where all rewards are equal, a resume of the same run would end in the same way
@@ -298,10 +277,8 @@ class Supervisor:
                 self._display.note(text)
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
-            case {"kind": "server_serving" | "restart_server" as kind, "index": int(index)}:
-                if not self._servers.receive(message) and self._hub is not None:
-                    if kind == "server_serving":
-                        self._servers.serve_elsewhere()
+            case {"kind": "server_serving" | "restart_server", "index": int(index)}:
+                if not self._local.servers.receive(message) and self._hub is not None:
                     self._hub.tell_server(index, message)
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary

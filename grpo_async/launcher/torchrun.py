@@ -1,4 +1,4 @@
-"""torchrun, tied to the launcher's life, that leaves word of how its ranks ended (rank_exits.json).
+"""torchrun, tied to the launcher's life, which it tells how its ranks ended.
 
 Run as `python -m grpo_async.launcher.torchrun TORCHRUN-ARGUMENTS`; exits 1 when a rank failed. On several machines the agents and
 their ranks meet in the store that node 0's launcher has opened on one address (torchrun's own listens on all of a machine).
@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.failures import RankExit, write_rank_exits
-from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat
+from grpo_async.processes.failures import RankExit
+from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat, report
 from grpo_async.utils.lifetime import die_with_launcher
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main() -> int:
             RankExit(rank=rank, pid=failure.pid, time=failure.timestamp, exit_code=failure.exitcode)
             for rank, failure in failures
         ]
-        write_rank_exits(assignment.attempt_dir, exits, node_rank=assignment.node.rank)
+        report(assignment.heartbeat_socket, *exits)
         return 1
     return 0
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import logging
 import queue
 import socket
@@ -29,18 +30,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from grpo_async.processes.messages import NotAMessageError, decode, encode
+from grpo_async.utils.json_files import parse_object
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
 """For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
 _CONNECT_TIMEOUT_S = 5.0
-_RETRY_S = 0.5
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
 ServerListener = Callable[[Mapping[str, Any]], None]
+
+
+def encode(kind: str, content: Mapping[str, Any]) -> bytes:
+    """A message as one line. Raises TypeError: `content` is not JSON."""
+    return json.dumps({"kind": kind, **content}).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The message of a line. Raises ValueError: it is none."""
+    message = parse_object(line)
+    if message is None or not isinstance(message.get("kind"), str):
+        raise ValueError(f"no object with a `kind`: {line[:200]!r}")
+    return message
 
 
 class ControlClient:
@@ -165,33 +178,20 @@ class ControlServer:
         self._path = path
         self._on_message = on_message
         self._on_broken_line = on_broken_line
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._readers: dict[asyncio.Task[None], socket.socket] = {}
+        self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
-        self._retry: asyncio.TimerHandle | None = None
         self.has_connected = False
         """Whether a trainer has ever connected."""
 
     async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        try:
-            self._listener.bind(str(self._path))
-            self._listener.listen()
-        except OSError:
-            self._listener.close()
-            raise
-        self._loop.add_reader(self._listener, self._accept)
+        self._server = await asyncio.start_unix_server(self._accept, self._path, limit=_LINE_LIMIT)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._loop.remove_reader(self._listener)
-        if self._retry is not None:
-            self._retry.cancel()
-        self._listener.close()
-        for reader in self._readers:
+        self._server.close()
+        for reader, writer in self._readers.items():
             reader.cancel()
+            writer.transport.abort()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     def request_stop(self) -> None:
@@ -205,54 +205,34 @@ class ControlServer:
     def _send(self, kind: str, **content: Any) -> None:
         line = encode(kind, content)
         self._lines.append(line)
-        for writer in self._writers:
+        for writer in self._readers.values():
             writer.write(line)
 
     async def read_the_rest(self, timeout_s: float) -> None:
         """Wait until everything that ended clients have sent was handled, `timeout_s` at most."""
-        self._accept()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._readers:
                     await asyncio.wait(self._readers)  # timeout_s at most
 
-    def _accept(self) -> None:
-        """Take all connections that wait. Neither asyncio's server nor `sock_accept`: when the launcher leaves as a trainer
-        connects, both may keep that connection open, and the trainer would wait for a launcher that is gone. Here each has its
-        reader at once, whose end closes it."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()  # does not block
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:
-                continue  # it has gone again
-            except OSError as error:  # no descriptor is free: the kernel holds the connection until one is
-                if self._retry is None:
-                    self._on_broken_line(f"the control channel cannot take the trainer's connection yet: {error}")
-                self._loop.remove_reader(self._listener)
-                self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
-                return
-            connection.setblocking(False)
-            self.has_connected = True
-            task = asyncio.create_task(self._read(connection))
-            self._readers[task] = connection
-            task.add_done_callback(lambda task: self._readers.pop(task).close())  # also of one that was never begun
-
-    async def _read(self, connection: socket.socket) -> None:
-        reader, writer = await asyncio.open_connection(sock=connection, limit=_LINE_LIMIT)
-        self._writers.add(writer)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine: a connection has to be known before the loop hears that its trainer has ended."""
+        self.has_connected = True
         writer.writelines(self._lines)
+        task = asyncio.create_task(self._read(reader, writer))
+        self._readers[task] = writer
+        task.add_done_callback(self._readers.pop)
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
                 try:
                     message = decode(line)
-                except NotAMessageError as error:
+                except ValueError as error:
                     self._on_broken_line(f"the trainer sent a line that is not a message: {error}")
                 else:
                     self._on_message(message)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             self._on_broken_line(f"the control channel broke: {error}")
         finally:
-            self._writers.discard(writer)
             writer.transport.abort()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn, TextIO, cast
 
@@ -12,54 +14,75 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import RankFailure, write_failure
-from grpo_async.processes.heartbeat import Heartbeat
+from grpo_async.processes.failures import RankFailure
+from grpo_async.processes.heartbeat import Heartbeat, report
 from grpo_async.processes.resilient_stream import ResilientStream
-from grpo_async.processes.warnings_forward import forwarding_warnings
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.lifetime import die_with_parent
 
 logger = logging.getLogger("grpo_async")
 
-_MAX_PRINTED_CHARS = 16 * 2**20
-"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
+_SOON_S = 60.0  # the same line of code warns the launcher once in so long
+_MAX_CHARS = 1000
 
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
-    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log, in the attempt's
-    folder and sent to the launcher. Only rank 0 has a line to the launcher.
+    """Do `work` and end this process: exit code 0 when it returned, 1 when it raised, which is then in the log and sent to the
+    launcher. Only rank 0 has a line to the launcher.
 
     It ends without the interpreter's teardown: user code may have left threads that never end, a rank that failed may be awaited
     in a collective that it will never join, and libraries that are torn down under their own threads abort.
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is not a reason to fail
-    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
-    sys.stdout = cast(TextIO, prints)
+    sys.stdout = cast(TextIO, ResilientStream(sys.stdout, "standard output", lambda text: None))
     sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     assignment = Assignment.from_environment()
-    heartbeat = Heartbeat(f"{name} {assignment.rank}", assignment.heartbeat_socket)
+    Heartbeat(f"{name} {assignment.rank}", assignment.heartbeat_socket)
     control = ControlClient(assignment.control_socket if assignment.rank == 0 else None)
+    logger.addHandler(WarningForwarder(lambda text: control.send("warning", text=text)))
     code = 0
     try:
-        with forwarding_warnings(lambda text: control.send("warning", text=text)):
-            work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
+        work(assignment, load_config(attempt_config(assignment.attempt_dir)), control)
     except BaseException as error:
         code = 1
-        failure = RankFailure.of(assignment.rank, error)
-        heartbeat.failed(failure)  # first, because it needs no disk: that may be full
-        write_failure(assignment.attempt_dir, failure)
+        report(assignment.heartbeat_socket, RankFailure.of(assignment.rank, error))
         logger.exception("%s %d failed", name, assignment.rank)
-    if prints.num_dropped:
-        logger.warning(
-            "%s %d: %d characters of what was printed are not in this log", name, assignment.rank, prints.num_dropped
-        )
     control.close()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+class WarningForwarder(logging.Handler):
+    """Hands on what this package warns of, for nobody reads a log while a run goes well. Of one line of code once a minute.
+
+    Args:
+        tell: gets the text, without a traceback; from any thread; must be quick.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+        self._told_at: dict[tuple[str, int], float] = {}
+        self._told_lock = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        kind, now = (record.pathname, record.lineno), time.monotonic()
+        with self._told_lock:
+            if now - self._told_at.get(kind, -_SOON_S) < _SOON_S:
+                return
+            self._told_at[kind] = now
+        try:
+            lines = [line for line in record.getMessage().splitlines() if line.strip()]
+        except Exception:  # noqa: BLE001 - as logging itself does: a wrong log call must not end what it is about
+            self.handleError(record)
+            return
+        text = "\n".join(lines) if len(lines) <= 3 else f"{lines[0]} ... {lines[-1].strip()}"
+        self._tell(text[:_MAX_CHARS])

@@ -16,10 +16,8 @@ from grpo_async.errors import ConfigError, RunError
 from grpo_async.utils.cpus import is_cpu_build, usable_cpus
 from grpo_async.utils.network import family_of
 
-_QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds, and so does torch
+_QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds
 _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2
-_TORCH_SIZES = """import torch
-print(*(torch.cuda.get_device_properties(k).total_memory for k in range(torch.cuda.device_count())))"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,34 +70,42 @@ def free_ports(host: str, count: int) -> tuple[int, ...]:
 def find_gpus(environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, ...], int | None]:
     """Entries of CUDA_VISIBLE_DEVICES for the GPUs of this process, and the memory of the smallest in bytes (None: not known).
 
-    The driver says what there is (nvidia-smi; where a container lacks it and has devices, torch), and CUDA_VISIBLE_DEVICES which of
-    it is meant; as in CUDA an index that does not exist hides what follows it. A torch built for CPUs can use none of them.
+    nvidia-smi says what there is, and CUDA_VISIBLE_DEVICES which of it is meant; as in CUDA an index that does not exist hides what
+    follows it. A torch built for CPUs can use none of them.
 
     Worked example: GPUs 0 to 3 and CUDA_VISIBLE_DEVICES=2,5,1 -> ("2",).
 
     Raises:
-        ConfigError: the driver or torch does not answer.
+        ConfigError: the driver does not answer, or there are GPUs and no nvidia-smi to ask for them.
     """
     given = environment.get("CUDA_VISIBLE_DEVICES")
     wanted = None if given is None else [part.strip() for part in given.split(",")]
     if wanted is not None and wanted[0] in ("", "-1"):
         return (), None
-    found = _ask_driver(environment)
-    if found is None:  # nobody knows but whoever set the variable
-        return tuple(part for part in wanted or () if part and part != "-1"), None
+    try:
+        found = [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
+    except RunError as error:
+        if wanted is not None:  # nobody knows but whoever set the variable
+            return tuple(part for part in wanted if part and part != "-1"), None
+        if any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern)):
+            raise ConfigError(
+                f"this machine has GPUs, and {error}; put nvidia-smi into PATH, or say in CUDA_VISIBLE_DEVICES which to use"
+            ) from error
+        return (), None
     if found and is_torch_for_cpus():
         return (), None
     if wanted is None:
         return tuple(map(str, range(len(found)))), min(found, default=None) if all(found) else None
-    if len(set(found)) > 1 and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        found = _ask_torch(environment)  # by default CUDA counts the fastest first, and nvidia-smi by the bus
     visible: list[str] = []
     for part in wanted:
         if not part or (part.lstrip("-").isdecimal() and not 0 <= int(part) < len(found)):
             break
         visible.append(part)
-    sizes = [found[int(part)] if part.isdecimal() else 0 for part in visible]  # 0: a UUID, perhaps of a slice
-    return tuple(visible), min(sizes) if sizes and all(sizes) else None
+    if not all(part.isdecimal() for part in visible):
+        return tuple(visible), None  # a UUID, perhaps of a slice
+    if environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":  # else CUDA counts in its own order
+        found = [found[int(part)] for part in visible]
+    return tuple(visible), min(found) if visible and all(found) else None
 
 
 def is_torch_for_cpus() -> bool:
@@ -123,42 +129,10 @@ def query_gpus(*fields: str, timeout_s: float = _QUESTION_TIMEOUT_S) -> list[lis
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
-def _ask_driver(environment: Mapping[str, str]) -> list[int] | None:
-    """Memory of each GPU in bytes (0: not known); None: nobody can be asked."""
-    try:
-        return [int(size) << 20 if size.isdecimal() else 0 for (size,) in query_gpus("memory.total")]
-    except RunError:
-        if not any(file for pattern in _DEVICES for file in Path("/dev").glob(pattern)):
-            return None
-    return _ask_torch(environment)
-
-
-def _ask_torch(environment: Mapping[str, str]) -> list[int]:
-    """Memory of each GPU in bytes, in the order of CUDA (CUDA_DEVICE_ORDER), whatever CUDA_VISIBLE_DEVICES says."""
-    everything = {**os.environ, **environment}
-    everything.pop("CUDA_VISIBLE_DEVICES", None)
-    done = _run(sys.executable, "-c", _TORCH_SIZES, environment=everything)
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigError(
-            f"torch could not be asked for the GPUs: {said}; install it again, or run without GPUs: set CUDA_VISIBLE_DEVICES to "
-            "an empty text"
-        )
-    return [int(size) for size in done.stdout.split()]
-
-
-def _run(
-    *command: str, environment: Mapping[str, str] | None = None, timeout_s: float = _QUESTION_TIMEOUT_S
-) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL
         )
     except OSError as error:
         raise RunError(f"{command[0]} cannot be started: {error}") from error

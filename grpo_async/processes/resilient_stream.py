@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import math
 import os
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -19,37 +18,23 @@ class ResilientStream:
     Args:
         name: of the stream, for `on_lost`.
         on_lost: called once with a sentence.
-        max_chars: what comes after so many characters is dropped; a last line says so.
     """
 
-    def __init__(
-        self, stream: TextIO, name: str, on_lost: Callable[[str], None], *, max_chars: float = math.inf
-    ) -> None:
+    def __init__(self, stream: TextIO, name: str, on_lost: Callable[[str], None]) -> None:
         self._stream = stream
         self._name = name
         self._on_lost = on_lost
         self._is_told = False
-        self._max_chars = max_chars
-        self._num_chars = 0
-        self.num_dropped = 0
-        """Characters beyond the limit."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        length = len(text)
-        if self.num_dropped or self._num_chars + length > self._max_chars:
-            limit = f"\n[grpo-async: {self._num_chars:,} characters were printed; what is printed from here on is dropped]\n"
-            text = "" if self.num_dropped else limit
-            self.num_dropped += length
-        else:
-            self._num_chars += length
         try:
             self._stream.write(text)
         except OSError as error:
             self._give_up(error)
-        return length
+        return len(text)
 
     def flush(self) -> None:
         try:

@@ -80,7 +80,7 @@ def build_context(
     patience_s = sum(
         (
             config.training.queue_timeout_s,
-            config.inference.longest_startup_s,
+            config.inference.startup_timeout_s,
             config.rollout.rollout_timeout_s,
             config.rollout_function.timeout_s if config.rollout_function else 0.0,
             config.rollout.agent.timeout_s if config.rollout.agent else 0.0,

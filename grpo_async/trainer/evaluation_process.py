@@ -32,7 +32,7 @@ def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlC
         _take_servers(config, fleet, control)
         fleet.start()
         is_ready = fleet.wait_for_members(
-            deadline_s=config.inference.longest_startup_s,
+            deadline_s=config.inference.startup_timeout_s,
             setting="inference.startup_timeout_s",
             stop=control.stop_requested,
         )

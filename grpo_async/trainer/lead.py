@@ -154,7 +154,7 @@ class _Leader:
         self._phases.begin("waiting for the server")
         self._fleet.start()
         is_ready = self._fleet.wait_for_members(
-            deadline_s=config.inference.longest_startup_s,
+            deadline_s=config.inference.startup_timeout_s,
             setting="inference.startup_timeout_s",
             stop=control.stop_requested,
         )
@@ -304,7 +304,7 @@ class _Leader:
         Raises:
             DeadlineError: nobody serves within inference.startup_timeout_s.
         """
-        ends_at = time.monotonic() + self._config.inference.longest_startup_s
+        ends_at = time.monotonic() + self._config.inference.startup_timeout_s
         while True:
             metrics = self._loop.push(self._start)
             if self._fleet.serving():
@@ -312,7 +312,7 @@ class _Leader:
             if time.monotonic() > ends_at:
                 raise DeadlineError(
                     "an inference server to take the first weights",
-                    waited_s=self._config.inference.longest_startup_s,
+                    waited_s=self._config.inference.startup_timeout_s,
                     setting="inference.startup_timeout_s",
                     hint="trainer.log says why the pushes failed.",
                 )
@@ -368,7 +368,7 @@ class _Leader:
             DeadlineError: none within inference.startup_timeout_s.
             RunError: all were given up.
         """
-        ends_at = time.monotonic() + self._config.inference.longest_startup_s
+        ends_at = time.monotonic() + self._config.inference.startup_timeout_s
         while True:
             slice_s = min(HEARTBEAT_S, ends_at - time.monotonic())
             try:

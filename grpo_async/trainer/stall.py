@@ -27,7 +27,8 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import RankFailure, write_failure
+from grpo_async.processes.failures import RankFailure
+from grpo_async.processes.heartbeat import report
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.utils.threads import in_thread
@@ -111,7 +112,7 @@ class StallGuard:
 
     def _is_excused(self) -> bool:
         """A server loads or is restarted: nothing else may be able to continue meanwhile. The fleet has limits for that."""
-        longest_s = self._config.inference.longest_startup_s + MAX_RESTART_DELAY_S
+        longest_s = self._config.inference.startup_timeout_s + MAX_RESTART_DELAY_S
         now = time.monotonic()
         return any(
             server.state in (ServerState.STARTING, ServerState.DOWN) and now - server.since < longest_s
@@ -147,7 +148,7 @@ class StallGuard:
         os._exit(1)
 
     def _report(self, error: RunError) -> None:
-        write_failure(self._assignment.attempt_dir, RankFailure.of(self._assignment.rank, error))
+        report(self._assignment.heartbeat_socket, RankFailure.of(self._assignment.rank, error))
         logger.error("%s", error)
         self._control.close()
         logging.shutdown()

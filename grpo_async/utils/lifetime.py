@@ -14,6 +14,8 @@ import threading
 
 LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 """Set by the launcher for its direct children."""
+TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
+"""Names, in its environment, the child of the launcher that a process descends from, whoever its parent is by now."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.inference import fleet as fleet_module
-from grpo_async.inference.fleet import Fleet, ServerState
+from grpo_async.inference.fleet import ServerState
 from tests.inference.fleet_support import watched
 from tests.support.local_server import LocalServer, local_server
 
@@ -215,35 +213,6 @@ def test_a_start_that_takes_too_long_is_asked_for_again() -> None:
         server.refuses.clear()
         watch.wait_state(READY)
         assert len(watch.fleet.failures) == 1  # until it serves it is one
-
-
-def test_a_start_that_is_seen_to_work_has_six_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asked: list[str] = []
-    fleet = Fleet(
-        ["http://127.0.0.1:9"],
-        InferenceSection(startup_timeout_s=300.0),
-        token=None,
-        control_timeout_s=1.0,
-        ask_restart=lambda _, why: asked.append(why),
-    )
-
-    def wait(seconds: float, *, works: bool) -> ServerState:
-        now[0] += seconds
-        if works:
-            fleet.on_launcher_message({"kind": "server", "index": 0, "event": "working"})
-        fleet.not_found(fleet.server(0), "refused")
-        return fleet.server(0).state
-
-    assert [wait(200.0, works=True) for _ in range(8)] == [STARTING] * 8
-    assert wait(199.0, works=True) is STARTING
-    assert wait(2.0, works=True) is DOWN
-    assert "although it is still working: it has had 1801 s" in asked[0]
-    fleet.on_launcher_message({"kind": "server", "index": 0, "event": "starting"})
-    assert wait(299.0, works=False) is STARTING
-    assert wait(2.0, works=False) is DOWN
-    assert "works" not in asked[1]
 
 
 def test_a_restart_that_the_launcher_makes_by_itself_is_not_asked_for() -> None:

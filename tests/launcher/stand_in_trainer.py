@@ -21,8 +21,8 @@ from typing import Any
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
-from grpo_async.processes.failures import RankFailure, write_failure
-from grpo_async.processes.heartbeat import Heartbeat
+from grpo_async.processes.failures import RankFailure
+from grpo_async.processes.heartbeat import Heartbeat, report
 from grpo_async.run_directory import write_atomically
 from grpo_async.utils.lifetime import die_with_parent
 
@@ -96,7 +96,7 @@ def holds_the_interpreter() -> None:
 
 
 def fails_on_a_full_disk(*_: object) -> None:
-    """Neither the log nor the file of the failure can be written."""
+    """The log cannot be written."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
 
@@ -131,7 +131,7 @@ def main(mode: str, folder: Path) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: None)
         leave_pid(folder, "ready")
         signal.pause()
-        write_failure(assignment.attempt_dir, RankFailure.of(rank, TimeoutError("rank 0 sends nothing")))
+        report(assignment.heartbeat_socket, RankFailure.of(rank, TimeoutError("rank 0 sends nothing")))
         return 1
     if mode == "kill-rank-1" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

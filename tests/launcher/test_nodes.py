@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from grpo_async.cluster import launcher_store, nodes, rendezvous
-from grpo_async.cluster.launcher_store import ForgedError, LauncherStore
+from grpo_async.cluster import nodes, rendezvous
+from grpo_async.cluster import store as launcher_store
 from grpo_async.cluster.nodes import Rendezvous, find_rendezvous, first_host, leading_node, socket_names
 from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, gather, hosting, join
+from grpo_async.cluster.store import ForgedError, LauncherStore
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError, DeadlineError, RunError

@@ -17,11 +17,10 @@ import psutil
 import pytest
 
 from grpo_async.inference.server import ServerEvent
-from grpo_async.launcher import spawned_servers
-from grpo_async.launcher.child import ending_children
+from grpo_async.launcher.children import ending_children
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.spawned_servers import RestartCount, SpawnedServer, SpawnedServers, has_worked
-from tests.launcher.support import START_S, LauncherProcess
+from grpo_async.launcher.servers import RestartCount, SpawnedServers
+from tests.launcher.support import START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
@@ -44,9 +43,7 @@ def _news(folder: Path) -> list[dict[str, Any]]:
 
 
 def _events(folder: Path, index: int = 0) -> list[str]:
-    """But for those that say that a slow start is at work."""
-    events = [message["event"] for message in _news(folder) if message["index"] == index]
-    return [event for event in events if event != "working"]
+    return [message["event"] for message in _news(folder) if message["index"] == index]
 
 
 def _await_events(folder: Path, *events: str, index: int = 0) -> None:
@@ -228,77 +225,52 @@ class News:
 @asynccontextmanager
 async def _spawned(
     news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
-) -> AsyncIterator[tuple[SpawnedServers, SpawnedServer]]:
+) -> AsyncIterator[SpawnedServers]:
     """One server that runs `command` and is restarted without delay; at the end everything is killed."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
     async with ending_children(folder, news.warning) as children:
-        servers = SpawnedServers(
-            [spec],
-            news,  # type: ignore[arg-type]
-            tell_trainer=news.server_event,
-            children=children,
-            max_restarts=max_restarts,
-            delay_s=0.0,
-        )
+        config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+        display: Any = news
+        servers = SpawnedServers([spec], config, display, tell_trainer=news.server_event, children=children)
         try:
             await servers.start()
-            server = servers.get(0)
-            assert server is not None
-            yield servers, server
+            yield servers
         finally:
-            await servers.abandon(START_S)
+            await servers.abandon()
 
 
-def test_a_start_that_computes_is_reported_until_the_server_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spawned_servers, "_WORK_INTERVAL_S", 0.1)
-    news = News()
-
-    async def main() -> None:
-        command = (sys.executable, "-c", "while True: pass")
-        async with _spawned(news, tmp_path, command=command) as (_, server):
-            await news.wait_for("working", 0)
-            server.serves(incarnation=0)
-            num_events = len(news.events)
-            await asyncio.sleep(0.5)
-            assert len(news.events) == num_events
-
-    asyncio.run(main())
-    assert {event for event, _, _ in news.events} == {"working"}
+def _serves(servers: SpawnedServers, incarnation: int = 0) -> None:
+    servers.receive({"kind": "server_serving", "index": 0, "incarnation": incarnation})
 
 
-def test_less_than_a_twentieth_of_a_core_is_waiting() -> None:
-    assert not has_worked({7: (1.0, 0.0)}, {7: (1.2, 0.0)}, 5.0)
-    assert has_worked({7: (1.0, 0.0)}, {7: (1.3, 0.0)}, 5.0)
-    assert has_worked({7: (1.0, 0.0)}, {7: (1.0, 6e5)}, 5.0)  # it loads
-    assert has_worked({7: (9.0, 0.0)}, {8: (0.4, 0.0)}, 5.0)  # 7 has ended
+def _ask_restart(servers: SpawnedServers, reason: str, incarnation: int) -> None:
+    servers.receive({"kind": "restart_server", "index": 0, "reason": reason, "incarnation": incarnation})
 
 
 def test_a_request_that_crossed_a_restart_does_not_end_the_new_incarnation(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as (servers, server):
-            server.serves(incarnation=0)
+        async with _spawned(news, tmp_path) as servers:
+            _serves(servers, 0)
             os.kill(servers.running[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            server.ask_restart("an old request", incarnation=0)
+            _ask_restart(servers, "an old request", 0)
             await asyncio.sleep(0.2)
             assert (len(servers.running), news.events[-1][0]) == (1, "starting")
-            server.serves(incarnation=0)
+            _serves(servers, 0)
             assert "serves again" not in news.notes[-1]  # the old incarnation's service is no news of the new one
-            server.serves(incarnation=1)
+            _serves(servers, 1)
             assert "serves again" in news.notes[-1]
-            server.ask_restart("a new request", incarnation=1)
+            _ask_restart(servers, "a new request", 1)
             await news.wait_for("starting", 2)
             pid = servers.running[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            server.ask_restart("it does not answer", incarnation=2)
+            _ask_restart(servers, "it does not answer", 2)
             await news.wait_for("starting", 3)
             assert not servers.lost_all.is_set()
 
@@ -313,11 +285,11 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as (servers, server):
+        async with _spawned(news, tmp_path) as servers:
             (child,) = servers.running
             os.kill(child.pid, signal.SIGSTOP)
             await servers.stop(START_S)
-            server.ask_restart("it does not answer", incarnation=0)
+            _ask_restart(servers, "it does not answer", 0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
             assert servers.running == []
@@ -333,8 +305,8 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     news = News()
 
     async def main() -> str | None:
-        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as (servers, server):
-            server.serves()
+        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as servers:
+            _serves(servers)
             program.unlink()
             os.kill(servers.running[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):

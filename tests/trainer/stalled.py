@@ -53,9 +53,9 @@ def main() -> None:
     config: Any = SimpleNamespace(
         training=SimpleNamespace(stall_timeout_s=STALL_S),
         launch=SimpleNamespace(stop_timeout_s=stop_timeout_s),
-        inference=SimpleNamespace(longest_startup_s=60.0),
+        inference=SimpleNamespace(startup_timeout_s=60.0),
     )
-    place: Any = SimpleNamespace(attempt_dir=folder, rank=0)
+    place: Any = SimpleNamespace(heartbeat_socket=folder / "heartbeat", rank=0)
     source: Any = Source()
     StallGuard(place, config, ControlClient(None), source=source, loop=loop, fleet=fleet).start()
     hangs()

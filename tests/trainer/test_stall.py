@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +19,8 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
-from grpo_async.processes.failures import explain, first_failure
+from grpo_async.processes.failures import RankFailure, explain
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, from_json
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.trainer.stall import StallGuard
 from tests.launcher.support import REPOSITORY
@@ -25,18 +28,20 @@ from tests.launcher.support import REPOSITORY
 
 @pytest.mark.slow
 def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trainer.stalled", str(tmp_path), "1.0"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120.0,
-    )
-    assert done.returncode == 1, done.stderr
-    failure = first_failure(tmp_path)
-    assert failure is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as launcher:
+        launcher.bind(str(tmp_path / "heartbeat"))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.trainer.stalled", str(tmp_path), "1.0"],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=120.0,
+        )
+        assert done.returncode == 1, done.stderr
+        failure = from_json(json.loads(launcher.recv(MAX_DATAGRAM)))
+    assert isinstance(failure, RankFailure)
     assert failure.is_expected
-    cause = explain(tmp_path)
+    cause = explain([failure])
     assert cause is not None
     told = cause.text
     words = r"trainer rank 0 failed: no step was finished and no token generated for \d+ s"
@@ -52,7 +57,7 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
 def _guard(state: ServerState = ServerState.SERVING, since: float = 0.0, *, timeout_s: float = 10.0) -> Any:
     server = SimpleNamespace(state=state, since=since, name="server 0")
     config: Any = SimpleNamespace(
-        training=SimpleNamespace(stall_timeout_s=timeout_s), inference=SimpleNamespace(longest_startup_s=60.0)
+        training=SimpleNamespace(stall_timeout_s=timeout_s), inference=SimpleNamespace(startup_timeout_s=60.0)
     )
     fleet: Any = SimpleNamespace(servers=lambda: [server])
     anything: Any = None

@@ -2,7 +2,8 @@
 
     node K -> node 0   "note", "warning": for the user
                        "server_event": index, event, detail, incarnation; for the trainer (processes.control)
-                       "signal": it is to stop; "exited": status and error of its trainer; "failed": its servers, before they served
+                       "signal": it is to stop; "failed": its servers, before they served
+                       "exited": status and error of its trainer, and what its ranks reported
     node 0 -> node K   "restart_server", "server_serving": of the trainer; "start", "end"
 
 A machine that trains and is lost ends the run. When one is lost that only serves, the run continues without its servers.
@@ -14,26 +15,21 @@ import asyncio
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from grpo_async.cluster.launcher_store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.cluster.rendezvous import NodeInfo, deliver_last_messages
+from grpo_async.cluster.store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
+from grpo_async.launcher.local import LocalProcesses
 from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.heartbeat import from_json
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
 from grpo_async.utils.threads import in_thread
 
 _SHORT_TIMEOUT_S = 8.0
 """While it is asked whether a machine is gone, because something else has failed."""
-
-
-class LocalServers(Protocol):
-    """Node 0's own (launcher.spawned_servers.SpawnedServers)."""
-
-    def lost(self, failure: str) -> None: ...
-    def lose_elsewhere(self, index: int, why: str) -> None: ...
 
 
 async def exchange(launchers: LauncherStore, *, within_s: float = HEARTBEAT_TIMEOUT_S) -> list[Message]:
@@ -52,8 +48,7 @@ class NodeHub:
     """The other machines of a run that has started.
 
     Args:
-        display, servers: of node 0.
-        on_signal: called when the launcher of another machine gets a signal: the run is to stop as if it had come here.
+        display, local: of node 0. Its signals get those of the others, its liveness what their ranks reported.
         tell_trainer: gets index, event, detail and incarnation of a server elsewhere.
 
     Attributes:
@@ -68,16 +63,14 @@ class NodeHub:
         assignment: Assignment,
         *,
         display: Display,
-        servers: LocalServers,
-        on_signal: Callable[[signal.Signals], None],
+        local: LocalProcesses,
         tell_trainer: Callable[[int, str, str, int], None],
     ) -> None:
         self._launchers = launchers
         self._members = {member.rank: member for member in members}
         self._assignment = assignment
         self._display = display
-        self._servers = servers
-        self._on_signal = on_signal
+        self._local = local
         self._tell_trainer = tell_trainer
         self._ended: set[int] = set()  # their trainer has ended, or they are gone
         self._gone: set[int] = set()
@@ -147,18 +140,19 @@ class NodeHub:
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
                 self._tell_trainer(index, event, str(message["detail"]), int(message["incarnation"]))
                 if event == "given_up":
-                    self._servers.lose_elsewhere(index, f"server {index} of {member.name}: {message['detail']}")
+                    self._local.servers.give_up(index, f"server {index} of {member.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
                 self._display.note(f"{member.name} got {name}")
-                self._on_signal(signal.Signals[name])
+                self._local.signals.take_remote(signal.Signals[name])
             case {"kind": "exited", "status": int(status)}:
                 self._end(member)
+                self._local.liveness.reports += map(from_json, message["reports"])
                 if status != 0:
                     self._fail(member, f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:
-                self._servers.lost(f"on {member.name} {plain(error)}")
+                self._local.servers.lost(f"on {member.name} {plain(error)}")
             case _:
-                self._display.warning(f"{member.name} sent a message that nobody knows: {clipped(str(message), 200)!r}")
+                self._display.warning(f"{member.name} sent an unknown message: {clipped(str(message), 200)!r}")
 
     def _lose(self, member: NodeInfo) -> None:
         self._gone.add(member.rank)
@@ -172,7 +166,7 @@ class NodeHub:
         for index, url in enumerate(self._assignment.server_urls):
             if url in member.urls:
                 self._tell_trainer(index, "given_up", gone, 0)
-                self._servers.lose_elsewhere(index, gone)
+                self._local.servers.give_up(index, gone)
 
     def _end(self, member: NodeInfo) -> None:
         self._ended.add(member.rank)

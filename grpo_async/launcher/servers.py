@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from grpo_async.config import ExperimentConfig
 from grpo_async.config.server_sections import MAX_RESTART_DELAY_S
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
-from grpo_async.launcher.child import KILL_TIMEOUT_S, Child, Children, tag_of
+from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, Children
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.utils.exit_status import describe_exit
 from grpo_async.utils.text import count
@@ -28,13 +26,10 @@ from grpo_async.utils.text import count
 if TYPE_CHECKING:
     from grpo_async.inference.server import ServerEvent
 
-Work = Mapping[int, tuple[float, float]]
-"""Of processes, by pid: seconds of CPU, bytes read."""
+    TellTrainer = Callable[[int, ServerEvent, str, int], None]
+    """Gets index, event, detail, and the server's incarnation."""
 
 _SERVED_WELL_S = 600.0  # after so long, an end is no longer one of a row
-_WORK_INTERVAL_S = 5.0
-_MIN_CPU_FRACTION = 0.05  # of one core; a process that waits takes less
-_MIN_BYTES_PER_S = 1e5
 
 
 class RestartCount:
@@ -56,15 +51,13 @@ class RestartCount:
 
         Worked example: delay_s 1, max_restarts 3, ends in a row -> 1, 2, 4, None.
         """
-        served_well = self._serving_since is not None and self._clock() - self._serving_since >= _SERVED_WELL_S
-        self._serving_since = None
-        if served_well:
+        if self._serving_since is not None and self._clock() - self._serving_since >= _SERVED_WELL_S:
             self.in_a_row = 0
+        self._serving_since = None
         if self.in_a_row >= self.max_restarts:
             return None
-        delay_s = min(MAX_RESTART_DELAY_S, self._delay_s * 2.0**self.in_a_row)
         self.in_a_row += 1
-        return delay_s
+        return min(MAX_RESTART_DELAY_S, self._delay_s * 2.0 ** (self.in_a_row - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +65,7 @@ class _End:
     """`how` completes "the server ..."; `asked` is True where the trainer wanted it to be restarted."""
 
     how: str
-    asked: bool
+    asked: bool = False
 
 
 class SpawnedServer:
@@ -81,8 +74,9 @@ class SpawnedServer:
     def __init__(self, index: int, spec: ProcessSpec, servers: SpawnedServers, restarts: RestartCount) -> None:
         self.name = spec.name
         self.child: Child | None = None
-        self.given_up: str | None = None
-        self.index = index
+        self.has_served = False
+        """In any incarnation. One that ends before that cannot start, and ends the run."""
+        self._index = index
         self._spec = spec
         self._servers = servers
         self._display = servers.display
@@ -91,12 +85,6 @@ class SpawnedServer:
         self._asked = asyncio.Event()
         self._asked_reason = ""
         self._down_since: float | None = None
-        self._served_incarnation: int | None = None  # the last one that has served
-
-    @property
-    def has_served(self) -> bool:
-        """In any incarnation."""
-        return self._served_incarnation is not None
 
     async def start(self) -> None:
         self.child = await self._servers.children.spawn(self._spec, incarnation=self._incarnation)
@@ -105,16 +93,11 @@ class SpawnedServer:
         """The trainer has brought its weights to this server. `incarnation`: the one that the trainer means, if it says."""
         if incarnation not in (None, self._incarnation):
             return
-        down_since = self._down_since
-        self.count_as_served()
-        if down_since is not None:
-            took_s = time.monotonic() - down_since
-            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
-
-    def count_as_served(self) -> None:
-        """Its end is no longer that of a server that cannot start."""
-        self._served_incarnation = self._incarnation
+        self.has_served = True
         self._restarts.serves()
+        if self._down_since is not None:
+            took_s = time.monotonic() - self._down_since
+            self._display.note(f"the {self.name} serves again, {took_s:.1f} s after it was lost")
         self._down_since = None
 
     def ask_restart(self, reason: str, incarnation: int | None = None) -> None:
@@ -133,41 +116,27 @@ class SpawnedServer:
 
         consumes: the end of the process, and requests to restart it; waits for: either, or `stopping`.
         """
-        while True:
-            end = await self._wait_for_end()
-            if end is None:
-                return
-            child, self.child = self.child, None
-            while end is not None:
-                lost_early = not self.has_served and not end.asked
-                last_words = await self._kill_the_rest(child, end, tell=not lost_early)
-                if lost_early:
+        while (end := await self._wait_for_end()) is not None:
+            while end is not None:  # until it could be started again
+                last_words = await self._kill_the_rest(end)
+                if not self.has_served and not end.asked:
                     self._servers.lost(f"the {last_words}")
                     return
                 delay_s = self._restarts.next_delay_s()
                 if delay_s is None:
-                    self._give_up(end, last_words)
+                    after = f"after {count(self._restarts.in_a_row, 'consecutive restart')} (inference.max_restarts)"
+                    self._tell("given_up", f"{end.how}, {after}")
+                    why = f"the {self.name} was given up {after}: it {end.how}"
+                    self._servers.give_up(self._index, why, f"the {last_words}")
                     return
-                count = f"restart {self._restarts.in_a_row} of {self._restarts.max_restarts}"
-                self._display.warning(f"the {self.name} {end.how}; {count} in {delay_s:g} s")
+                restart = f"restart {self._restarts.in_a_row} of {self._restarts.max_restarts}"
+                self._display.warning(f"the {self.name} {end.how}; {restart} in {delay_s:g} s")
                 if await self._servers.stops_within(delay_s):
                     return
-                child, end = None, await self._restart()
-
-    async def watch_start(self) -> None:
-        """Tell the trainer while a server that does not serve yet computes or reads; waits for: `stopping`."""
-        before: Work = {}
-        while not await self._servers.stops_within(_WORK_INTERVAL_S):
-            if self.child is None or self._served_incarnation == self._incarnation:
-                before = {}
-                continue
-            now = work_of(self._servers.children.tree.below(self.child.pid, tag_of(self._spec)))
-            if has_worked(before, now, _WORK_INTERVAL_S):
-                self._tell("working", "")
-            before = now
+                end = await self._restart()
 
     def _tell(self, event: ServerEvent, detail: str) -> None:
-        self._servers.tell_trainer(self.index, event, detail, self._incarnation)
+        self._servers.tell_trainer(self._index, event, detail, self._incarnation)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
@@ -183,21 +152,20 @@ class SpawnedServer:
         if self.child.has_ended:  # the trainer may have noticed before this process did
             await asyncio.wait([self.child.exited], timeout=KILL_TIMEOUT_S)
         if not self.child.is_running:
-            return _End(how=describe_exit(self.child.exited.result()), asked=False)
+            return _End(how=describe_exit(self.child.exited.result()))
         return _End(how=f"was killed: {self._asked_reason}", asked=True)
 
-    async def _kill_the_rest(self, child: Child | None, end: _End, *, tell: bool) -> str:
+    async def _kill_the_rest(self, end: _End) -> str:
         """Kill what is left of it; returns how it ended, with the last lines of its log."""
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-        if tell:
+        self._down_since = self._down_since or time.monotonic()
+        if self.has_served or end.asked:
             self._tell("exited", end.how)
         self._asked.clear()
+        child, self.child = self.child, None
         if child is None:  # it could not be started at all
             return f"{self.name} {end.how}"
-        for process in await self._servers.children.tree.kill_below(child.pid, tag_of(self._spec), KILL_TIMEOUT_S):
+        for process in await self._servers.children.kill(child):
             self._display.warning(f"process {process.pid} of the {self.name} does not end even by SIGKILL")
-        await asyncio.wait([child.exited], timeout=KILL_TIMEOUT_S)
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
@@ -206,18 +174,11 @@ class SpawnedServer:
         try:
             await self.start()
         except RunError as error:
-            return _End(how=f"could not be started: {error}", asked=False)
+            return _End(how=f"could not be started: {error}")
         assert self.child is not None
         self._tell("starting", f"restart {self._restarts.in_a_row}")
         self._display.note(f"the {self.name} starts again (log: {self.child.log.name})")
         return None
-
-    def _give_up(self, end: _End, last_words: str) -> None:
-        number = self._restarts.in_a_row
-        after = f"after {count(number, 'consecutive restart')} (inference.max_restarts)"
-        self.given_up = f"the {self.name} was given up {after}: it {end.how}"
-        self._tell("given_up", f"{end.how}, {after}")
-        self._servers.gave_up(self, last_words)
 
 
 class SpawnedServers:
@@ -225,24 +186,23 @@ class SpawnedServers:
 
     Args:
         display: shows the user what becomes of the servers.
-        tell_trainer: gets index, event, detail, and the server's incarnation.
+        tell_trainer: see TellTrainer.
         children: of the launcher; the servers are among them.
-        max_restarts: like `delay_s`, see RestartCount.
         first: index of the first of them among those of all machines, which are `total`; None: there are no others.
 
     Attributes:
         lost_all: set when the run cannot continue without its servers; `failure` says why.
+        have_served: whether some server, of any machine, has ever served: then there may be steps to save.
     """
 
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
+        config: ExperimentConfig,
         display: Display,
         *,
-        tell_trainer: Callable[[int, ServerEvent, str, int], None],
+        tell_trainer: TellTrainer,
         children: Children,
-        max_restarts: int,
-        delay_s: float,
         first: int = 0,
         total: int | None = None,
     ) -> None:
@@ -252,15 +212,15 @@ class SpawnedServers:
         self.stopping = asyncio.Event()
         self.lost_all = asyncio.Event()
         self.failure: str | None = None
+        self.have_served = False
         self._tasks: list[asyncio.Task[None]] = []
-        self._first = first
         self._total = len(specs) if total is None else total
         self._reasons: dict[int, str] = {}  # of those that are given up, on all machines
-        self._others_have_served = False
-        self._servers = [
-            SpawnedServer(index, spec, self, RestartCount(max_restarts, delay_s))
+        limit, delay_s = config.inference.max_restarts, config.inference.restart_delay_s
+        self._servers = {
+            index: SpawnedServer(index, spec, self, RestartCount(limit, delay_s))
             for index, spec in enumerate(specs, start=first)
-        ]
+        }
 
     async def start(self) -> None:
         """Start every server, and watch them.
@@ -268,34 +228,25 @@ class SpawnedServers:
         Raises:
             RunError: a program cannot be started.
         """
-        for server in self._servers:
+        for server in self._servers.values():
             await server.start()
-        for server in self._servers:
-            for work, name in ((server.watch(), "watch"), (server.watch_start(), "watch the start of")):
-                task = asyncio.create_task(work, name=f"{name} the {server.name}")
-                task.add_done_callback(self._end_with_error)
-                self._tasks.append(task)
-
-    def get(self, index: int) -> SpawnedServer | None:
-        """Server `index`; None of one that is not started here."""
-        own = index - self._first
-        return self._servers[own] if 0 <= own < len(self._servers) else None
+        for server in self._servers.values():
+            task = asyncio.create_task(server.watch(), name=f"watch the {server.name}")
+            task.add_done_callback(self._end_with_error)
+            self._tasks.append(task)
 
     def receive(self, message: Mapping[str, Any]) -> bool:
         """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
         started here."""
-        server = self.get(message["index"])
+        server, serves = self._servers.get(message["index"]), message["kind"] == "server_serving"
+        self.have_served |= serves
         if server is None:
             return False
-        if message["kind"] == "server_serving":
+        if serves:
             server.serves(message.get("incarnation"))
         else:
             server.ask_restart(str(message.get("reason")), message.get("incarnation"))
         return True
-
-    def serve_elsewhere(self) -> None:
-        """A server of another machine serves."""
-        self._others_have_served = True
 
     async def stop(self, timeout_s: float) -> None:
         """Watch and restart no more; the servers run on. Returns when no restart is under way, or after `timeout_s`."""
@@ -304,22 +255,18 @@ class SpawnedServers:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         self.raise_errors()
 
-    async def abandon(self, timeout_s: float) -> None:
+    async def abandon(self) -> None:
         """Leave everything as it is, at once: from then on no server is started."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
+            await asyncio.wait(self._tasks, timeout=KILL_TIMEOUT_S)
 
     @property
     def running(self) -> list[Child]:
         """Servers whose process lives."""
-        return [server.child for server in self._servers if server.child is not None and server.child.is_running]
-
-    @property
-    def have_served(self) -> bool:
-        """Whether some server has ever served: then there may be steps to save."""
-        return self._others_have_served or any(server.has_served for server in self._servers)
+        children = [server.child for server in self._servers.values()]
+        return [child for child in children if child is not None and child.is_running]
 
     def raise_errors(self) -> None:
         """An error of our own in a watch, which ended it."""
@@ -338,44 +285,17 @@ class SpawnedServers:
         self.failure = self.failure or failure
         self.lost_all.set()
 
-    def gave_up(self, server: SpawnedServer, last_words: str) -> None:
-        """A server is given up; the run continues as long as there is another."""
-        self._give_up(server.index, str(server.given_up), f"the {last_words}")
-
-    def lose_elsewhere(self, index: int, why: str) -> None:
-        """A server of another machine is given up, or gone with its machine."""
-        if index not in self._reasons:
-            self._give_up(index, why)
-
-    def _give_up(self, index: int, why: str, *more: str) -> None:
+    def give_up(self, index: int, why: str, *last_words: str) -> None:
+        """A server, of any machine, is given up or gone; the run continues as long as there is another."""
+        if index in self._reasons:
+            return
         self._reasons[index] = why
         left = self._total - len(self._reasons)
         if left:
             self.display.warning(f"{why}; the run continues with {left} of {self._total}")
         else:
-            self.lost("\n".join([*self._reasons.values(), *more]))
+            self.lost("\n".join([*self._reasons.values(), *last_words]))
 
     def _end_with_error(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             self.lost_all.set()
-
-
-def work_of(processes: Iterable[psutil.Process]) -> Work:
-    """What these have done so far; one that has ended counts no more."""
-    work = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError):
-            times = process.cpu_times()
-            read = process.io_counters().read_chars if sys.platform == "linux" else 0
-            work[process.pid] = times.user + times.system, float(read)
-    return work
-
-
-def has_worked(before: Work, now: Work, interval_s: float) -> bool:
-    """Whether more was done in between than waiting takes.
-
-    Worked example: {7: (1.0, 0)} -> {7: (1.1, 0)} in 5 s is 2 % of a core: no. {7: (3.0, 0)}, 40 %: yes.
-    """
-    cpu_s = sum(cpu - before.get(pid, (0.0, 0.0))[0] for pid, (cpu, _) in now.items())
-    read = sum(size - before.get(pid, (0.0, 0.0))[1] for pid, (_, size) in now.items())
-    return cpu_s >= _MIN_CPU_FRACTION * interval_s or read >= _MIN_BYTES_PER_S * interval_s

@@ -1,0 +1,219 @@
+"""The children of the launcher and all that descends from them: each child is started in its own session, with both output streams
+in one log file, and at the end everything is killed, whoever its parents are by then.
+
+The terminal's Ctrl-C reaches the launcher only. A child ends itself when the launcher dies (utils.lifetime). On Linux the launcher
+is the subreaper of its descendants meanwhile, so that a process whose parent died is handed to it instead of init and is still
+found. Processes are ended by their pids (psutil guards against reuse), never by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from pathlib import Path
+
+import psutil
+
+from grpo_async.errors import RunError
+from grpo_async.inference.token import TOKEN_VARIABLE
+from grpo_async.launcher.plan import ProcessSpec
+from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
+from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE, TAG_VARIABLE, prctl
+from grpo_async.utils.safe_text import tail
+
+KILL_TIMEOUT_S = 10.0
+"""For SIGKILL to take effect."""
+
+_OF_ANOTHER_RUN = re.compile(
+    rf"{TOKEN_VARIABLE}|{ASSIGNMENT_VARIABLE}|TORCHELASTIC_.*|NNODES|((NODE|LOCAL|GROUP)_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+)
+"""Variables of another launcher or torchrun, whose child this launcher is."""
+_PR_SET_CHILD_SUBREAPER = 36
+_ROUND_S = 0.02
+
+
+class Child:
+    """A running child process. `Children.spawn` starts one."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, process: asyncio.subprocess.Process) -> None:
+        self.name = spec.name
+        self.log = log
+        self._process = process
+        self.pid = process.pid
+        self.tag = _tag_of(spec)
+        self.exited: asyncio.Task[int] = asyncio.ensure_future(process.wait())
+
+    @property
+    def is_running(self) -> bool:
+        return not self.exited.done()
+
+    @property
+    def has_ended(self) -> bool:
+        """As `not is_running`, but at once: `exited` is done only when the event loop has noticed."""
+        return not self.is_running or not _is_running(self.pid)
+
+    def describe_end(self, *, how: str | None = None) -> str:
+        """How it ended, and the last lines of its log. Only after `exited` is done, or with `how`."""
+        how = how or describe_exit(self.exited.result())
+        lines = [f"  {line}" for line in tail(self.log)]
+        last_lines = ["its last lines:", *lines] if lines else ["its log is empty"]
+        return "\n".join([f"{self.name} (pid {self.pid}) {how}", *last_lines, f"log: {self.log}"])
+
+    def terminate(self) -> None:
+        """SIGTERM; a child passes it on to its own children."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to its session, all at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Children:
+    """The children that were started inside of `ending_children`, and all that descend from them: every descendant of this process
+    that was started since, in sessions other than its own, which leaves out whatever else runs in the caller's.
+
+    Args:
+        folder: for their logs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.all: list[Child] = []
+        self._folder = folder
+        self._before = {process.pid for process in psutil.Process().children()}
+        self._session = os.getsid(0)
+
+    async def spawn(self, spec: ProcessSpec, *, incarnation: int = 0) -> Child:
+        """Start `spec`. Call it from the main thread: the death signal is bound to it.
+
+        Args:
+            incarnation: how often it was started before; a restart keeps the older logs (server.log, server.restart_1.log).
+
+        Raises:
+            RunError: the program cannot be started.
+        """
+        log = self._folder / spec.log_name
+        if incarnation > 0:
+            log = log.with_name(f"{log.stem}.restart_{incarnation}{log.suffix}")
+        own = {name: value for name, value in os.environ.items() if not _OF_ANOTHER_RUN.fullmatch(name)}
+        tags = {LAUNCHER_PID_VARIABLE: str(os.getpid()), TAG_VARIABLE: _tag_of(spec)}
+        with log.open("wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    env={**own, **tags, **spec.environment},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
+        child = Child(spec, log, process)
+        self.all.append(child)
+        return child
+
+    async def kill(self, child: Child | None = None) -> list[psutil.Process]:
+        """SIGKILL everything that is left, or what descends from one child, again and again until nothing is; returns what outlived
+        KILL_TIMEOUT_S. `exited` of the children is done then, or soon."""
+        deadline = asyncio.get_running_loop().time() + KILL_TIMEOUT_S
+        adopted: set[int] = set()
+        while left := self._alive() if child is None else self._below(child):
+            adopted.update(process.pid for process in left)
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if asyncio.get_running_loop().time() >= deadline:
+                break
+            # back-off until the next round; psutil's waits would take asyncio's children from it
+            await asyncio.sleep(_ROUND_S)
+        _reap(adopted - {each.pid for each in self.all})  # asyncio reaps the children
+        watched = [each.exited for each in ([child] if child is not None else self.all)]
+        if watched:
+            await asyncio.wait(watched, timeout=KILL_TIMEOUT_S)
+        return left
+
+    def _alive(self) -> list[psutil.Process]:
+        """A snapshot, parents before their children; zombies are left out (they run no more)."""
+        found: list[psutil.Process] = []
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if process.pid not in self._before and os.getsid(process.pid) != self._session:
+                    found += [process, *process.children(recursive=True)]
+        return [process for process in found if _is_running(process.pid)]
+
+    def _below(self, child: Child) -> list[psutil.Process]:
+        """The part of `_alive` that descends from one child: itself, its session, what carries its tag, and what these started.
+        Orphans are found, whether they left the session or dropped their environment (not both)."""
+        found: list[psutil.Process] = []
+        pids = {child.pid}
+        for process in self._alive():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if process.pid in pids or process.ppid() in pids or _belongs(process, child):
+                    found.append(process)
+                    pids.add(process.pid)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def ending_children(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[Children]:
+    """At the end everything that was started inside is killed.
+
+    Args:
+        folder: for the logs.
+        warn: gets a sentence about a process that does not end.
+    """
+    with _adopting_orphans():
+        children = Children(folder)
+        try:
+            yield children
+        finally:
+            for process in await children.kill():
+                warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Orphans below this process become its children while the context is open (Linux; elsewhere nothing changes)."""
+    if sys.platform != "linux":
+        yield
+        return
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _reap(pids: Iterable[int]) -> None:
+    """Take note of the end of adopted processes, so that they do not stay as zombies until the launcher ends."""
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # it runs, or has another parent
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _tag_of(spec: ProcessSpec) -> str:
+    return f"{os.getpid()}:{spec.name}"
+
+
+def _belongs(process: psutil.Process, child: Child) -> bool:
+    if os.getsid(process.pid) == child.pid:
+        return True
+    try:
+        return bool(process.environ().get(TAG_VARIABLE) == child.tag)
+    except (psutil.AccessDenied, OSError):
+        return False  # it changed its user: it cannot be ended either
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
