@@ -86,27 +86,18 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
 
 
 def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:
-    """Worked example, 8 GPUs, 6 ranks, one server of 4: 2 are left, and no server fits; 4 ranks would leave it room."""
-    servers = f"{count(num_servers, 'server')} of {each}"
-    parts = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
-    parts += (
-        [f"{num_servers * each} for {servers} (inference.replicas, sizes under inference.vllm)"] if num_servers else []
-    )
-    remedies = []
-    room = number if config.launch.colocate else number - num_servers * each
-    if num_servers and 0 < room < ranks:
-        remedies.append(f"set launch.num_trainer_ranks: {room}")
-    if each and num_servers > 1 and number - ranks >= each:
-        remedies.append(f"set inference.replicas: {(number - ranks) // each}")
+    needs = [f"{ranks} for the trainer's ranks (launch.num_trainer_ranks)"] if ranks else []
+    if num_servers:
+        servers = f"{count(num_servers, 'server')} of {each} (inference.replicas, sizes under inference.vllm)"
+        needs.append(f"{num_servers * each} for {servers}")
+    remedies = ["lower them"]
     if ranks and num_servers:
         remedies.append("give servers their own machines (launch.nodes.infer)")
         if not config.launch.colocate and max(ranks, each) <= number:
             remedies.append("let both share GPUs on purpose (launch.colocate: true)")
-    else:
-        remedies.append("lower them")
-    needed = " and ".join(parts)
     return (
-        f"launch: this machine has {count(number, 'GPU')} for the run, and it needs {needed}; {', or '.join(remedies)}"
+        f"launch: this machine has {count(number, 'GPU')} for the run, and it needs {' and '.join(needs)}; "
+        f"{', or '.join(remedies)}"
     )
 
 

@@ -5,10 +5,10 @@ report.html is written when a run was summed up, however it ended; whatever goes
 
 from __future__ import annotations
 
-import asyncio
+import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from rich.console import Console
 
@@ -18,9 +18,8 @@ from grpo_async.display.status_file import StatusFile
 from grpo_async.display.summary import print_summary
 from grpo_async.findings.speed import PipelineSetup
 from grpo_async.launcher.advisor import Advisor
-from grpo_async.launcher.children import KILL_TIMEOUT_S
 from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.signals import Signals
+from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Cluster, RunOutcome, supervise
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.run_state import FAILED, FINISHED, STOPPED
@@ -28,7 +27,7 @@ from grpo_async.utils.safe_text import plain
 
 _REPORT_TIMEOUT_S = 120.0
 _REPORT_TIMEOUT_AFTER_STOP_S = 15.0
-"""After a signal: a scheduler's SIGKILL follows soon (cluster.slurm plans with a minute more than the stop)."""
+"""After a signal: a scheduler's SIGKILL follows soon (cluster.schedulers plans with a minute more than the stop)."""
 _MAX_PROBLEM = 400  # characters of what the child said
 
 
@@ -102,51 +101,29 @@ def end_with_report(outcome: RunOutcome, config: ExperimentConfig, run_dir: RunD
     """Say how the run ended, then write its report; returns the exit code, which no signal changes from here on."""
     if not config.record.report:
         return report_end(outcome, run_dir, output)
-    return asyncio.run(_end_with_report(outcome, run_dir, output))
+    problem: object = None
+    try:
+        with unwinding():
+            exit_code = report_end(outcome, run_dir, output, report=run_dir.report)
+            problem = _write_report(run_dir, _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S)
+    except (KeyboardInterrupt, SystemExit):
+        problem = "a signal ended it"
+    if problem is not None:
+        output.warn(f"report.html was not written: {plain(str(problem))}; try again: grpo-async report {run_dir.root}")
+    return outcome.exit_code
 
 
-async def _end_with_report(outcome: RunOutcome, run_dir: RunDir, output: Output) -> int:
-    signals = Signals()
-    with signals.installed():
-        exit_code = report_end(outcome, run_dir, output, report=run_dir.report)
-        timeout_s = _REPORT_TIMEOUT_S if exit_code in (0, 1) else _REPORT_TIMEOUT_AFTER_STOP_S
-        problem = await _write_report(run_dir, signals, timeout_s)
-        if problem is not None:
-            output.warn(f"report.html was not written: {plain(problem)}; try again: grpo-async report {run_dir.root}")
-    return exit_code
-
-
-async def _write_report(run_dir: RunDir, signals: Signals, timeout_s: float) -> str | None:
+def _write_report(run_dir: RunDir, timeout_s: float) -> object:
     """Why there is no report, or None. A child writes it: reading a large store takes memory and may fail in a library, and neither
-    is to touch the end of the run. A signal ends it."""
+    is to touch the end of the run. It ends with an exception here."""
     command = (sys.executable, "-m", "grpo_async", "report", str(run_dir.root))
     try:  # in its own session: a Ctrl-C now is for this process, which then ends the child
-        child = await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True
+        done = subprocess.run(
+            command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, timeout=timeout_s, start_new_session=True, check=False
         )
+    except subprocess.TimeoutExpired:
+        return f"it was not finished after {timeout_s:g} s"
     except OSError as error:
-        return str(error)
-    said, stopped = asyncio.ensure_future(_errors_of(child)), asyncio.ensure_future(signals.arrived.wait())
-    await asyncio.wait([said, stopped], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not said.done():
-        child.kill()
-        await asyncio.wait([said], timeout=KILL_TIMEOUT_S)  # else it hangs in the kernel; this process ends without it
-        said.cancel()
-        return (
-            f"{signals.first.name} ended it"
-            if signals.first is not None
-            else f"it was not finished after {timeout_s:g} s"
-        )
-    if child.returncode == 0:
-        return None
-    lines = said.result().decode(errors="replace").strip().splitlines()
-    return (lines or [f"exit code {child.returncode}"])[-1][:_MAX_PROBLEM]
-
-
-async def _errors_of(child: asyncio.subprocess.Process) -> bytes:
-    """What `child` says on standard error, when it has ended."""
-    assert child.stderr is not None
-    said = await child.stderr.read()
-    await child.wait()
-    return said
+        return error
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    return (lines or [f"exit code {done.returncode}"])[-1][:_MAX_PROBLEM] if done.returncode else None

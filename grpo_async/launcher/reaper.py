@@ -9,14 +9,12 @@ reaper is a process in its own session that waits for the end of a pipe: as long
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,49 +25,26 @@ from grpo_async.utils.lifetime import TAG_VARIABLE
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
-_PREFIX = "grpo-async-run-"
-_YOUNG_S = 60.0
 _END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
 _KILL_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter (0700), removed at the end, by the reaper where this process is
-    killed, and by a later launcher where both are. Its lock (flock on the folder itself) is held meanwhile.
+    """A new folder that only this user can enter (0700), removed at the end, and by the reaper where this process is killed.
 
     Raises:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
     """
-    _remove_orphans()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
-        descriptor = os.open(name, os.O_RDONLY)  # not inherited by children (PEP 446)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with reaped_after(os.getpid(), Path(name)):
-                yield Path(name)
-        finally:
-            os.close(descriptor)
-
-
-def _remove_orphans() -> None:
-    """Folders that a launcher and its reaper, both killed, have left: nobody holds their lock anymore."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, locked, or being removed by somebody else
-            if time.time() - folder.stat().st_mtime < _YOUNG_S:
-                continue  # it may be about to be locked
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        with _reaped_after(os.getpid(), Path(name)):
+            yield Path(name)
 
 
 @contextlib.contextmanager
-def reaped_after(launcher: int, folder: Path) -> Iterator[None]:
+def _reaped_after(launcher: int, folder: Path) -> Iterator[None]:
     """Should process `launcher`, the caller, be killed meanwhile: what carries its tag is killed, and `folder` is removed."""
     command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(launcher), str(folder))
     process = subprocess.Popen(

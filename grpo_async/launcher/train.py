@@ -20,7 +20,7 @@ from pathlib import Path
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.cluster.nodes import Rendezvous, find_rendezvous, leading_node
 from grpo_async.cluster.rendezvous import NodeInfo, gather, hosting
-from grpo_async.cluster.slurm import note_job, restart_of_job
+from grpo_async.cluster.schedulers import job_note
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import NodesSection
 from grpo_async.display.output import Output
@@ -90,7 +90,6 @@ def launch(
         if rendezvous.rank > 0 and not dry_run:
             outcome = follow(config, launcher.run_dir, output, rendezvous=rendezvous, engine=engine, amend=amend)
             return report_end(outcome, launcher.run_dir, output)
-        resume, clean = restart_of_job(launcher.run_dir, resume=resume, clean=clean)
         start = check_start(config, resume=resume, clean=clean)
         if dry_run:
             return launcher.describe(rendezvous, start)
@@ -212,7 +211,8 @@ class Launcher:
         with writing(run_dir):
             run_dir.create(dump_config(config))
             attempt = run_dir.new_attempt()
-            note_job(attempt)
+            if (job := os.environ.get("SLURM_JOB_ID")) is not None:  # for the job's script, should it be queued again
+                write_atomically(job_note(attempt), f"{job}\n")
         with unwinding(), ExitStack() as stack:
             token = token_from_environment()  # that of running servers, which need not ask for one
             if not config.inference.urls or not node.is_alone:

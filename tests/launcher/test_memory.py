@@ -126,15 +126,10 @@ def test_where_nothing_is_shared_vllm_measures_for_itself_and_the_plan_says_what
     assert "sleeping has no benefit" in make_plan(asleep, machine, engine=VLLM_ON_GPU).describe()
 
 
-@pytest.mark.parametrize(
-    ("is_hub_name", "gpu_bytes", "words"), [(True, 80 * GIB, "a hub name"), (False, None, "of the GPU")]
-)
-def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(
-    tmp_path: Path, model: str, is_hub_name: bool, gpu_bytes: int | None, words: str
-) -> None:
-    config = make_config(tmp_path, model={"path": "org/name" if is_hub_name else model})
-    with pytest.raises(ConfigError, match=rf"inference\.vllm\.kv_cache_mb: .*{words}"):
-        _plan(config, gpu_bytes=gpu_bytes)
+def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(tmp_path: Path, model: str) -> None:
+    for path, gpu_bytes, words in (("org/name", 80 * GIB, "a hub name"), (model, None, "of the GPU")):
+        with pytest.raises(ConfigError, match=rf"inference\.vllm\.kv_cache_mb: .*{words}"):
+            _plan(make_config(tmp_path, model={"path": path}), gpu_bytes=gpu_bytes)
 
 
 def test_an_evaluation_has_no_trainer_whose_memory_is_planned(tmp_path: Path, model: str) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
-from grpo_async.launcher.reaper import private_folder
 from tests.launcher.support import LauncherProcess
 from tests.support.waiting import eventually, is_alive
 
@@ -69,23 +67,3 @@ def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_list
         assert listening == []
         launcher.process.kill()
         assert eventually(lambda: not any(is_alive(process.pid) for process in tree), 5.0)
-
-
-def test_a_folder_that_launcher_and_reaper_left_when_both_were_killed_is_removed_by_the_next_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # short: it holds Unix sockets
-        monkeypatch.setattr("tempfile.tempdir", temporary)
-        _orphans_are_removed_and_folders_in_use_stay(Path(temporary))
-
-
-def _orphans_are_removed_and_folders_in_use_stay(temporary: Path) -> None:
-    orphan, young = temporary / "grpo-async-run-orphan", temporary / "grpo-async-run-young"
-    for folder in (orphan, young):
-        folder.mkdir()
-    os.utime(orphan, (0, 0))
-    with private_folder() as mine:
-        assert set(temporary.iterdir()) == {young, mine}
-        os.utime(mine, (0, 0))
-        with private_folder() as other:
-            assert set(temporary.iterdir()) == {young, mine, other}, "a folder in use was removed"
