@@ -66,9 +66,11 @@ def test_a_function_trains_and_its_branches_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
-    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16",
-               "training.max_steps=8")  # fmt: skip
+def test_kill_nine_of_agents_fails_their_rollouts_alone_and_they_wait_for_a_killed_server(tmp_path: Path) -> None:
+    """Then of the trainer and of the launcher, which leave no agent; a resume continues each time."""
+    settings = ("rewards=[]", "rollout.group_size=8", "rollout.max_in_flight=16", "checkpoint.every_steps=1",
+                "inference.restart_delay_s=0.2", "inference.max_restarts=5", "training.max_steps=12")  # fmt: skip
+    run = _run(tmp_path, _command(0.3), *settings)
     process = run.start()
     run.wait_for_step(1, process)  # an evaluation of four prompts would not stand it
     chance = random.Random(0)
@@ -79,6 +81,20 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
         if victims := [process for process in agents if process.pid not in subreapers]:
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself meanwhile
                 chance.choice(victims).kill()
+    step = len(run.metrics())
+    run.processes("serve-embedded")[0].kill()
+    run.wait_for_step(step + 2, process)
+    for victim in ("trainer", "launcher"):
+        run.wait_for(lambda: len(run.processes("sleep 1000")) >= 2, process, what="daemons of agents")
+        if victim == "launcher":
+            process.send_signal(signal.SIGKILL)
+        else:
+            named = run.processes("grpo_async.trainer.main")
+            (trainer,) = [each for each in named if "torchrun" not in " ".join(each.cmdline())]
+            trainer.kill()
+        finish(process, timeout_s=60.0)
+        assert eventually(lambda: not run.processes(), 30.0), "every process of the run to end"
+        process = run.start("--resume")
     done = finish(process, timeout_s=300.0)
     assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
     run.assert_nothing_is_left()
@@ -86,41 +102,3 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone(tmp_path: Path) -> None:
     assert_ledger_closes_at_every_step(run.metrics())
     errors = [each["error"] for row in rows_of(run.folder) for each in row["rollouts"] if each["error"]]
     assert any("was killed by SIGKILL" in each for each in errors), errors
-
-
-@pytest.mark.nightly
-def test_kill_nine_of_the_server_is_waited_for_by_the_agents(tmp_path: Path) -> None:
-    run = _run(tmp_path, _command(), "rewards=[]", "rollout.max_in_flight=16", "inference.restart_delay_s=0.2",
-               "inference.max_restarts=5", "training.max_steps=8")  # fmt: skip
-    process = run.start()
-    run.wait_for_step(2, process)
-    run.processes("serve-embedded")[0].kill()
-    done = finish(process, timeout_s=300.0)
-    assert done.returncode == 0, done.stdout[-3000:] + run.logs()[-3000:]
-    run.assert_nothing_is_left()
-    summary = run.summary()
-    assert summary["ledger_closed"]
-    assert summary["ledger"]["groups"]["failed"] == 0
-    assert len(summary["server_failures"]) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("victim", ["trainer", "launcher"])
-def test_kill_nine_of_the_trainer_or_the_launcher_leaves_no_agent_and_a_resume_goes_on(
-    tmp_path: Path, victim: str
-) -> None:
-    run = _run(tmp_path, _command(0.3), "rewards=[]", "rollout.max_in_flight=16", "checkpoint.every_steps=1",
-               "training.max_steps=6")  # fmt: skip
-    process = run.start()
-    run.wait_for(lambda: bool(run.checkpoints()), process, what="a checkpoint")
-    run.wait_for(lambda: len(run.processes("sleep 1000")) >= 2, process, what="daemons of agents")
-    if victim == "launcher":
-        process.send_signal(signal.SIGKILL)
-    else:
-        (trainer,) = [p for p in run.processes("grpo_async.trainer.main") if "torchrun" not in " ".join(p.cmdline())]
-        trainer.kill()
-    finish(process, timeout_s=60.0)
-    assert eventually(lambda: not run.processes(), 30.0), "every process of the run to end"
-    summary, _ = run.complete("--resume")
-    assert summary["steps"] == 6
-    assert_ledger_closes_at_every_step(run.metrics())

@@ -140,35 +140,6 @@ def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_eval_finds_what_the_run_found_in_its_checkpoints(tmp_path: Path) -> None:
-    """Greedy, float32 throughout: the last checkpoint is the policy of the run's last evaluation, an earlier one is another."""
-    settings = (
-        *SMALL,
-        "training.max_steps=4",
-        "checkpoint.every_steps=2",
-        "evaluation.samples_per_prompt=1",
-        "evaluation.num_prompts=200",  # so that three policies do not have the same numbers by chance
-        "evaluation.max_in_flight=64",
-        "evaluation.temperature=0.0",
-        "evaluation.pin_version=true",
-    )
-    run = make_run(tmp_path, "quickstart.yaml", settings)
-    summary, _ = run.complete()
-    before, after = (_numbers(summary["evaluation"][when]) for when in ("before", "after"))
-    step_2 = next(_numbers(record["metrics"]) for record in run.evaluations() if record["step"] == 2)
-    latest = _eval(run.config, "--checkpoint", "latest")
-    assert _numbers(latest["metrics"]) == after
-    assert latest["by_group"].keys() == summary["evaluation"]["by_group"]["after"].keys()
-    folder = tmp_path / "out"
-    earlier = _eval(run.config, "--checkpoint", str(run.folder / "checkpoints" / "step_2"), "--out", str(folder))
-    assert _numbers(earlier["metrics"]) == step_2
-    assert step_2 != after != before
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *("checkpoints", "config.yaml", "evaluation.json", "logs", "plan.txt", "rollouts"),
-    ]
-
-
-@pytest.mark.nightly
 def test_servers_that_run_already_are_trained_on_and_evaluated_and_go_on_running(tmp_path: Path) -> None:
     """`inference.urls`: serve alone in one terminal. Two runs, so that the weight group forms anew. An evaluation finds there the
     base model, as with servers of its own."""

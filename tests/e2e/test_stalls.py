@@ -40,17 +40,6 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_pat
 
 
 @pytest.mark.nightly
-def test_a_main_thread_that_hangs_has_its_process_ended(tmp_path: Path) -> None:
-    loss = "{type: custom, function: 'tests.e2e.user_losses:blocks_the_main_thread', arguments: {first_call: 3}}"
-    run = _run(tmp_path, "user_rewards:by_place", f"loss={loss}")
-    printed = run.fail()
-    for part in (STILL, "and is training step 3", NOT_ENDED):
-        assert part in printed
-    assert "in blocks_the_main_thread" in run.logs()
-    assert len(run.metrics()) == 2
-
-
-@pytest.mark.nightly
 def test_a_run_that_is_only_slow_goes_on(tmp_path: Path) -> None:
     more = ("training.max_steps=4", "training.stall_timeout_s=12", "rollout.max_staleness=0")
     summary, _ = _run(tmp_path, "user_rewards:is_slow_at_times", *more).complete(timeout_s=180.0)

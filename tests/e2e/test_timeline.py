@@ -96,26 +96,6 @@ def test_generation_and_training_overlap_and_the_usage_adds_up(events: list[Even
     assert 0.0 <= found.generation_idle_s <= found.wall_s
 
 
-def test_what_is_trained_was_generated_scored_and_queued_before(events: list[Event]) -> None:
-    trained = {event.details["step"]: event for event in events if event.name == "train"}
-    scored = {
-        event.details["group"]: event
-        for event in events
-        if (track_group(event.track), event.name) == ("scoring", "score")
-    }
-    rollouts: dict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        if (track_group(event.track), event.name) == ("rollout", "rollout"):
-            rollouts[event.details["group"]].append(event)
-    taken = [event for event in events if event.name == "queued" and "step" in event.details]
-    assert len({event.details["group"] for event in taken}) >= 6 * 4 - 4  # those that a resume brought back have two
-    for wait in taken:
-        group = wait.details["group"]
-        assert wait.end <= trained[wait.details["step"]].start
-        if group in scored and scored[group].end <= wait.start:
-            assert max(rollout.end for rollout in rollouts[group]) <= scored[group].start + 1e-3
-
-
 def test_the_trace_of_the_run_keeps_the_rules_of_its_format(golden_run: GoldenRun, tmp_path: Path) -> None:
     for name, options in {"whole": [], "part": ["--from", "2", "--to", "3"]}.items():
         done = run_command("trace", str(golden_run.run.folder), "--out", str(tmp_path / f"{name}.json.gz"), *options)
