@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from grpo_async.cli.options import EvaluationOption, RunArgument, SupersededOption, WhereOption
+from grpo_async.cli.options import EvaluationOption, RunArgument, SupersededOption
 
 
 def export(
@@ -25,7 +25,6 @@ def export(
         Literal["jsonl", "parquet"] | None,
         typer.Option("--format", help="Default: by the extension of --out; without --out, jsonl."),
     ] = None,
-    where: WhereOption = None,
     out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Output file; - is standard output.")] = "-",
     evaluation: EvaluationOption = None,
     superseded: SupersededOption = False,
@@ -51,9 +50,7 @@ def export(
     from grpo_async.utils.safe_text import visible
     from grpo_async.viewer.runs import find_evaluation, find_run
 
-    if query is not None and where is not None:
-        raise typer.BadParameter(f"one QUERY is expected: {query!r}, or {where!r}", param_hint="--where")
-    wanted = parse_query(query or where or "")
+    wanted = parse_query(query or "")
     suffix = Path(out).suffix.lower()
     if format_ is None and suffix and suffix not in SUFFIXES:
         raise typer.BadParameter(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grpo_async.cli.options import EvaluationOption, WhereOption
+from grpo_async.cli.options import EvaluationOption
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,6 @@ def inspect(
         ),
     ] = None,
     evaluation: EvaluationOption = None,
-    where: WhereOption = None,
     sort: Annotated[
         str | None, typer.Option("--sort", metavar="FIELD", help="The order of the groups when the page opens.")
     ] = None,
@@ -58,7 +57,7 @@ def inspect(
     folder = given[0] if len(given) == 1 and not is_run(given[0]) else None
     if folder is not None and folder != RUNS_FOLDER and not runs_below(folder):
         folder = None  # the name of a run, perhaps
-    runs, query = ([], where or "") if folder is not None else runs_and_query(arguments or [], where, evaluation)
+    runs, query = ([], "") if folder is not None else runs_and_query(arguments or [], evaluation)
     serve(
         runs,
         folder=folder,
@@ -70,10 +69,8 @@ def inspect(
     )
 
 
-def runs_and_query(
-    arguments: list[str], where: str | None, evaluation: str | None, *, several: bool = True
-) -> tuple[list[RunDir], str]:
-    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run. `where` is an alias of QUERY.
+def runs_and_query(arguments: list[str], evaluation: str | None, *, several: bool = True) -> tuple[list[RunDir], str]:
+    """RUN [QUERY], or with `several` RUN... [QUERY]: an argument that names a run is a run.
 
     Raises:
         ConfigError: there is no such run, or the query is wrong.
@@ -95,9 +92,7 @@ def runs_and_query(
         runs.append(find_run(rest.pop(0)))
     if len(rest) > 1:
         raise ConfigError(f"one QUERY is expected, got {len(rest)}: put it into quotes, '{' '.join(rest)}'")
-    if rest and where is not None:
-        raise ConfigError(f"one QUERY is expected: {rest[0]!r}, or --where {where!r}")
-    query = rest[0] if rest else where or ""
+    query = rest[0] if rest else ""
     parse_query(query)
     if evaluation is not None:
         runs = [find_evaluation(run, evaluation) for run in runs]

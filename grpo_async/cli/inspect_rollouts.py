@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from grpo_async.cli.inspect import runs_and_query, sort_order
-from grpo_async.cli.options import EvaluationOption, WhereOption
+from grpo_async.cli.options import EvaluationOption
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
@@ -44,7 +44,6 @@ def inspect_rollouts(
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="One rollout with all its tokens.")
     ] = None,
-    where: WhereOption = None,
     sort: Annotated[
         str | None,
         typer.Option("--sort", metavar="FIELD", help="Highest first; FIELD:asc lowest first; default: newest first."),
@@ -89,7 +88,7 @@ def inspect_rollouts(
     from grpo_async.utils.console import stdout_console
     from grpo_async.viewer.printing import Selection, show, write_json
 
-    runs, text = runs_and_query(arguments, where, evaluation, several=False)
+    runs, text = runs_and_query(arguments, evaluation, several=False)
     selection = Selection(
         text=text,
         sort=sort_order(sort),

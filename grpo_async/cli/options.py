@@ -30,8 +30,6 @@ EvaluationOption: TypeAlias = Annotated[
         "--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of the training rollouts."
     ),
 ]
-WhereOption: TypeAlias = Annotated[str | None, typer.Option("--where", hidden=True)]
-"""Another way to write QUERY, from earlier documentation."""
 SupersededOption: TypeAlias = Annotated[
     bool,
     typer.Option(

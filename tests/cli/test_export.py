@@ -33,10 +33,10 @@ def _export(*arguments: str) -> tuple[int, str, str]:
 
 
 def test_json_lines_go_to_the_standard_output(run: Path) -> None:
-    code, out, err = _export(str(run), "--where", "reward=1 and step=1")
+    code, out, err = _export(str(run), "reward=1 and step=1")
     assert (code, err) == (0, "")
     assert [json.loads(line)["rollout_id"] for line in out.splitlines()] == ["0-1", "1-1"]
-    assert _export(str(run), "--where", "reward>5") == (0, "", "no rollout matches\n")
+    assert _export(str(run), "reward>5") == (0, "", "no rollout matches\n")
 
 
 def test_the_name_of_the_file_says_the_format(run: Path, tmp_path: Path) -> None:
@@ -71,9 +71,6 @@ def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
         found[option] = [json.loads(line)["rollout_id"] for line in out.splitlines()]
     both = ["0-1", "1-1", "2-1"]
     assert found == {"": both[:2], "--superseded": both}
-    code, _, err = _export(str(run), "reward=1", "--where", "stale")
-    assert code == 2
-    assert "one QUERY is expected" in " ".join(err.split())
 
 
 def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
@@ -88,7 +85,7 @@ def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path)
 
 
 def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
-    code, _, err = _export(str(run), "--where", "rewad<1")
+    code, _, err = _export(str(run), "rewad<1")
     assert code == 2
     assert err.splitlines() == ["there is no column rewad; did you mean reward or rewards?", "  rewad<1", "  ^^^^^"]
     code, _, err = _export(str(run), "--format", "parquet")

@@ -51,28 +51,30 @@ def test_the_table_lists_the_newest_groups_first(store: RolloutStore) -> None:
 def test_inspect_and_web_open_all_runs_one_or_several(
     store: RolloutStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[list[str], str | None, str]] = []
+    asked: list[tuple[list[str], dict[str, Any]]] = []
 
-    def serve(runs: Sequence[RunDir], *, folder: Path | None, query: str, open_browser: bool, **_: Any) -> None:
-        assert open_browser is False
-        asked.append(([run.root.name for run in runs], None if folder is None else str(folder), query))
+    def serve(runs: Sequence[RunDir], **options: Any) -> None:
+        asked.append(([run.root.name for run in runs], options))
 
     monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
     RunDir(tmp_path / "elsewhere" / "other").create("{}")
     Path("runs/no-run-yet").mkdir()
-    wanted = {
+    wanted: dict[tuple[str, ...], tuple[list[str], str | None, str]] = {
         (): ([], "runs", ""),
         ("demo",): (["demo"], None, ""),
-        ("demo", "reward<1"): (["demo"], None, "reward<1"),
-        ("demo", "elsewhere/other"): (["demo", "other"], None, ""),
+        ("demo", "elsewhere/other", "reward<1"): (["demo", "other"], None, "reward<1"),
         ("elsewhere",): ([], "elsewhere", ""),
         ("no-run-yet",): (["no-run-yet"], None, ""),
     }
-    for arguments, expected in wanted.items():
-        for command in (["inspect"], ["inspect-rollouts", "--web"]):
-            result = CliRunner().invoke(app, [*command, *arguments, "--no-browser"])
+    plain = {"host": "127.0.0.1", "port": None, "open_browser": True, "sort": None}
+    chosen = {"host": "::1", "port": 7000, "open_browser": False, "sort": "-reward,step"}
+    options = ["--no-browser", "--host", "::1", "--port", "7000", "--sort", "reward,step:asc"]
+    for arguments, (names, folder, query) in wanted.items():
+        where = {"folder": None if folder is None else Path(folder), "query": query}
+        for command, more, expected in ((["inspect"], [], plain), (["inspect-rollouts", "--web"], options, chosen)):
+            result = CliRunner().invoke(app, [*command, *arguments, *more])
             assert result.exit_code == 0, result.output
-            assert asked.pop() == expected
+            assert asked.pop() == (names, {**where, **expected})
     assert "there is no run 'dmeo'; did you mean 'demo'" in CliRunner().invoke(app, ["inspect", "dmeo"]).output
     assert "Missing argument 'RUN" in CliRunner().invoke(app, ["inspect-rollouts"]).output
 
@@ -89,7 +91,6 @@ def test_inspect_and_web_open_all_runs_one_or_several(
         (["--sort", "length:asc"], [2, 0, 1]),  # of equals the newest first
         (["reward<0.2 and not truncated"], [0]),
         (["(truncated or text ilike '%SHEEP%') and step=2"], [1]),
-        (["--where", "stale"], [2]),  # as `export` has it
     ],
 )
 def test_filters_and_order(store: RolloutStore, arguments: list[str], expected: list[int]) -> None:
@@ -152,7 +153,6 @@ def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
         (["demo", "--group", "0", "--limit", "1"], "for --limit: --group shows only one"),
         (["demo", "--rollout", "0-1", "--sort", "step"], "for --sort: --rollout shows only one"),
         (["demo", "--sort", ":asc"], "--sort :asc: write a field"),
-        (["demo", "stale", "--where", "reward<1"], "one QUERY is expected: 'stale', or --where 'reward<1'"),
     ],
 )
 def test_mistakes_are_explained(store: RolloutStore, arguments: list[str], message: str) -> None:
@@ -184,20 +184,3 @@ def test_controls_in_json_and_in_mistakes_are_shown_and_not_obeyed(store: Rollou
     assert mistake.exit_code == 2
     assert not set("\x1b\x07\u202e") & set(mistake.stderr)
     assert "de\u241b]0;title" in mistake.stderr
-
-
-def test_web_gets_every_run_and_the_query(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[tuple[list[str], dict[str, Any]]] = []
-
-    def serve(runs: Sequence[RunDir], **options: Any) -> None:
-        served.append(([run.root.name for run in runs], options))
-
-    Path("runs/other").mkdir()
-    monkeypatch.setattr("grpo_async.viewer.web.serve.serve", serve)
-    options = ["--no-browser", "--port", "7000", "--sort", "reward,step:asc"]
-    assert _invoke("demo", "other", "reward<1", "--web", *options).exit_code == 0
-    expected = {"folder": None, "host": "127.0.0.1", "port": 7000, "open_browser": False, "query": "reward<1"}
-    assert served == [(["demo", "other"], {**expected, "sort": "-reward,step"})]
-    assert _invoke("demo", "--web", "--host", "::1").exit_code == 0
-    expected = {"folder": None, "host": "::1", "port": None, "open_browser": True, "query": ""}
-    assert served[1:] == [(["demo"], {**expected, "sort": None})]

@@ -62,9 +62,7 @@ def _text(progress: Progress, width: int, height: int) -> str:
     return console.file.getvalue().rstrip("\n")
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10), (25, 24), (20, 5), (30, 6), (80, 8), (300, 100)]
-)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10), (20, 5), (80, 14), (300, 100)])
 @pytest.mark.parametrize("num_servers", [0, 1, 12])
 def test_it_has_exactly_the_size_of_the_terminal(width: int, height: int, num_servers: int) -> None:
     for progress in (_progress(num_servers), Progress(max_steps=0)):
@@ -116,12 +114,6 @@ def test_a_small_terminal_keeps_the_reward_and_what_is_said() -> None:
     text = _text(_progress(), 40, 10)
     for part in ("reward 0.580", "step 12/60", "advice", "warning"):
         assert part in text
-
-
-def test_a_run_without_news_says_so() -> None:
-    text = _text(Progress(max_steps=3), 80, 24)
-    assert "no news of the servers yet" in text
-    assert "no steps yet" in text
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10), (10, 3), (160, 50)])

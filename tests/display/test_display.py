@@ -171,21 +171,14 @@ def test_in_a_pipe_each_fact_is_one_line_which_can_be_searched() -> None:
     assert f"\nlearning   {'word ' * 100}end\nreward     0.100 -> 0.200" in text
 
 
-@pytest.mark.parametrize(
-    ("num", "line"),
-    [
-        (0, None),
-        (1, "servers 1 failure, recovered after 12.3 s"),
-        (2, "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)"),
-    ],
-)
-def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed(num: int, line: str | None) -> None:
+def test_the_summary_tells_of_servers_in_one_line_only_when_some_failed() -> None:
     failures = [
         {"server": "server 0", "reason": "killed", "recovery_s": 12.34},
         {"server": "server 1", "reason": "hung\x1b[2J", "recovery_s": None},
     ]
-    text = _summary(server_failures=failures[:num])
-    assert [" ".join(each.split()) for each in text.splitlines() if each.startswith("servers")] == [line][: num > 0]
+    text = " ".join(_summary(server_failures=failures).split())
+    assert "servers 2 failures, recovered after 12.3 s; not recovered: server 1 (hung)" in text
+    assert "servers" not in _summary(server_failures=[])
 
 
 def test_the_summary_says_what_was_reached_and_what_to_do_next() -> None:

@@ -118,15 +118,14 @@ def test_the_group_page_shows_all_rollouts(tmp_path: Path, open_store: OpenStore
     assert any(line.startswith("7-1") and "broke" in line for line in text.splitlines())
 
 
-def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path: Path, open_store: OpenStore) -> None:
+def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
     rollout = build_tool_rollout("7-0")
     group, samples = build_group(7, [rollout]), [build_sample(7, rollout, 0.5, 1.5)]
     row = _stored(tmp_path / "seen", open_store, group, samples, GroupStatus.TRAINED)
     text = _render(rollout_page(row, row.rollouts[0], "token texts are left out: why"))
     for expected in (
-        "user (prompt)",
-        "tool (tool)",
-        "assistant (policy)",
         "reward 0.500  advantage 1.500",
         "exact 0.500",
         'add({"a": 1, "b": "{2}"}) failed 0.125 s -> \\ud83d',
@@ -140,8 +139,6 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
         ["3", "91", "0", "-", "-"],
         ["4", "7", "1", "-3.5000", "3"],
     ]
-    # with what the trainer found, and with texts
-    ids = [5, 6, 90, 91, 7]
     stats = {"7-0": build_stats(3)}
     row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, stats=stats)
     tokenizer = byte_tokenizer()
@@ -151,7 +148,6 @@ def test_the_rollout_page_shows_messages_rewards_turns_and_every_token(tmp_path:
     assert lines[1].split()[2:] == [f"'{tokenizer.id_to_token(5)}'", *values]
     assert lines[3].split()[4:] == ["-"] * 6  # a tool's
     assert lines[5].split()[-2:] == ["clipped", "high"]
-    assert [line.split()[1] for line in lines[1:]] == [str(each) for each in ids]
 
 
 CALL = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})

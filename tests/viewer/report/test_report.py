@@ -73,27 +73,22 @@ def test_the_report_of_a_run_says_what_happened(tmp_path: Path) -> None:
 def test_a_held_out_prompt_before_and_after_stands_before_everything_else(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(20), groups=[Group(rewards=[0.0, 1.0])])
     assert "Before and after" not in _text(_page(run))
-    for step, text, rewards in ((0, "I guess", [0.0, 1.0]), (20, "because", [1.0, 0.0])):
-        told = Group(rewards=rewards[:1], prompt="why?", text=text, step=step, columns={"answer": "so"})
-        groups = [
-            told,
-            Group(rewards=rewards[1:], prompt="else?", text=text, step=step),
-            Group(rewards=[1.0], step=step),
-        ]
-        write_store(run.evaluation(step), groups[: 3 if step else 2])  # the third is in one of them only
+
+    def evaluate(step: int, why: float, other: float, *more: Group, text: str = "x") -> None:
+        asked = Group(rewards=[why], prompt="why?", text=text, step=step, columns={"answer": "so"})
+        write_store(run.evaluation(step), [asked, Group(rewards=[other], prompt="else?", text=text, step=step), *more])
+
+    evaluate(0, 0.0, 1.0, text="I guess")
+    evaluate(20, 1.0, 0.0, Group(rewards=[1.0], step=20), text="because")  # the third is in one of them only
     text = _text(_page(run))
     assert "2 held-out prompts at step 0 and at step 20: 1 better, 1 worse, 0 unchanged." in text
     first = text.index(
         "Reward 0 → 1 mean of its group, step 0 and step 20 prompt why? answer = so step 0, reward 0 I guess"
     )
     assert text.index("Before and after") < first < text.index("Reward 1 → 0 mean of its group") < text.index("Rewards")
-    write_store(
-        run.evaluation(30),
-        [Group(rewards=[0.0], prompt="why?", step=30), Group(rewards=[1.0], prompt="else?", step=30)],
-    )
+    evaluate(30, 0.0, 1.0)
     assert "0 better, 0 worse, 1 right both times, 1 wrong both times." in _text(_page(run))
-    later = [Group(rewards=[0.5], prompt="why?", step=40), Group(rewards=[0.0], prompt="else?", step=40)]
-    write_store(run.evaluation(40), later)
+    evaluate(40, 0.5, 0.0)
     assert "1 better, 1 worse, 0 unchanged. Reward 1 → 0" in _text(_page(run))  # it fell: what was lost comes first
 
 
@@ -165,13 +160,9 @@ def test_a_killed_run_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_after_its_last_step_says_what_is_left(tmp_path: Path) -> None:
-    """The export and the last evaluation come after it; with a summary of them nothing is left."""
-    run = write_run(tmp_path, metrics=steps(20), state="stopped")
-    assert "The run was stopped after 20 of 20 steps in 40 s, before its end; --resume does the rest." in _text(
-        _page(run)
-    )
-    run.summary.write_text(json.dumps({"status": "finished", "steps": 20}))
-    assert "The run finished after 20 of 20 steps in 40 s; it was stopped while it ended." in _text(_page(run))
+    """The export and the last evaluation come after it."""
+    text = _text(_page(write_run(tmp_path, metrics=steps(20), state="stopped")))
+    assert "The run was stopped after 20 of 20 steps in 40 s, before its end; --resume does the rest." in text
 
 
 @pytest.mark.parametrize("state", ["failed", "running"])
@@ -188,20 +179,14 @@ def _trainer_bound(**more: float) -> list[dict[str, float]]:
     return steps(20, pipeline__trainer_idle_ratio=0.05, pipeline__generator_idle_ratio=0.7, **more)
 
 
-@pytest.mark.parametrize("place", ["status", "summary"])
-def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path, place: str) -> None:
+def test_advice_is_of_the_machine_that_the_run_had(tmp_path: Path) -> None:
+    """As status.json has it, which is of the last attempt: the summary may be older."""
     for name, on_gpu in (("gpu", True), ("cpu", False)):
-        run = write_run(tmp_path, name, metrics=_trainer_bound(), summary={"status": "finished", "on_gpu": on_gpu})
-        if place == "status":  # it is of the last attempt, the summary may be older
-            run.status.write_text(json.dumps({"version": 1, "state": "failed", "on_gpu": on_gpu, "engine": "vllm"}))
-            run.summary.write_text(json.dumps({"status": "stopped", "on_gpu": not on_gpu}))
+        run = write_run(tmp_path, name, metrics=_trainer_bound(), summary={"status": "stopped", "on_gpu": not on_gpu})
+        run.status.write_text(json.dumps({"version": 1, "state": "failed", "on_gpu": on_gpu, "engine": "vllm"}))
         text = _text(_page(run))
         assert ("launch.num_trainer_ranks: 1 →" in text) is on_gpu
         assert ("a faster trainer would help" in text) is not on_gpu
-    run.status.write_text(json.dumps({"version": 1, "state": "finished", "on_gpu": True, "num_gpus": 2}))
-    text = _text(_page(run))  # no more GPUs than the machine had
-    assert "another machine that trains (launch.nodes.train) would help" in text
-    assert "launch.num_trainer_ranks: 1 →" not in text
 
 
 def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
@@ -218,26 +203,13 @@ def test_advice_stands_there_in_sentences(tmp_path: Path) -> None:
 
 def test_of_a_long_timeline_only_the_newest_steps_are_held(tmp_path: Path) -> None:
     run = write_run(tmp_path, metrics=steps(3))
+    generate = [("generate", "rollout/0", place / 20, place / 20 + 0.04, {"turn": 0}) for place in range(20)]
     with run.events.open("w") as file:
         for step in range(1, 1001):
-            for place in range(20):
-                at = 1000.0 + step + place / 20.0
-                event = {
-                    "name": "generate",
-                    "track": "rollout/0",
-                    "start": at,
-                    "end": at + 0.04,
-                    "details": {"turn": 0},
-                }
+            for name, track, start, end, details in [*generate, ("step", "trainer", 0.0, 1.0, {"step": step})]:
+                at = 1000.0 + step
+                event = {"name": name, "track": track, "start": at + start, "end": at + end, "details": details}
                 file.write(json.dumps(event, separators=(",", ":")) + "\n")
-            span = {
-                "name": "step",
-                "track": "trainer",
-                "start": 1000.0 + step,
-                "end": 1001.0 + step,
-                "details": {"step": step},
-            }
-            file.write(json.dumps(span, separators=(",", ":")) + "\n")
     tracemalloc.start()
     try:
         part = waits(read_run(run, "run"))

@@ -245,19 +245,6 @@ def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> No
     page.wait_for_selector(".tip", state="hidden")
 
 
-def test_tool_calls_are_folded_and_open_and_the_prompt_is_the_environments(show: Show) -> None:
-    page = show("#/rollout?run=hostile&id=g0-r0&show=tokens")
-    assert "count to 3" in page.inner_text(".turn >> nth=0")
-    assert page.locator(".turn[aria-label]").count() == 2
-    tool = page.locator(".tool")
-    assert tool.count() == 1
-    assert not tool.locator(".tool-body").first.is_visible()
-    tool.locator("summary").click()
-    assert tool.locator(".tool-body").first.is_visible()
-    page.locator("[data-token='2']").hover()  # the tool's first token
-    assert "no: template, tool or environment" in page.locator(".tip").inner_text()
-
-
 def test_the_same_prompt_is_followed_over_steps_and_runs(show: Show) -> None:
     page = show("#/group?run=one&id=3")
     page.click("text=Same prompt in other steps")
@@ -493,6 +480,12 @@ def test_a_trace_has_each_call_once_with_its_result_and_what_is_chosen_is_rememb
         assert "({})" not in main
         assert '{"id":"c2"}' in main
         page.click("button:has-text('Tokens')")
+        tool = page.locator(".tool")
+        assert not tool.locator(".tool-body").first.is_visible()
+        tool.locator("summary").click()
+        assert tool.locator(".tool-body").first.is_visible()
+        page.locator("[data-token='2']").hover()  # the tool's first token
+        assert "no: template, tool or environment" in page.locator(".tip").inner_text()
         assert page.input_value("#color") == "log_ratio"
         page.select_option("#color", "entropy")
         go(page, "#/groups?run=run")
