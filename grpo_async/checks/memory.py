@@ -16,9 +16,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ADVICE = (
     "if memory runs out, set model.activation_checkpointing: full, lower training.micro_batch_tokens or "
     "training.logprob_chunk_tokens, use bfloat16 (model.compute_dtype, inference.dtype), train adapters (model.lora), set "
-    "optimizer.type: adamw_8bit or training.cpu_offload: true, or use more trainer ranks"
+    "training.cpu_offload: true, or use more trainer ranks"
 )
-_NF4_BYTES = 0.5625  # 4 bits, and a float32 magnitude for 64 elements
 _MARGIN = 1.15  # of an estimate: fragments of the allocator, and what the formulas leave out
 _CONTEXT_BYTES = 2 << 30  # of trainer and server on one GPU: CUDA contexts, workspaces, kernels
 _VLLM_WORK_BYTES = 3 << 29  # 1.5 GiB: vLLM's own activations and captured graphs
@@ -59,12 +58,9 @@ class ModelSize:
         return None if parameters is None else cls.of(text_config(Path(path)), parameters)
 
     def trained(self, config: ExperimentConfig) -> int:
-        """Parameters: all, or those of adapters, about N r / hidden, and of embeddings and heads that are trained beside them."""
+        """Parameters: all, or those of adapters, about N r / hidden."""
         lora = config.model.lora
-        if lora is None:
-            return self.parameters
-        whole = sum("embed" in name or "head" in name for name in lora.modules_to_save) * self.hidden * self.vocabulary
-        return min(self.parameters, self.parameters * lora.rank // self.hidden + whole)
+        return self.parameters if lora is None else min(self.parameters, self.parameters * lora.rank // self.hidden)
 
 
 def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, float]:
@@ -73,10 +69,10 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     With N parameters on R ranks that share them (hybrid sharding: those of a machine), T of them trained, m bytes an element of
     `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers:
 
-        weights      (N m + reference N c) / R; nf4: 0.5625 in place of m; a reference that moves: N m
+        weights      (N m + reference N c) / R
         gathered     two layers and the embedding, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
-        optimizer    T / R times 2 m (two moments; the fused update needs no more) or 2.1 (adamw_8bit)
+        optimizer    T / R times 2 m (two moments; the fused update needs no more)
         activations  t x hidden x c x (36 L, 18 L with selective or L + 36 with full checkpointing)
         logits       `training.logprob_chunk_tokens` x vocabulary x 5 float32
 
@@ -87,11 +83,10 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     training, launch, lora = config.training, config.launch, config.model.lora
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
-    weights = model.parameters * (_NF4_BYTES if lora is not None and lora.quantization is not None else master)
-    is_policy = lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
-    if config.loss.beta > 0 and not is_policy:
-        weights += model.parameters * (master if config.loss.sync_ref_model else compute)
-    moments = 2.1 if config.optimizer.type == "adamw_8bit" else 2.0 * (master if lora is None else 4)
+    weights = model.parameters * master
+    if config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial"):
+        weights += model.parameters * compute
+    moments = 2.0 * (master if lora is None else 4)
     kept = {"none": 36 * model.layers, "selective": 18 * model.layers, "full": model.layers + 36}
     share, trained = 0.0 if training.cpu_offload else 1 / ranks, model.trained(config)
     gathered = min(model.parameters, 2 * model.parameters / model.layers + model.hidden * model.vocabulary)

@@ -17,16 +17,7 @@ class LoraSection(StrictModel):
     alpha: float = Field(default=32.0, gt=0.0)
     """The product B A is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
-    """Layers that get adapters, by the ends of their names; all-linear = every linear layer but the head."""
-    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
-    and not on servers. So policy and sampler differ by it."""
-    modules_to_save: list[str] = Field(default_factory=list)
-    """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
-    lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
-    quantization: Literal["nf4"] | None = None
-    """Keep the frozen weights in 4 bits (QLoRA, arXiv 2305.14314; extra `quantization`). Servers get them dequantized and
-    merged."""
+    """Linear layers that get adapters, by the ends of their names; all-linear = every one but the head."""
     push: Literal["merged", "adapter"] = "merged"
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
     a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""
@@ -55,8 +46,6 @@ class ModelSection(StrictModel):
     third more compute). selective: all but matrix products and attention."""
     lora: LoraSection | None = None
     """Train adapters instead of all weights."""
-    router_aux_loss: float = Field(default=0.0, ge=0.0, le=1e6)
-    """Weight of the load-balancing loss of a mixture of experts; 0 = none."""
     chat_template: FilePath | None = None
     """A Jinja chat template that replaces the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -73,9 +62,8 @@ class ModelSection(StrictModel):
 
 
 class OptimizerSection(StrictModel):
-    type: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """adamw (arXiv 1711.05101). adamw_8bit: its state in 8 bits (extra `quantization`). muon: orthogonalized momentum for the
-    matrices of the layers, adamw for everything else."""
+    type: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). muon: orthogonalized momentum for the matrices of the layers, adamw for everything else."""
     lr: float = Field(default=1e-6, gt=0.0, le=10.0)
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)

@@ -27,7 +27,6 @@ _NAMES = {
         "lora_r": "model.lora.rank",
         "lora_alpha": "model.lora.alpha",
         "lora_target_modules": "model.lora.target_modules",
-        "load_in_4bit": "model.lora.quantization",
         "torch_compile": "training.compile",
         "output_dir": "run.dir",
         "run_name": "run.name",

@@ -233,14 +233,6 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
             "the reference out"
         )
 
-    if loss.sync_ref_model and loss.beta == 0.0:
-        yield "loss.sync_ref_model: there is no reference while loss.beta is 0; set loss.beta, or leave it out"
-    if loss.sync_ref_model and config.model.lora is not None:
-        yield (
-            "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so none can "
-            "follow the other; train all weights, or leave it out"
-        )
-
 
 def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
     loss = config.loss
@@ -373,20 +365,10 @@ def _of_machines(config: ExperimentConfig) -> Iterator[str]:
             f"launch.colocate: puts servers on the GPUs of the trainer, and launch.nodes.infer: {launch.nodes.infer} gives them "
             "machines of their own; remove one of the two"
         )
-    if lora is not None and lora.push == "adapter" and lora.quantization is not None:
-        yield (
-            "model.lora.push: adapter adds to the weights that a server has loaded, and with model.lora.quantization the trainer "
-            "trains on others, rounded to 4 bits; set push: merged"
-        )
     if lora is not None and lora.push == "adapter" and config.model.revision is not None:
         yield (
             f"model.lora.push: adapter adds to the newest files of model.path, not to model.revision: {config.model.revision}; set "
             "push: merged, or name the folder of that revision as model.path"
-        )
-    if lora is not None and lora.push == "adapter" and lora.modules_to_save:
-        yield (
-            "model.lora.push: adapter sends the adapters alone, and servers would keep the old values of "
-            f"model.lora.modules_to_save: {lora.modules_to_save}; set push: merged"
         )
     if lora is not None and lora.push == "adapter" and config.weights.transport in ("nccl", "ipc"):
         yield (

@@ -120,8 +120,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("failures/{kind}", "failures of the kind `{kind}` since the run began", reduction=_LAST, better=_LOWER),
     # the update
     _metric("loss", "the objective that was minimized"),
-    _metric("policy_loss", "policy loss with the KL, without entropy bonus and router loss"),
-    _metric("router_loss", "load balancing loss of a mixture of experts", better=_LOWER),
+    _metric("policy_loss", "policy loss with the KL, without entropy bonus"),
     _metric("kl", "KL divergence from the reference, k3 estimator; weighted by the ratio (loss.use_bias_correction_kl)", "nats"),
     _metric("entropy", "mean entropy of the policy at the trained tokens", "nats"),
     _metric("grad_norm", "norm of the gradient before clipping"),

@@ -1,14 +1,10 @@
-"""What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who listens to it, and who sends requests.
-
-Listeners of the fleet: the launcher hears state and load of all servers, and what becomes of those that others run; the
-timeline gets a track for each server.
-"""
+"""What connects rank 0 (or an evaluation alone) to the inference servers: the fleet, who hears of it, and who sends requests."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,9 +21,15 @@ from grpo_async.utils.retry import RetryPolicy
 _MIN_INTERVAL_S = 1.0
 
 
-def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlClient, stack: ExitStack) -> Fleet:
+def open_fleet(
+    config: ExperimentConfig,
+    urls: Sequence[str],
+    control: ControlClient,
+    stack: ExitStack,
+    timeline: Timeline = NO_TIMELINE,
+) -> Fleet:
     """The servers at `urls`, not watched yet (`start`). The launcher is told which of its own to restart, and tells what becomes of
-    them; of others it hears what happens. Closed with `stack`."""
+    them; it hears state and load of all. Closed with `stack`."""
     inference = config.inference
 
     def ask_restart(index: int, reason: str) -> None:
@@ -42,11 +44,13 @@ def open_fleet(config: ExperimentConfig, urls: Sequence[str], control: ControlCl
     )
     stack.callback(fleet.close)
     control.listen(fleet.on_launcher_message)
-    publisher = StatusPublisher(fleet, lambda servers: control.send("servers", servers=servers))
-    fleet.subscribe(publisher.on_change)
-    fleet.subscribe_load(publisher.on_load)
-    if inference.urls:  # of its own servers the launcher tells by itself
-        fleet.subscribe(StateLogger(fleet, lambda text: control.send("phase", name=text)))
+    # of its own servers the launcher tells by itself
+    reporter = FleetReporter(fleet, control, timeline=timeline, tells_changes=bool(inference.urls))
+    fleet.subscribe(reporter.on_change)
+    fleet.subscribe_load(reporter.on_load)
+    stack.callback(reporter.close)
+    if timeline is not NO_TIMELINE:
+        reporter.on_change()  # their starts begin now
     return fleet
 
 
@@ -76,101 +80,40 @@ def make_client(config: ExperimentConfig, servers: Servers) -> InferenceClient:
     )
 
 
-class StatusPublisher:
-    """A listener of the fleet: says how all servers are, at once when a state has changed, else once a second at most.
+class FleetReporter:
+    """Listens to the fleet, on any thread. The launcher gets the state of all servers, at once when one has changed, else once a
+    second at most. The timeline gets a track for each server, with a span for each state that it was in, and an instant for a
+    change (a span stands in the file when it is over).
 
     Args:
-        tell: gets one entry for each server; from any thread.
+        tells_changes: the launcher also gets a line of text for each change.
     """
 
-    def __init__(self, fleet: Fleet, tell: Callable[[Sequence[dict[str, Any]]], None]) -> None:
+    def __init__(self, fleet: Fleet, control: ControlClient, *, timeline: Timeline, tells_changes: bool) -> None:
         self._fleet = fleet
-        self._tell = tell
+        self._control = control
+        self._timeline = timeline
+        self._tells_changes = tells_changes
         self._told_at = 0.0
+        self._since: dict[int, tuple[ServerState, float]] = {}  # by server: its state, and when that began
         self._lock = threading.Lock()
 
     def on_change(self) -> None:
         """For `Fleet.subscribe`."""
         with self._lock:
+            servers = self._fleet.servers()
+            for server in servers:
+                before = self._since.get(server.index)
+                if before is None or before[0] is not server.state:
+                    self._end(server.index)
+                    self._begin(server, servers, is_first=before is None)
             self._told_at = time.monotonic()
-            self._tell([self._describe(server) for server in self._fleet.servers()])
+            self._control.send("servers", servers=[self._describe(server) for server in servers])
 
     def on_load(self) -> None:
         """For `Fleet.subscribe_load`."""
         if time.monotonic() - self._told_at >= _MIN_INTERVAL_S:
             self.on_change()
-
-    def _describe(self, server: Server) -> dict[str, Any]:
-        load = self._fleet.load(server.index)
-        known = (
-            {
-                "version": load.policy_version,
-                "running": load.running_requests,
-                "waiting": load.waiting_requests,
-                "max_running": load.max_running_requests,
-                "kv_usage": load.kv_usage,
-            }
-            if load is not None
-            else {}
-        )
-        return {
-            "index": server.index,
-            "url": server.url,
-            "state": str(server.state),
-            "restarts": self._fleet.restarts(server.index),
-            "reason": "" if server.state.is_member else self._fleet.last_message(server.index),
-            **known,
-        }
-
-
-class StateLogger:
-    """A listener of the fleet: says what has changed since it was last called.
-
-    Args:
-        tell: gets one line of text; from any thread.
-    """
-
-    def __init__(self, fleet: Fleet, tell: Callable[[str], None]) -> None:
-        self._fleet = fleet
-        self._tell = tell
-        self._known: dict[int, ServerState] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            servers = self._fleet.servers()
-            serving = sum(server.state is ServerState.SERVING for server in servers)
-            for server in servers:
-                before = self._known.get(server.index)
-                self._known[server.index] = server.state
-                if server.state is before:
-                    continue
-                count = f"{serving} of {len(servers)} servers serve"
-                if server.state is ServerState.SERVING:
-                    self._tell(f"{server.name} serves; {count}")
-                elif server.state is ServerState.GONE:
-                    self._tell(f"{server.name} is given up: {self._fleet.last_message(server.index)}; {count}")
-                elif server.state is ServerState.DOWN and before is not None:
-                    self._tell(f"{server.name} is fenced: {self._fleet.last_message(server.index)}; {count}")
-
-
-class StateSpans:
-    """A listener of the fleet: a track for each server, with a span for each state that it was in, and an instant for a change (a
-    span stands in the file when it is over)."""
-
-    def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
-        self._fleet = fleet
-        self._timeline = timeline
-        self._since: dict[int, tuple[ServerState, float]] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            for server in self._fleet.servers():
-                before = self._since.get(server.index)
-                if before is None or before[0] is not server.state:
-                    self._end(server.index)
-                    self._begin(server)
 
     def close(self) -> None:
         """End the spans that are open."""
@@ -178,24 +121,37 @@ class StateSpans:
             for index in list(self._since):
                 self._end(index)
 
-    def _begin(self, server: Server) -> None:
-        self._since[server.index] = server.state, time.time()
-        details = {}
-        if server.state in (ServerState.DOWN, ServerState.GONE):
-            details["reason"] = self._fleet.last_message(server.index)
-        self._timeline.instant(str(server.state), f"server/{server.index}", **details)
+    def _begin(self, server: Server, servers: Sequence[Server], *, is_first: bool) -> None:
+        state, why = server.state, self._fleet.last_message(server.index)
+        self._since[server.index] = state, time.time()
+        is_lost = state in (ServerState.DOWN, ServerState.GONE)
+        self._timeline.instant(str(state), f"server/{server.index}", **({"reason": why} if is_lost else {}))
+        texts = {ServerState.SERVING: "serves", ServerState.GONE: f"is given up: {why}"}
+        if not is_first:  # it may not be up yet
+            texts[ServerState.DOWN] = f"is fenced: {why}"
+        if self._tells_changes and state in texts:
+            serving = sum(each.state is ServerState.SERVING for each in servers)
+            count = f"{serving} of {len(servers)} servers serve"
+            self._control.send("phase", name=f"{server.name} {texts[state]}; {count}")
 
     def _end(self, index: int) -> None:
-        before = self._since.pop(index, None)
-        if before is not None:
-            state, began = before
-            self._timeline.add(str(state), f"server/{index}", began, time.time())
+        if (before := self._since.pop(index, None)) is not None:
+            self._timeline.add(str(before[0]), f"server/{index}", before[1], time.time())
 
-
-def watch_servers(fleet: Fleet, timeline: Timeline) -> StateSpans:
-    """Record the states of the servers from now on; `close` ends what is open."""
-    states = StateSpans(fleet, timeline)
-    if timeline is not NO_TIMELINE:
-        states()
-        fleet.subscribe(states)
-    return states
+    def _describe(self, server: Server) -> dict[str, Any]:
+        described = {
+            "index": server.index,
+            "url": server.url,
+            "state": str(server.state),
+            "restarts": self._fleet.restarts(server.index),
+            "reason": "" if server.state.is_member else self._fleet.last_message(server.index),
+        }
+        if (load := self._fleet.load(server.index)) is not None:
+            described |= {
+                "version": load.policy_version,
+                "running": load.running_requests,
+                "waiting": load.waiting_requests,
+                "max_running": load.max_running_requests,
+                "kv_usage": load.kv_usage,
+            }
+        return described

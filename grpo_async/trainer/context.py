@@ -133,19 +133,12 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
         reshard_after_forward=training.reshard_after_forward,
         cpu_offload=training.cpu_offload,
     )
-    load_weights(
-        policy,
-        section.path,
-        revision=section.revision,
-        device=torch.device("cpu") if training.cpu_offload else device,
-        seed=config.run.seed,
-    )
+    load_weights(policy, section, device=torch.device("cpu") if training.cpu_offload else device, seed=config.run.seed)
     return policy
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a separate model: in the compute dtype, for gathered weights are in no other; one that
-    is moved in that of the policy, which small moves need."""
+    """The policy without its adapters, or a separate model in the compute dtype, for gathered weights are in no other."""
     if is_policy_without_adapters(config):
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference
@@ -154,10 +147,9 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         update={
             "path": path,
             "revision": model.revision if wanted == "initial" else None,
-            "dtype": model.dtype if config.loss.sync_ref_model else model.compute_dtype_in_use,
+            "dtype": model.compute_dtype_in_use,
             "lora": None,
             "activation_checkpointing": "none",
-            "router_aux_loss": 0.0,
         }
     )
     other = _build_policy(config, section, mesh, device)

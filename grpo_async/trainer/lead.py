@@ -37,7 +37,7 @@ from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.trainer.connections import has_died, open_fleet, watch_servers
+from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
 from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
@@ -125,8 +125,7 @@ class _Leader:
             load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
         )
         self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
-        self._fleet = open_fleet(config, assignment.server_urls, control, stack)
-        stack.callback(watch_servers(self._fleet, timeline).close)
+        self._fleet = open_fleet(config, assignment.server_urls, control, stack, timeline)
         self._engine = "unknown"
         self._start = self._state.step if self._state else 0
         self._side: RolloutSide  # this and what follows from `run` on
@@ -146,7 +145,6 @@ class _Leader:
                 step,
                 context.policy,
                 context.optimizer,
-                reference=context.moving_reference,
                 seed=config.run.seed,
             )
             set_aside_later_checkpoints(assignment.run_dir, step)

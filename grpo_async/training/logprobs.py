@@ -3,7 +3,7 @@
 Logits live for one chunk only. Where the objective is a sum over tokens, its gradient with respect to the logprobs is known as
 soon as the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix
 products, as with full logits. Else that gradient comes with the backward pass, which computes the logits again. Gradients are
-exact either way. A plain linear head goes through one fused function; any other head (adapters) is called as it is.
+exact either way.
 
     products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 _VOCAB_BLOCK = 8192  # rows of a 16-bit head whose gradient is computed at a time, before it is added in float32
 
@@ -41,11 +40,6 @@ class LogitTransform:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """In float32; float64 stays."""
-        x = (logits if logits.dtype == torch.float64 else logits.float()) * self.scale
-        return x if self.softcap is None else torch.tanh(x / self.softcap) * self.softcap
-
 
 _IDENTITY = LogitTransform()
 
@@ -60,13 +54,13 @@ class TokenLogprobs(NamedTuple):
     logprobs: torch.Tensor  # (N,); without gradient where `objective` has it
     entropy: torch.Tensor  # (N,), nats; likewise
     objective: torch.Tensor | None = None
-    """() float32, with gradient. None where none was given, or the head is not a plain one."""
+    """() float32, with gradient. None where none was given."""
 
 
 def chunked_logprobs(
     hidden: torch.Tensor,
     target_ids: torch.Tensor,
-    head: nn.Module,
+    head: nn.Linear,
     *,
     temperature: float,
     chunk_tokens: int,
@@ -83,47 +77,31 @@ def chunked_logprobs(
     Args:
         hidden: state before each target. (N, H), N >= 1
         target_ids: (N,)
-        head: maps (n, H) to (n, vocab).
+        head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         chunk_tokens: logits are computed for this many tokens at a time.
         entropy_gradient: whether the entropies carry a gradient.
-        objective: a sum over tokens. A plain linear head computes it, and the gradients of hidden states and head, in the forward
-            pass; it allows one backward pass.
-        in_float32: a plain linear head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
+        objective: a sum over tokens. It is computed, with the gradients of hidden states and head, in the forward pass, and allows
+            one backward pass.
+        in_float32: a head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
             are products in its own dtype.
         loss_scale: by which the loss is multiplied before its backward pass; a 16-bit head keeps the gradients of `objective` so
             scaled, or small ones would vanish in float16.
     """
-    if is_plain_linear(head):
-        arguments = (
-            head.weight,
-            head.bias,
-            target_ids,
-            temperature,
-            transform,
-            chunk_tokens,
-            entropy_gradient,
-            objective,
-            in_float32,
-            loss_scale,
-        )
-        logprobs, entropy, total = _LinearLogprobs.apply(hidden, *arguments)  # type: ignore[no-untyped-call]
-        if objective is not None:
-            return TokenLogprobs(logprobs, entropy, total)
-        return TokenLogprobs(logprobs, entropy if entropy_gradient else entropy.detach())
-
-    def one_chunk(states: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # as `_statistics`, for autograd. (torch's logsumexp and softmax add up in another order, which costs two digits here)
-        x = transform(head(states)) / temperature
-        largest = x.detach().amax(-1)
-        weights = torch.exp(x - largest[:, None])
-        total = weights.sum(-1)
-        normalizer = largest + total.log()
-        expected = (weights * x).sum(-1) / total
-        return x.gather(-1, targets[:, None])[:, 0] - normalizer, normalizer - expected
-
-    chunks = zip(torch.split(hidden, chunk_tokens), torch.split(target_ids, chunk_tokens), strict=True)
-    parts = [checkpoint(one_chunk, states, targets, use_reentrant=False) for states, targets in chunks]
-    logprobs, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
+    logprobs, entropy, total = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden,
+        head.weight,
+        head.bias,
+        target_ids,
+        temperature,
+        transform,
+        chunk_tokens,
+        entropy_gradient,
+        objective,
+        in_float32,
+        loss_scale,
+    )
+    if objective is not None:
+        return TokenLogprobs(logprobs, entropy, total)
     return TokenLogprobs(logprobs, entropy if entropy_gradient else entropy.detach())
 
 

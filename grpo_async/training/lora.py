@@ -1,14 +1,14 @@
 """LoRA through peft: adapters inside the Hugging Face model, their first values, and the folder that peft loads.
 
 The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-and the modules of `modules_to_save`, which are trained where they are, are float32 on a base of any dtype; only they get
-gradients.
+are float32 on a base of any dtype; only they get gradients. Those of the head and the embedding are refused: servers merge linear
+layers, and a tied pair would come apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,88 +19,33 @@ from torch import nn
 
 from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.parameters import ADAPTER, list_sources, rows_of, whole_of
+from grpo_async.training.parameters import ADAPTER, list_sources, whole_of
 from grpo_async.utils.extras import needs
-from grpo_async.utils.seeds import seed_of
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
-    """Put adapters at the layers that `target_modules` names, and freeze everything else but `modules_to_save`. A model on "meta"
-    stays there.
+    """Put adapters at the layers that `target_modules` names, and freeze everything else. A model on "meta" stays there.
 
     Raises:
-        ConfigError: peft is missing, or a name fits no layer, or one that cannot be trained so.
+        ConfigError: peft is missing, or a name fits no linear layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"model.lora: {needs('peft')} ({error})") from error
-    saved = saved_modules(model, section)
-    targets = _target_names(model, section, saved)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft divides it, a float is fine
-        target_modules=targets,
-        lora_dropout=section.dropout,
+        target_modules=_target_names(model, section),
         bias="none",
     )
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
-    # for the files of the adapter: whole names, for peft compares ends of them without a dot (q_norm ends in norm)
-    model.peft_config[ADAPTER].modules_to_save = saved or None
-    for name in saved:
-        model.get_submodule(name).requires_grad_(True)
-    if section.dropout:
-        for layer in _adapter_layers(model).values():
-            for name in layer.lora_dropout:
-                layer.lora_dropout[name] = _Dropout(section.dropout)
-    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and parameter.dtype != torch.float32:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(parameter.detach().float())
-                module._parameters[name] = made[id(parameter)]
-    list_sources(model)  # refuses adapters that could not be pushed, a tied head for one
-
-
-class _Dropout(nn.Dropout):
-    """Acts where a gradient is made: in the forward pass of an update and where that is recomputed."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(input, self.p, training=torch.is_grad_enabled())
-
-
-def saved_modules(model: Any, section: LoraSection) -> list[str]:
-    """Whole names of the modules of `modules_to_save`.
-
-    Raises:
-        ConfigError: a name fits none, or a module that is tied to one that is not named.
-    """
-    chosen: list[str] = []
-    for wanted in section.modules_to_save:
-        fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
-        if not any(True for name in fitting for _ in model.get_submodule(name).parameters()):
-            known = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if each._parameters})
-            raise ConfigError(
-                f"model.lora.modules_to_save: no module's name with parameters ends in {wanted!r}; there are {known}"
-            )
-        chosen += [name for name in fitting if name not in chosen]
-    own = {id(parameter) for name in chosen for parameter in model.get_submodule(name).parameters()}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in own and not _is_in(name, chosen):
-            raise ConfigError(
-                f"model.lora.modules_to_save: {name} is tied to one of {section.modules_to_save} and would change with it; "
-                f"name both"
-            )
-    return chosen
-
-
-def _is_in(name: str, modules: Sequence[str]) -> bool:
-    """Whether `name` is one of the modules or stands in one."""
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
+    for layer in _adapter_layers(model).values():
+        layer.lora_A.float()
+        layer.lora_B.float()
 
 
 def has_adapters(model: Any) -> bool:
@@ -122,26 +67,20 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer._disable_adapters = value
 
 
-def initialize_adapters(model: Any, *, seed: int) -> None:
-    """peft's first values: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero; of an embedding A zero and B normal. Each
-    tensor has its own generator, so they are the same on any number of ranks."""
+def adapter_values(model: Any, *, seed: int) -> dict[str, torch.Tensor]:
+    """peft's first values, whole, by the name of the parameter: A uniform in +-1/sqrt(columns) (Kaiming, a = sqrt 5), B zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values: dict[str, torch.Tensor] = {}
     for name, layer in _adapter_layers(model).items():
-        if ADAPTER in layer.lora_A:
-            drawn, zero = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            values = torch.empty(drawn.shape)
-            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=_generator(seed, name))
-        else:
-            zero, drawn = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-            values = torch.empty(drawn.shape).normal_(generator=_generator(seed, name))
-        rows, offset = rows_of(drawn)
-        with torch.no_grad():
-            rows.copy_(values[offset : offset + rows.shape[0]])
-            rows_of(zero)[0].zero_()
+        a, b = (torch.zeros(factor[ADAPTER].weight.shape) for factor in (layer.lora_A, layer.lora_B))
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        values |= {f"{name}.lora_A.{ADAPTER}.weight": a, f"{name}.lora_B.{ADAPTER}.weight": b}
+    return values
 
 
 def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The state of the Hugging Face model without adapters as modules: merged, dequantized, tied tensors once, in `dtype`, on the
-    CPU; what `save_pretrained(state_dict=...)` wants. A collective: every rank calls it; rank 0 gets everything, the others {}."""
+    """The state of the Hugging Face model without adapters as modules: merged, tied tensors once, in `dtype`, on the CPU; what
+    `save_pretrained(state_dict=...)` wants. A collective: every rank calls it; rank 0 gets everything, the others {}."""
     is_leader = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for source in list_sources(model):
@@ -152,20 +91,12 @@ def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter, and the modules that are trained whole, under the names of peft's files. A collective; {} without adapters."""
-    state: dict[str, torch.Tensor] = {}
-    if not (layers := _adapter_layers(model)):
-        return state
-    for name, layer in layers.items():
-        for factor in ("lora_A", "lora_B") if ADAPTER in layer.lora_A else ("lora_embedding_A", "lora_embedding_B"):
-            held = getattr(layer, factor)[ADAPTER]
-            has_module = isinstance(held, nn.Module)
-            key = f"base_model.model.{name}.{factor}" + (".weight" if has_module else "")
-            state[key] = whole_of(held.weight if has_module else held).to("cpu").contiguous()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and ".lora_" not in name:  # of modules_to_save
-            state[f"base_model.model.{name}"] = whole_of(parameter).to("cpu").clone()  # a file has no tied tensors
-    return state
+    """The adapter under the names of peft's files. A collective; {} without adapters."""
+    return {
+        f"base_model.model.{name}.{factor}.weight": whole_of(getattr(layer, factor)[ADAPTER].weight).cpu().contiguous()
+        for name, layer in _adapter_layers(model).items()
+        for factor in ("lora_A", "lora_B")
+    }
 
 
 def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> None:
@@ -184,32 +115,23 @@ def write_adapter(folder: Path, model: Any, state: dict[str, torch.Tensor]) -> N
     save_file(state, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
 
 
-def _target_names(model: Any, section: LoraSection, saved: Sequence[str]) -> list[str]:
-    """Whole names of the layers that get adapters; none of those that are trained whole."""
+def _target_names(model: Any, section: LoraSection) -> list[str]:
+    """Whole names of the layers that get adapters."""
     head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Embedding) and not _is_in(name, saved)
-    }
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     if section.target_modules == "all-linear":
-        names = [name for name, module in linear.items() if isinstance(module, nn.Linear) and module is not head]
-        if not names:
-            raise ConfigError("model.lora.target_modules: the model has no linear layers; name the layers instead")
-        return names
+        return linear
+    known = sorted({name.rpartition(".")[2] for name in linear})
     chosen: list[str] = []
     for target in section.target_modules:
         fitting = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not fitting:
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ConfigError(f"model.lora.target_modules: no layer's name ends in {target!r}; there are {known}")
+            raise ConfigError(
+                f"model.lora.target_modules: no linear layer's name ends in {target!r}, the head aside; there are {known}"
+            )
         chosen += [name for name in fitting if name not in chosen]
     return chosen
 
 
 def _adapter_layers(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(seed_of(seed, name))

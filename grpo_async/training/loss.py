@@ -3,10 +3,9 @@
     policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
         + beta x KL                                             weighted by the reduction (batching.weights), summed
         - entropy_bonus x mean entropy of the kept tokens       over the minibatch
-        + router_aux_loss x load balancing                      by the micro-batch's fraction of the minibatch's tokens
 
 Every term is a sum over tokens with weights known before the first forward, so it does not depend on how samples are packed,
-cut into micro-batches or spread over ranks (bnpo excepted, by definition; and the router's loss, which is not a sum over tokens).
+cut into micro-batches or spread over ranks (bnpo excepted, by definition).
 A loss of your own is f(inputs: LossInputs, **arguments) -> tensor (N,), see `UserLoss`.
 """
 
@@ -381,7 +380,6 @@ class ObjectiveOutput:
     is_importance_masked: torch.Tensor | None  # bool, left out by the mask of `loss.correction`
     is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
     has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_quantile
-    router_loss: torch.Tensor | None  # ()
 
 
 class Objective:
@@ -390,21 +388,19 @@ class Objective:
     Args:
         section: `loss`.
         num_updates: of a step.
-        router_weight: `model.router_aux_loss`.
 
     Raises:
         ConfigError: the user's own loss cannot be used.
     """
 
-    def __init__(self, section: BaseLoss, *, num_updates: int = 1, router_weight: float = 0.0) -> None:
+    def __init__(self, section: BaseLoss, *, num_updates: int = 1) -> None:
         self.section = section
         self._num_updates = num_updates
-        self._router_weight = router_weight
         self._policy_loss = _policy_loss(section)
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Objective:
-        return cls(config.loss, num_updates=config.training.num_updates, router_weight=config.model.router_aux_loss)
+        return cls(config.loss, num_updates=config.training.num_updates)
 
     @property
     def needs_reference(self) -> bool:
@@ -421,10 +417,6 @@ class Objective:
         return self.section.entropy_bonus != 0.0 or isinstance(self.section, CustomLoss)
 
     @property
-    def needs_router_loss(self) -> bool:
-        return self._router_weight != 0.0
-
-    @property
     def clips(self) -> bool:
         """Whether the loss has a clip whose metrics mean something."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
@@ -437,7 +429,7 @@ class Objective:
 
     @property
     def is_sum_over_tokens(self) -> bool:
-        """Whether what a token adds depends on no other token of the micro-batch; the router's loss apart."""
+        """Whether what a token adds depends on no other token of the micro-batch."""
         section = self.section
         is_by_token = section.correction is None or section.correction.level == "token"
         return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
@@ -526,10 +518,6 @@ class Objective:
             total = total - section.entropy_bonus * _part_of_mean_entropy(output.entropy, batch, old)
         if output.objective is not None:
             total = output.objective  # the same number, with the gradient
-        router_loss = None
-        if output.router_loss is not None and self._router_weight != 0.0:
-            router_loss = output.router_loss * (batch.num_trained_tokens / batch.minibatch_tokens)
-            total = total + self._router_weight * router_loss
         return ObjectiveOutput(
             total=total,
             policy_loss=policy_loss.detach(),
@@ -540,7 +528,6 @@ class Objective:
             is_importance_masked=is_importance_masked,
             is_off_policy=is_off_policy,
             has_low_entropy=has_low_entropy,
-            router_loss=None if router_loss is None else router_loss.detach(),
         )
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:

@@ -3,7 +3,7 @@
     UpdateSums        what an optimizer update computed, gathered on the device and brought to the host in one transfer
     PipelineMeter     who waited for whom, tokens per second, over each step and over the run; arithmetic on readings
 
-Names and definitions are TRL's where it has the metric: `policy_loss` (with the KL, without entropy bonus and router loss), `kl`,
+Names and definitions are TRL's where it has the metric: `policy_loss` (with the KL, without entropy bonus), `kl`,
 `entropy`, `clip_ratio/*`, `sampling/*`. Weights and clips that belong to whole samples (gspo, sequence corrections) are averaged
 over samples, those of tokens over tokens.
 
@@ -33,7 +33,7 @@ ACTIVITIES = ("waiting", "training", "pushing", "checkpoint")
 The rest of its time is "other"."""
 
 _SUMS = (
-    "loss", "policy_loss", "router_loss", "tokens", "entropy", "kl", "difference", "sampling_kl",
+    "loss", "policy_loss", "tokens", "entropy", "kl", "difference", "sampling_kl",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
     "importance_masked", "off_policy", "low_entropy",
 )  # fmt: skip
@@ -73,7 +73,6 @@ class UpdateSums:
             [
                 output.total.detach().double(),
                 output.policy_loss.double(),
-                (nothing if output.router_loss is None else output.router_loss).double(),
                 ones.sum().double(),
                 inputs.entropy.detach().sum().double(),
                 (zeros if output.kl is None else output.kl).sum().double(),
@@ -107,7 +106,7 @@ class UpdateSums:
             square_norm: this rank's part of the squared norm of the gradients. ()
         """
         mine = torch.cat([self._sums, self._maxima, self._differences, square_norm.detach().double().reshape(1)])
-        of_ranks = mine[None]  # (world, 151)
+        of_ranks = mine[None]  # (world, 150)
         if dist.is_initialized() and dist.get_world_size() > 1:
             parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, mine)
@@ -193,8 +192,6 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         metrics["masked/off_policy"] = total["off_policy"] / num_tokens
     if section.top_entropy_quantile < 1.0:
         metrics["masked/low_entropy"] = total["low_entropy"] / num_tokens
-    if objective.needs_router_loss:
-        metrics["router_loss"] = total["router_loss"] / num_updates
     return metrics
 
 

@@ -54,7 +54,6 @@ class PolicyOutput:
     logprobs: torch.Tensor  # (N,) float32, with gradient unless `objective` has it
     entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for, and unless `objective` has it
     objective: torch.Tensor | None = None  # () float32, with gradient: of its tokens, where it was made with them
-    router_loss: torch.Tensor | None = None  # () float32, load balancing of a mixture of experts, over the real tokens
     anchor: torch.Tensor | None = None  # () zero that depends on every parameter; only without trained tokens
 
 
@@ -68,7 +67,6 @@ class Policy(nn.Module):
         temperature: float,
         chunk_tokens: int,
         attention: AttentionName = "mask",
-        with_router_loss: bool = False,
         head_in_float32: bool = False,
     ) -> None:
         """Replaces the attention of `model`.
@@ -76,28 +74,25 @@ class Policy(nn.Module):
         Args:
             chunk_tokens: logits are computed for this many tokens at a time.
             attention: see `attention.choose_attention`.
-            with_router_loss: compute the load-balancing loss of a mixture of experts.
             head_in_float32: compute logits in float32 (`model.head_dtype`).
 
         Raises:
-            ConfigError: the model's attention cannot be replaced, or it has no states before a head, or no router; or its head is
-                none whose dtype can be chosen.
+            ConfigError: the model's attention cannot be replaced, it has no states before a head, or a head that is not one
+                linear layer.
         """
         super().__init__()
         if model.base_model is model:
             raise ConfigError(
                 f"model.path: {type(model).__name__} has no submodule that ends before the head; this family cannot be trained"
             )
-        if head_in_float32 and not is_plain_linear(model.get_output_embeddings()):
+        if not is_plain_linear(model.get_output_embeddings()):
             raise ConfigError(
-                "model.head_dtype: the head has adapters, which compute in the dtype of the weights; remove it from "
-                "model.lora.target_modules, or leave head_dtype out"
+                f"model.path: the head of {type(model).__name__} is not one linear layer; this family cannot be trained"
             )
         self.model = model
         self._head_in_float32 = head_in_float32
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
-        self._experts_per_token = experts_per_token(model) if with_router_loss else None
         config = model.config.get_text_config()
         self._transform = LogitTransform.from_config(config)
         self._num_layers = int(config.num_hidden_layers)
@@ -123,7 +118,7 @@ class Policy(nn.Module):
         Raises:
             ConfigError: the model's layers do not keep packed samples apart.
         """
-        hidden, router_logits = self._hidden(batch)
+        hidden = self._hidden(batch)
         flat = hidden.reshape(-1, hidden.shape[-1])  # (R x T, H)
         states = flat[batch.source_index]  # (N, H)
         head = self.model.get_output_embeddings()
@@ -144,92 +139,37 @@ class Policy(nn.Module):
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )
-        router_loss = None
-        if self._experts_per_token is not None:
-            is_real = batch.segment_ids >= 0
-            router_loss = load_balancing_loss(router_logits, is_real, experts_per_token=self._experts_per_token)
-        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=objective, router_loss=router_loss)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=objective)
 
-    def _hidden(self, batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """States before the head, (R, T, H), and router logits of each layer where they are asked for."""
+    def _hidden(self, batch: MicroBatch) -> torch.Tensor:
+        """States before the head, (R, T, H)."""
         segment_ids = batch.segment_ids if batch.host_segment_ids is None else batch.host_segment_ids
         layout = SampleLayout(segment_ids, device=batch.input_ids.device)
-        extra = {} if self._experts_per_token is None else {"output_router_logits": True}
         output = self.model.base_model(
             input_ids=batch.input_ids,
             attention_mask=layout.no_padding,
             position_ids=batch.position_ids,
             use_cache=False,
             sample_layout=layout,
-            **extra,
         )
         if layout.num_uses < self._num_layers:
             raise ConfigError(
                 f"model.path: only {layout.num_uses} of {self._num_layers} layers of {type(self.model).__name__} keep packed "
                 "samples apart; this family cannot be trained"
             )
-        return output.last_hidden_state, getattr(output, "router_logits", None) or ()
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
 
 
-def load_balancing_loss(
-    router_logits: Sequence[torch.Tensor], is_real: torch.Tensor, *, experts_per_token: int
-) -> torch.Tensor:
-    """num_experts x sum_e f_e P_e over real tokens of all layers together (Switch Transformer, arXiv 2101.03961, equations 4 to 6;
-    for k experts a token as in Mixtral, arXiv 2401.04088: f sums to k, so that even routing costs k).
-
-    f_e: expert e is among the k chosen for this fraction of tokens. P_e: mean probability that the router gives it.
-
-    Worked example, 2 experts, k = 1, two tokens with probabilities (0.8, 0.2) and (0.6, 0.4): f = (1, 0), P = (0.7, 0.3),
-    loss = 2 x (1 x 0.7 + 0 x 0.3) = 1.4; even routing would cost 1.
-
-    Args:
-        router_logits: of each layer, (tokens, num_experts) or (R, T, num_experts).
-        is_real: which tokens are not padding. (R, T) bool
-
-    Returns:
-        () float32; 0 without real tokens.
-    """
-    mask = is_real.reshape(-1, 1).float()
-    num_experts = router_logits[0].shape[-1]
-    chosen = torch.zeros(num_experts, dtype=torch.float32, device=mask.device)
-    probability = torch.zeros_like(chosen)
-    for logits in router_logits:
-        probabilities = torch.softmax(logits.reshape(-1, num_experts).float(), dim=-1)
-        experts = probabilities.topk(experts_per_token, dim=-1).indices
-        is_chosen = torch.zeros_like(probabilities).scatter_(-1, experts, 1.0)
-        chosen = chosen + (is_chosen * mask).sum(0)
-        probability = probability + (probabilities * mask).sum(0)
-    tokens = (mask.sum() * len(router_logits)).clamp(min=1.0)
-    return num_experts * ((chosen / tokens) * (probability / tokens)).sum()
-
-
-def experts_per_token(model: Any) -> int:
-    """How many experts one token goes to.
-
-    Raises:
-        ConfigError: the model is not a mixture of experts, or one that does not say what its router computed.
-    """
-    config = model.config.get_text_config()
-    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    count = getattr(config, "num_experts_per_tok", None)
-    if count is None or "router_logits" not in recorded:
-        raise ConfigError(
-            f"model.router_aux_loss: {type(model).__name__} returns no router logits, so there is no load-balancing loss; "
-            "set it to 0"
-        )
-    return int(count)
-
-
-def recompute_activations(model: Any, mode: Literal["none", "selective", "full"], *, has_dropout: bool = False) -> None:
+def recompute_activations(model: Any, mode: Literal["none", "selective", "full"]) -> None:
     """Make every decoder layer of `model` recompute. Call it before the layers are compiled and sharded.
 
     Args:
         mode: full: everything but a layer's input. selective: everything but matrix products and attention.
-        has_dropout: a layer draws random numbers; what is recomputed draws the same.
     """
     if mode == "none":
         return
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in decoder_layers(model):

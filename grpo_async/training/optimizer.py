@@ -1,36 +1,28 @@
-"""The optimizer of a policy: AdamW, AdamW with moments of 8 bits, or Muon. It moves what requires a gradient.
+"""The optimizer of a policy: AdamW or Muon. It moves what requires a gradient.
 
 Matrices are decayed, biases and norms are not. Each kind works on the shards of FSDP and gives on any number of ranks
 what one rank would give; its state is made of tensors that torch's distributed checkpoint can reshard. (torch.optim.Muon takes
-no stacks of matrices, such as fused experts, and the states of bitsandbytes' and torchao's optimizers are not resharded by rows:
-so both are here.)
+no stacks of matrices, such as fused experts, and cannot be one optimizer with AdamW: so it is here.)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
 from grpo_async.config.model_sections import OptimizerSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
-from grpo_async.training.nf4 import bitsandbytes_functions
-from grpo_async.training.parameters import local_of, rows_of
-from grpo_async.utils.extras import needs
+from grpo_async.training.parameters import local_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-_BLOCKS = (256, 128, 64)
-_MIN_QUANTIZED = 4096
-"""Parameters of fewer elements keep float32 moments."""
 
 
 def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
@@ -39,26 +31,17 @@ def make_optimizer(policy: Policy, section: OptimizerSection) -> torch.optim.Opt
     A collective (Muon's update is one).
 
     Raises:
-        ConfigError: what it needs is not installed, or there is nothing for it to do.
+        ConfigError: there is no matrix for Muon to move.
     """
-    optimizer = _make(policy, section)
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    optimizer: torch.optim.Optimizer
+    if section.type == "muon":
+        optimizer = _make_muon(policy, trained, section)
+    else:
+        groups = _decay_groups(trained, section)
+        optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
     _begin_state(optimizer)
     return optimizer
-
-
-def _make(policy: Policy, section: OptimizerSection) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    match section.type:
-        case "adamw":
-            groups = _decay_groups(trained, section)
-            return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
-        case "adamw_8bit":
-            if find_spec("bitsandbytes") is None:
-                raise ConfigError(f"optimizer.type: adamw_8bit {needs('bitsandbytes')}; or set adamw")
-            groups = _decay_groups(trained, section)
-            return AdamW8bit(groups, lr=section.lr, betas=section.betas, eps=section.eps)
-        case "muon":
-            return _make_muon(policy, trained, section)
 
 
 def _begin_state(optimizer: torch.optim.Optimizer) -> None:
@@ -135,12 +118,15 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(gradient)
         state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(state["momentum_buffer"], group["momentum"])
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        rows, offset = rows_of(parameter)
-        if whole.ndim == 3:  # experts are sharded whole
-            whole, offset = whole[offset : offset + rows.shape[0]], 0
-        direction = orthogonalize(whole)[offset : offset + rows.shape[0]]
-        scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+        if update.ndim == 3 or not isinstance(
+            update, DTensor
+        ):  # experts are sharded whole: each rank has matrices of its own
+            direction = orthogonalize(local_of(update))
+        else:
+            whole = orthogonalize(update.full_tensor())
+            own = distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)  # sends nothing
+            direction = own.to_local()
+        rows, scale = local_of(parameter), 0.2 * math.sqrt(max(parameter.shape[-2:]))
         rows.mul_(1 - group["lr"] * group["weight_decay"])
         rows.add_(direction.to(rows.dtype), alpha=-group["lr"] * scale)
 
@@ -185,116 +171,3 @@ def orthogonalize(update: torch.Tensor) -> torch.Tensor:
         matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
     result: torch.Tensor = matrix.mT if is_tall else matrix
     return result
-
-
-class AdamW8bit(torch.optim.Optimizer):
-    """See the module's docstring. State of a quantized parameter: step, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale."""
-
-    def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(list(groups), {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; no rank waits for another."""
-        if closure is not None:
-            raise ValueError("AdamW8bit does not support a closure")
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._move(parameter, group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As any optimizer's, but values keep their own dtypes: torch casts them to the parameter's, which may be bfloat16."""
-        super().load_state_dict(state_dict)
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
-                    self.state[parameter][name] = value.detach().to(parameter.device, copy=True)
-
-    def _move(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        block = block_size(parameter)
-        if not state:
-            _begin(state, parameter, block)
-        state["step"] += 1
-        step, (beta1, beta2) = float(state["step"]), group["betas"]
-        weight, gradient = local_of(parameter), local_of(parameter.grad).float()
-        if not weight.numel():
-            return
-        first = _read(state, "exp_avg", block, signed=True)
-        second = _read(state, "exp_avg_sq", block, signed=False)
-        first.lerp_(gradient, 1 - beta1)
-        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        denominator = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        weight.add_((first / denominator).to(weight.dtype), alpha=-group["lr"] / (1 - beta1**step))
-        _write(state, "exp_avg", first, block, signed=True)
-        _write(state, "exp_avg_sq", second, block, signed=False)
-
-
-def block_size(parameter: torch.Tensor) -> int:
-    """Elements that share a magnitude: the largest of 256, 128 and 64 that divides the parameter's rows; 0 = float32 moments."""
-    if parameter.ndim < 2 or parameter.numel() < _MIN_QUANTIZED:
-        return 0
-    return next((block for block in _BLOCKS if parameter.shape[-1] % block == 0), 0)
-
-
-def _begin(state: dict[str, Any], parameter: torch.Tensor, block: int) -> None:
-    state["step"] = torch.tensor(0.0)
-    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        if not block:
-            state[key] = torch.zeros_like(parameter, dtype=torch.float32)
-            continue
-        zero = int(_codes(parameter.device, signed=signed).abs().argmin())
-        state[key] = torch.full_like(parameter, zero, dtype=torch.uint8)
-        shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
-        state[f"{key}_scale"] = _zeros_like_rows(parameter, shape)
-
-
-def _zeros_like_rows(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Zeros of `shape`, sharded by rows as `parameter` is."""
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, device=parameter.device)
-    local = torch.zeros((*parameter.to_local().shape[:-1], shape[-1]), device=parameter.to_local().device)
-    stride = torch.empty(shape, device="meta").stride()
-    sharded: torch.Tensor = DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
-    return sharded
-
-
-def _read(state: dict[str, Any], key: str, block: int, *, signed: bool) -> torch.Tensor:
-    """A moment in float32, as far as this rank has it."""
-    values = local_of(state[key])
-    if not block:
-        return values
-    scale = local_of(state[f"{key}_scale"]).reshape(-1)
-    code = _codes(values.device, signed=signed)
-    moment: torch.Tensor = bitsandbytes_functions().dequantize_blockwise(
-        values.contiguous(), absmax=scale, code=code, blocksize=block
-    )
-    return moment
-
-
-def _write(state: dict[str, Any], key: str, moment: torch.Tensor, block: int, *, signed: bool) -> None:
-    if not block:
-        return  # float32 moments were changed in place
-    values, scale = local_of(state[key]), local_of(state[f"{key}_scale"])
-    codes, rest = bitsandbytes_functions().quantize_blockwise(
-        moment.contiguous(), code=_codes(values.device, signed=signed), blocksize=block
-    )
-    values.copy_(codes.reshape(values.shape))
-    scale.copy_(rest.absmax.reshape(scale.shape))
-
-
-def _codes(device: torch.device, *, signed: bool) -> torch.Tensor:
-    """The 256 values in [-1, 1] or [0, 1] that a code stands for."""
-    key = (device, signed)
-    if key not in _maps:
-        _maps[key] = bitsandbytes_functions().create_dynamic_map(signed=signed).to(device)
-    return _maps[key]
-
-
-_maps: dict[tuple[torch.device, bool], torch.Tensor] = {}

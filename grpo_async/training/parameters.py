@@ -2,7 +2,6 @@
 
     list_sources        tied ones once, adapters merged, buffers that are saved; gathered from shards when asked for, never before
     checkpoint_groups   transformers 5 fuses some parameters when it loads (the experts of a mixture): taken apart for a push
-    plan_reads          the other way, for loading
     ShardedParameters, AdapterParameters    gathered bucket by bucket in the dtype of the wire; every rank takes part
 
 Worked example, 2 experts: layers.0.mlp.experts.gate_up_proj (2, 2 x 8, 16)
@@ -14,49 +13,34 @@ of the weights).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServedParameters
-from grpo_async.training.nf4 import Nf4Linear, dequantize_rows, quantize_rows
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base
 from grpo_async.weights.buckets import ParameterSpec, check_names, cut_into_buckets
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
-_ROWS = 16_384  # of a tensor that are copied or quantized at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraDelta:
-    """scaling x B A of an adapter, B of shape (M, r) and A of shape (r, N); of an embedding its transpose, (N, M)."""
+    """scaling x B A of an adapter, B of shape (M, r) and A of shape (r, N)."""
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
-    is_transposed: bool = False
-
-    @classmethod
-    def of_layer(cls, layer: Any) -> LoraDelta:
-        """Of one of peft's layers."""
-        scaling = layer.scaling[ADAPTER]
-        if ADAPTER in layer.lora_A:
-            return cls(a=layer.lora_A[ADAPTER].weight, b=layer.lora_B[ADAPTER].weight, scaling=scaling)
-        a, b = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]  # (r, vocabulary), (width, r)
-        return cls(a=a, b=b, scaling=scaling, is_transposed=True)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(left, right), float32, whole, with scaling x B A (or its transpose) = left @ right. A collective."""
-        a, b = whole_of(self.a).float(), whole_of(self.b).float() * self.scaling
-        return (a.T, b.T) if self.is_transposed else (b, a)
+        """(scaling x B, A), float32, whole. A collective."""
+        return whole_of(self.b).float() * self.scaling, whole_of(self.a).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,105 +52,54 @@ class NamedTensor:
     is_buffer: bool = False
     product: LoraDelta | None = None
     """Of its adapter."""
-    packed_columns: int | None = None
-    """in_features of a weight that `tensor` holds in 4 bits."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = tuple(self.tensor.shape)
-        return shape if self.packed_columns is None else (shape[0], self.packed_columns)
-
-    def local_rows(self) -> tuple[torch.Tensor, int]:
-        """This rank's entries of the first dimension, as they are kept, and the number of the first one."""
-        return rows_of(self.tensor)
-
-    def fill(self, read: Callable[[int, int], torch.Tensor]) -> None:
-        """Copy this rank's rows from `read(start, stop)`, which gives those entries of the whole tensor."""
-        rows, offset = self.local_rows()
-        if not rows.ndim:
-            rows.copy_(read(0, 1))
-            return
-        for start in range(0, rows.shape[0], _ROWS):
-            stop = min(start + _ROWS, rows.shape[0])
-            values = read(offset + start, offset + stop)
-            if self.packed_columns is not None:
-                values = quantize_rows(values.to(rows.device))
-            rows[start:stop].copy_(values)
+        return tuple(self.tensor.shape)
 
     def gather(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The whole tensor with its adapter, on the device of the shards. A collective: call it on every rank.
 
         Args:
             dtype: of what is returned. Shards are cast before they are gathered, where no adapter is added to them: float32 ones
-                that are served in 16 bits make half the bytes. None: as it is kept; of what is kept in 4 bits, or adapted, float32.
+                that are served in 16 bits make half the bytes. None: as it is kept; of what is adapted, float32.
         """
         tensor = self.tensor.detach()
-        if self.packed_columns is None and self.product is None:
+        if self.product is None:
             return whole_of(tensor if dtype is None else tensor.to(dtype))
-        full = whole_of(tensor)
-        if self.packed_columns is not None:
-            full = dequantize_rows(full, self.packed_columns, torch.float32)
-        if self.product is not None:
-            full = torch.addmm(full.float(), *self.product.factors())
+        full = torch.addmm(whole_of(tensor).float(), *self.product.factors())
         return full if dtype is None else full.to(dtype)
 
 
 def list_sources(model: Any) -> list[NamedTensor]:
-    """Every tensor of the checkpoint of a Hugging Face model.
-
-    Raises:
-        ConfigError: an adapter on one of two tied weights.
-    """
+    """Every tensor of the checkpoint of a Hugging Face model."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # names that a checkpoint leaves out
     by_tensor: dict[int, list[NamedTensor]] = {}
     for source in _walk(model, ""):
         if source.name not in ignored:
             by_tensor.setdefault(id(source.tensor), []).append(source)
-    sources = []
-    for shared in by_tensor.values():
-        if len(shared) > 1 and any(source.product is not None for source in shared):
-            names = " and ".join(source.name for source in shared)
-            raise ConfigError(
-                f"LoRA: {names} are one tied weight, an adapter on one of them would untie it; remove it from the targets"
-            )
-        sources.append(next((source for source in shared if source.name not in tied), shared[0]))
-    return sources
+    return [next((each for each in shared if each.name not in tied), shared[0]) for shared in by_tensor.values()]
 
 
 def _walk(module: Any, prefix: str) -> Iterator[NamedTensor]:
     """Own tensors, then those of the children; of an adapted layer those of the layer below, with the adapter's product."""
     if hasattr(module, "lora_A"):
         for source in _walk(module.get_base_layer(), prefix):
-            is_weight = source.name == f"{prefix}.weight"
-            yield replace(source, product=LoraDelta.of_layer(module)) if is_weight else source
+            if source.name == f"{prefix}.weight":
+                a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+                source = replace(source, product=LoraDelta(a=a, b=b, scaling=module.scaling[ADAPTER]))
+            yield source
         return
     dot = f"{prefix}." if prefix else ""
-    if isinstance(module, Nf4Linear):
-        yield NamedTensor(name=f"{dot}weight", tensor=module.qweight, packed_columns=module.in_features)
     for name, parameter in module._parameters.items():
-        if parameter is not None and not (isinstance(module, Nf4Linear) and name == "qweight"):
+        if parameter is not None:
             yield NamedTensor(name=f"{dot}{name}", tensor=parameter)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield NamedTensor(name=f"{dot}{name}", tensor=buffer, is_buffer=True)
     for name, child in module.named_children():
         yield from _walk(child, f"{dot}{name}")
-
-
-def rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's entries of the first dimension of a parameter, in its own memory, and the number of the first one.
-
-    Worked example: (5, 8) over 2 ranks -> (3, 8) and 0 on rank 0, (2, 8) and 3 on rank 1.
-    """
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, 0
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
-    if tuple(shape[1:]) != tuple(tensor.shape[1:]) or tuple(local.shape) != tuple(shape):
-        raise ValueError(f"a tensor is sharded by {tensor.placements}, only its first dimension may be")
-    return local, offset[0] if offset else 0
 
 
 def local_of(tensor: Any) -> torch.Tensor:
@@ -220,63 +153,6 @@ def checkpoint_groups(model: Any, sources: Mapping[str, torch.Tensor]) -> list[F
             f"{type(model).__name__} cannot be sent in parts: {sorted(missing)[:5]} depend on tensors all over the model"
         )
     return [groups[name] for name in sources if name in groups]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRead:
-    """Tensors of a checkpoint that are read together, and the parameter that they become (or, fused, the first of them)."""
-
-    target: str
-    keys: list[str] = field(default_factory=list)
-    converter: Any = None
-    """A WeightConverter of transformers; None: the one key is the parameter as it is."""
-    patterns: list[str] = field(default_factory=list)
-    """Of the converter, one for each key."""
-
-    def convert(self, model: Any, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters by name; whole, and unfused ones are views of what `read` returned."""
-        if self.converter is None:
-            return {self.target: read(self.keys[0])}
-        converter = deepcopy(self.converter)
-        for key, pattern in zip(self.keys, self.patterns, strict=True):
-            converter.add_tensor(self.target, key, pattern, lambda key=key: read(key))
-        converted = converter.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
-
-
-def plan_reads(model: Any, names: Collection[str], available: Iterable[str]) -> tuple[list[TensorRead], list[str]]:
-    """What to read of a checkpoint, in its natural order, and its keys that belong to nothing in `model`.
-
-    Worked example: 2 experts -> one TensorRead with target layers.0.mlp.experts.gate_up_proj and four keys, and one for down_proj.
-
-    Args:
-        names: parameters and saved buffers of the model, tied names included.
-        available: keys of the checkpoint.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted = dict.fromkeys(names, True)  # what rename_source_key asks whether a name exists
-    reads: dict[str, TensorRead] = {}
-    unexpected = []
-    for key in sorted(available, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, wanted)
-        if name not in wanted:
-            unexpected.append(key)
-            continue
-        converter = by_pattern[pattern] if pattern is not None else None
-        read = reads.setdefault(name, TensorRead(target=name, converter=converter))
-        read.keys.append(key)
-        if pattern is not None:
-            read.patterns.append(pattern)
-    model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]  # for saving
-    return list(reads.values()), unexpected
 
 
 def to_checkpoint(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -462,7 +338,7 @@ def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) 
     spec = base.files.specs.get(target)
     if spec is None or not group.is_renamed_only:
         raise ConfigError(f"model.lora.push: the files of model.path have no {target} to add an adapter to; set merged")
-    if source.packed_columns is not None or source.tensor.dtype.itemsize < spec.dtype.itemsize:
+    if source.tensor.dtype.itemsize < spec.dtype.itemsize:
         raise ConfigError(
             f"model.lora.push: adapter: servers add to {target} as the files hold it ({spec.dtype_name}), the trainer has it "
             "rounded; set merged"
@@ -470,9 +346,6 @@ def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) 
 
 
 def _factor_specs(name: str, product: LoraDelta) -> Iterator[ParameterSpec]:
-    rank = product.b.shape[1]
-    rows, columns = product.b.shape[0], product.a.shape[1]
-    if product.is_transposed:
-        rows, columns = columns, rows
+    (rows, rank), columns = product.b.shape, product.a.shape[1]
     yield ParameterSpec(name=name + LEFT, dtype_name="float32", shape=(rows, rank))
     yield ParameterSpec(name=name + RIGHT, dtype_name="float32", shape=(rank, columns))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 EXTRAS = {
-    "bitsandbytes": "quantization",
     "datasets": "hub",
     "math_verify": "math",
     "mlflow": "mlflow",

@@ -155,7 +155,6 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
         ({"launch": {"device": "cuda"}}, "launch.device: cuda, but"),
         ({"inference": {"embedded": {"device": "cuda"}}}, "inference.embedded.device: cuda, but"),
         ({"model": {"lora": {}}}, "model.lora: needs the package"),
-        ({"optimizer": {"type": "adamw_8bit"}}, "pip install 'grpo-async[quantization]'"),
         ({"tracking": [{"type": "mlflow", "experiment": "x"}]}, "tracking.0.type: mlflow: needs the package"),
         ({"data": {"train": {"type": "hub", "name": "a/b"}}}, "data.train.type: hub: needs the package"),
         (

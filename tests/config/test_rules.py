@@ -33,11 +33,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
             "gspo's ratio is the same for all of them; set level: sequence",
         ),
-        ({"loss": {"sync_ref_model": True}}, "loss.sync_ref_model: there is no reference while loss.beta is 0"),
-        (
-            {"loss": {"sync_ref_model": True, "beta": 0.1}, "model": {"path": "m", "lora": {}}},
-            "loss.sync_ref_model: with model.lora the policy and its reference share the weights",
-        ),
         (
             {"optimizer": {"schedule": "inverse_sqrt", "min_lr_ratio": 0.1}},
             "optimizer.min_lr_ratio: inverse_sqrt has no floor",
@@ -45,10 +40,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"optimizer": {"schedule_kwargs": {"power": 2}}}, "optimizer.schedule_kwargs: the schedule constant has none"),
         ({"rewards": [{"name": "x"}]}, "a reward is either a `function` or a `model`"),
         ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model has a process of its own"),
-        (
-            {"model": {"path": "m", "lora": {"push": "adapter", "modules_to_save": ["lm_head"]}}},
-            "servers would keep the old values of model.lora.modules_to_save",
-        ),
         (
             {"model": {"path": "m", "revision": "v1", "lora": {"push": "adapter"}}},
             "model.lora.push: adapter adds to the newest files of model.path, not to model.revision: v1",

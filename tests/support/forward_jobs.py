@@ -27,11 +27,10 @@ def _one(
     *,
     recompute: str = "none",
     compiled: bool = False,
-    router_loss: bool = True,
     settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One forward and backward of the rank's rows (none: padding only). The loss is the sum over ranks of logprobs, entropies and
-    router losses.
+    """One forward and backward of the rank's rows (none: padding only). The loss is the sum over ranks of logprobs and
+    entropies.
 
     Args:
         rows: of each rank, lists of sample numbers.
@@ -40,8 +39,7 @@ def _one(
         A weighted sum of each gradient, and the loss.
     """
     model = build_family(family, **(settings or {}))
-    is_mixture = "num_experts_per_tok" in model.config.to_dict()
-    policy = Policy(model, temperature=0.7, chunk_tokens=16, with_router_loss=is_mixture and router_loss)
+    policy = Policy(model, temperature=0.7, chunk_tokens=16)
     recompute_activations(model, recompute)  # type: ignore[arg-type]
     if compiled:
         original = torch.compile
@@ -52,12 +50,7 @@ def _one(
     mine = rows[dist.get_rank()]
     batch = pack_rows(random_samples(LENGTHS), mine, 50) if mine else padding_only(50)
     output = policy(batch, entropy_gradient=True)
-    if output.anchor is not None:
-        loss = output.anchor
-    else:
-        loss = output.logprobs.sum() + output.entropy.sum()
-        if output.router_loss is not None:
-            loss = loss + 0.1 * output.router_loss * batch.num_trained_tokens
+    loss = output.logprobs.sum() + output.entropy.sum() if output.anchor is None else output.anchor
     (loss * dist.get_world_size()).backward()  # FSDP averages
     total = loss.detach().clone()
     dist.all_reduce(total)

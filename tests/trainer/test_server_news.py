@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.trainer.connections import StateLogger
+from grpo_async.tracking.timeline import NO_TIMELINE
+from grpo_async.trainer.connections import FleetReporter
 
 
 @dataclass
@@ -17,27 +18,46 @@ class _Fleet:
 
     def servers(self) -> list[Any]:
         return [
-            SimpleNamespace(index=index, name=f"server {index}", state=state) for index, state in enumerate(self.states)
+            SimpleNamespace(index=index, name=f"server {index}", state=state, url="") for index, state in enumerate(self.states)
         ]
 
     def last_message(self, index: int) -> str:
         return self.words[index]
+
+    def restarts(self, index: int) -> int:
+        return 0
+
+    def load(self, index: int) -> None:
+        return None
 
 
 def test_every_change_that_matters_is_told_once() -> None:
     starting, ready, serving = ServerState.STARTING, ServerState.READY, ServerState.SERVING
     fleet = _Fleet([starting, starting])
     told: list[str] = []
-    state_logger = StateLogger(fleet, told.append)  # type: ignore[arg-type]
+    statuses: list[list[str]] = []
+
+    def send(kind: str, **content: Any) -> None:
+        if kind == "phase":
+            told.append(content["name"])
+        else:
+            statuses.append([server["state"] for server in content["servers"]])
+
+    control: Any = SimpleNamespace(send=send)
+    reporter = FleetReporter(fleet, control, timeline=NO_TIMELINE, tells_changes=True)  # type: ignore[arg-type]
+    reporter.on_change()
     for states in ([ready, starting], [serving, starting], [serving, starting]):
         fleet.states = states
-        state_logger()
+        reporter.on_change()
     assert told == ["server 0 serves; 1 of 2 servers serve"]
     fleet.states, fleet.words[0] = [ServerState.DOWN, serving], "its connection was lost"
-    state_logger()
+    reporter.on_change()
     assert told[1:] == [
         "server 0 is fenced: its connection was lost; 1 of 2 servers serve", "server 1 serves; 1 of 2 servers serve",
     ]  # fmt: skip
     fleet.states, fleet.words[0] = [ServerState.GONE, serving], "401"
-    state_logger()
+    reporter.on_change()
     assert told[3:] == ["server 0 is given up: 401; 1 of 2 servers serve"]
+    assert statuses[-1] == ["gone", "serving"]
+    reporter.on_load()
+    assert len(statuses) == 6, "load alone is told once a second"

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import distribute_tensor
 
 from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.training.load import build_policy, load_weights
@@ -40,7 +39,7 @@ def build(
     policy = build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=256)
     mesh = make_mesh("cpu", world_size=dist.get_world_size(), num_nodes=num_nodes, sharding="hybrid")
     shard_policy(policy, mesh, compute_dtype=getattr(torch, compute_dtype), reshard_after_forward=reshard_after_forward)
-    load_weights(policy, model, device=torch.device("cpu"))
+    load_weights(policy, section, device=torch.device("cpu"))
     return policy, make_optimizer(policy, OptimizerSection(**{"lr": 1e-3, "weight_decay": 0.1, **(optimizer or {})}))
 
 
@@ -66,12 +65,9 @@ def train(
     out: str | None = None,
     steps: int = 2,
     loss_scale: float = 1.0,
-    casts_bytes: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Two steps; merged weights go to `out`. `casts_bytes`: FSDP gathers bytes in the compute dtype, as that of torch 2.11."""
-    if casts_bytes:
-        _cast_bytes()
+    """Two steps; merged weights go to `out`."""
     policy, optimizer = build(model, **settings)
     results = [one_step(policy, optimizer, random_samples(seed=seed), loss_scale=loss_scale) for seed in range(steps)]
     weights = weights_of(policy)
@@ -88,17 +84,6 @@ def train(
             if isinstance(tensor, torch.Tensor)
         ),
     }
-
-
-def _cast_bytes() -> None:
-    init_dtypes = FSDPParam.init_dtype_attrs
-
-    def init_as_torch_2_11(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> None:
-        init_dtypes(parameter, policy)
-        if parameter.orig_dtype == torch.uint8:
-            parameter.param_dtype = policy.param_dtype
-
-    FSDPParam.init_dtype_attrs = init_as_torch_2_11  # type: ignore[method-assign]
 
 
 def ask_references(model: str, other: str) -> dict[str, Any]:
@@ -119,7 +104,8 @@ def ask_references(model: str, other: str) -> dict[str, Any]:
     merged = build(model)[0]  # what the policy has learned, in a model of its own
     sources = {source.name: source for source in list_sources(merged.model)}
     for name, tensor in weights_of(policy).items():
-        sources[name].fill(lambda start, stop, tensor=tensor: tensor[start:stop])
+        target = sources[name].tensor
+        target.data.copy_(distribute_tensor(tensor, target.device_mesh, target.placements))  # type: ignore[attr-defined]
     return {
         "first": first,
         "second": second,

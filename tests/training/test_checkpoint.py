@@ -121,17 +121,6 @@ def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models
     assert [name for name in result["names"] if "lora_" not in name] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_reference_that_follows_the_policy_is_their_mixture_and_goes_on_where_it_was(
-    tiny_model: Path, tmp_path: Path, num_ranks: int
-) -> None:
-    job = "save_a_reference_that_moves"
-    result = run_on_ranks(job, num_ranks, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
-    assert result["is_mixed"]
-    assert result["again"] == result["first"]  # to the last bit
-
-
 def test_a_broken_state_file_names_itself(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.checkpoint(3).mkdir(parents=True)

@@ -21,16 +21,13 @@ TWO_RANKS = [[[0, 1]], [[2, 3, 4]]]
 
 
 def _policy(model: Any) -> Policy:
-    is_mixture = "num_experts_per_tok" in model.config.to_dict()
-    return Policy(model, temperature=0.7, chunk_tokens=16, with_router_loss=is_mixture)
+    return Policy(model, temperature=0.7, chunk_tokens=16)
 
 
 def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tokens: int) -> PolicyOutput:
     policy.zero_grad()
     output: PolicyOutput = policy(pack_rows(random_samples(lengths), rows, row_tokens), entropy_gradient=True)
     loss = (output.logprobs * torch.linspace(-1.0, 1.0, len(output.logprobs))).sum() + output.entropy.sum()
-    if output.router_loss is not None:
-        loss = loss + 10.0 * output.router_loss
     loss.backward()
     return output
 
@@ -98,15 +95,10 @@ def test_layers_are_compiled_once_for_every_layout(
 
 
 CASES: dict[str, dict[str, Any]] = {
-    # the router's loss of two halves is not that of the whole
     "tied-head": {"family": "qwen3", "settings": {"tie_word_embeddings": True}},
     "gemma2": {"family": "gemma2"},
-    "many-experts": {
-        "family": "qwen3-moe",
-        "settings": {"num_experts": 16, "num_experts_per_tok": 1},
-        "router_loss": False,
-    },
-    "mixtral": {"family": "mixtral", "router_loss": False},
+    "many-experts": {"family": "qwen3-moe", "settings": {"num_experts": 16, "num_experts_per_tok": 1}},
+    "mixtral": {"family": "mixtral"},
     "compiled-and-recomputed": {"family": "qwen3", "compiled": True, "recompute": "selective"},
 }
 PADDED = {family: {"family": family} for family in ("qwen3", "qwen3-moe", "gemma2")}

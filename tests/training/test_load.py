@@ -10,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from grpo_async.config.model_sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.load import build_policy
 from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import score_sequences
 from grpo_async.weights.checkpoint_files import CheckpointFiles
@@ -86,13 +84,6 @@ def test_two_ranks_hold_the_model_of_from_pretrained_in_shards(tmp_path: Path, f
     assert done["logprobs"] == pytest.approx(logprobs, abs=1e-5)
 
 
-def test_a_policy_has_no_memory_before_its_weights_are_loaded(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, "qwen3")
-    policy = build_policy(ModelSection(path=str(folder)), temperature=1.0, chunk_tokens=16, max_model_len=128)
-    assert {parameter.device.type for parameter in policy.parameters()} == {"meta"}
-    assert {buffer.device.type for buffer in policy.buffers()} == {"cpu"}
-
-
 def _change(folder: Path, change: Any) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -105,7 +96,7 @@ def _change(folder: Path, change: Any) -> None:
         ("qwen3", lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.up_proj\.weight"),
         ("qwen3", lambda t: t.update(stranger=torch.zeros(2)), r"does not have: stranger"),
         ("qwen3", lambda t: t.update({"model.norm.weight": torch.zeros(7)}), r"model\.norm\.weight in the shape \[7\].*\[64\]"),
-        ("qwen3_moe", lambda t: t.pop("model.layers.0.mlp.experts.1.up_proj.weight"), r"experts"),
+        ("qwen3_moe", lambda t: t.pop("model.layers.0.mlp.experts.1.up_proj.weight"), r"conversion"),
     ],
     ids=["missing", "unexpected", "shape", "expert"],
 )  # fmt: skip
@@ -121,30 +112,24 @@ def test_a_tied_head_that_the_file_holds_too_must_be_the_embedding(tmp_path: Pat
     _change(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     _assert_equal(_load(folder), _pretrained(folder))
     _change(folder, lambda t: t["lm_head.weight"].add_(1.0))
-    with pytest.raises(ConfigError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+    with pytest.raises(ConfigError, match=r"ties the head to the embedding"):
         _load(folder)
     _change(folder, lambda t: t.pop("model.embed_tokens.weight"))
     expected = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(_load(folder).get_input_embeddings().weight, expected), "a head may be the only one of the two"
 
 
-def test_pickled_weights_are_refused_with_what_to_do(tmp_path: Path) -> None:
-    folder = save_model(tmp_path, "qwen3")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"pickled \.bin files.*save_pretrained"):
-        _load(folder)
-
-
-def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_broken_and_pickled_files_are_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path, "qwen3", max_shard_size="60KB")
-    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first, *_ = sorted(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=rf"{first.name} is not a complete safetensors file"):
+    with pytest.raises(ConfigError, match=r"cannot load the weights of .*; copy the model again"):
         _load(folder)
-    second.unlink()
-    with pytest.raises(ConfigError, match=rf"names files that are not there: \['{second.name}'\]"):
-        _load(folder)
+    pickled = save_model(tmp_path / "pickled", "qwen3")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"cannot load the weights of .*save it as safetensors with save_pretrained"):
+        _load(pickled)
 
 
 def test_a_digest_tells_models_apart_and_not_how_they_are_cut_into_files(tmp_path: Path) -> None:

@@ -37,11 +37,10 @@ def _batch(
     )
 
 
-def _policy(logprobs: list[float], *, entropy: list[float] | None = None, router: float | None = None) -> PolicyOutput:
+def _policy(logprobs: list[float], *, entropy: list[float] | None = None) -> PolicyOutput:
     return PolicyOutput(
         logprobs=torch.tensor(logprobs, requires_grad=True),
         entropy=torch.tensor(entropy or [1.0] * len(logprobs), requires_grad=True),
-        router_loss=None if router is None else torch.tensor(router, requires_grad=True),
     )
 
 
@@ -165,17 +164,6 @@ def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction
     assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
 
-def test_the_routers_loss_counts_by_the_fraction_of_tokens() -> None:
-    """2 of the minibatch's 8 tokens: 0.5 x 3 x 2/8 = 0.375."""
-    policy = _policy([-1.0, -1.0], router=3.0)
-    batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
-    output = Objective(loss_section(), router_weight=0.5)(policy, batch)
-    assert output.total.item() == pytest.approx(0.375)
-    assert output.router_loss is not None
-    assert output.router_loss.item() == pytest.approx(0.75)
-    assert Objective(loss_section())(policy, batch).total.item() == 0.0
-
-
 _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
 
 
@@ -231,9 +219,9 @@ def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any
     assert Objective(loss_section(**values)).token_objective(batch) is None
 
 
-def test_what_the_head_has_made_of_the_objective_stands_and_the_routers_loss_comes_on_top() -> None:
+def test_what_the_head_has_made_of_the_objective_stands() -> None:
     made = torch.tensor(-0.5, requires_grad=True)
-    policy = replace(_policy([-1.0, -2.0], router=2.0), objective=made)
-    output = Objective(loss_section(), router_weight=0.1)(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
-    assert output.total.item() == pytest.approx(-0.5 + 0.1 * 2.0 * 2 / 4)  # 2 of the minibatch's 4 tokens
+    policy = replace(_policy([-1.0, -2.0]), objective=made)
+    output = Objective(loss_section())(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
+    assert output.total.item() == -0.5
     assert torch.autograd.grad(output.total, made)[0].item() == 1.0

@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from grpo_async.config.model_sections import OptimizerSection
-from grpo_async.errors import ConfigError
-from grpo_async.training import optimizer as optimizers
-from grpo_async.training.optimizer import AdamW8bit, Muon, make_optimizer
+from grpo_async.training.optimizer import Muon, make_optimizer
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
 from tests.training.tiny_models import load_tiny, save_model
-
-_LOOSE = StateDictOptions(strict=False)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +39,6 @@ def test_matrices_are_decayed_and_norms_are_not_and_muon_gets_those_of_the_layer
     assert (muon["weight_decay"], norms["weight_decay"]) == (0.1, 0.0)
 
 
-def test_what_is_not_installed_is_named_with_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizers, "find_spec", lambda _: None)
-    with pytest.raises(
-        ConfigError, match=r"optimizer\.type: adamw_8bit needs the package bitsandbytes.*grpo-async\[quantization\]"
-    ):
-        make_optimizer(load_tiny(folder), OptimizerSection(type="adamw_8bit"))
-
-
 def test_muon_is_torchs_own_with_updates_as_large_as_those_of_adamw() -> None:
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(16, 24)) for _ in range(2))
@@ -69,63 +56,7 @@ def test_muon_is_torchs_own_with_updates_as_large_as_those_of_adamw() -> None:
     assert (ours - theirs).abs().mean() < 2e-4
 
 
-def test_eight_bit_moments_follow_adamw_in_a_quarter_of_the_memory() -> None:
-    torch.manual_seed(0)
-    start = torch.randn(64, 128)
-    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    small, small_theirs = (nn.Parameter(torch.ones(7)) for _ in range(2))
-    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
-    own = AdamW8bit([{"params": [ours, small], "weight_decay": 0.1}], **settings)
-    torchs = torch.optim.AdamW([theirs, small_theirs], weight_decay=0.1, **settings)
-    for _ in range(20):
-        ours.grad = torch.randn(64, 128) + start
-        theirs.grad = ours.grad.clone()
-        small.grad = torch.randn(7)
-        small_theirs.grad = small.grad.clone()
-        own.step()
-        torchs.step()
-    torch.testing.assert_close(small, small_theirs)  # kept in float32
-    moved = (theirs - start).abs().mean()
-    assert (ours - theirs).abs().mean() < 0.05 * moved
-    state = own.state[ours]
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.uint8
-    size = sum(tensor.nbytes for tensor in state.values())
-    assert size == 4 + 2 * (64 * 128 + 4 * 64)  # step, codes, a magnitude a row
-    assert size < 0.27 * 8 * 64 * 128
-
-
-def test_moments_of_bfloat16_parameters_come_back_to_the_last_bit() -> None:
-    """Through torch's own path and through that of its distributed checkpoint; `small` has float32 moments, the other scales."""
-    settings: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
-
-    def make() -> tuple[nn.Module, AdamW8bit]:
-        module = nn.Module()
-        module.large, module.small = (nn.Parameter(torch.ones(n, 64, dtype=torch.bfloat16)) for n in (64, 2))
-        return module, AdamW8bit([{"params": [module.large]}, {"params": [module.small]}], **settings)
-
-    torch.manual_seed(0)
-    module, optimizer = make()
-    for _ in range(3):
-        for parameter in module.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    direct, direct_optimizer = make()
-    direct_optimizer.load_state_dict(optimizer.state_dict())
-    through, through_optimizer = make()
-    _, state = get_state_dict(module, optimizer)
-    set_state_dict(through, through_optimizer, model_state_dict={}, optim_state_dict=state, options=_LOOSE)
-    for other, other_optimizer in ((direct, direct_optimizer), (through, through_optimizer)):
-        for name, parameter in module.named_parameters():
-            saved, loaded = optimizer.state[parameter], other_optimizer.state[other.get_parameter(name)]
-            assert saved.keys() == loaded.keys()
-            for key, value in saved.items():
-                assert loaded[key].dtype == value.dtype, key
-                assert torch.equal(loaded[key], value), key
-                assert key == "step" or loaded[key].data_ptr() != value.data_ptr(), key
-
-
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_every_parameter_has_the_state_from_the_start_that_its_first_update_begins_with(
     folder: Path, kind: Any
 ) -> None:
@@ -177,7 +108,7 @@ def test_adamw_is_the_fused_one_and_moves_as_torchs_plain_loop(folder: Path) -> 
 
 @pytest.mark.slow
 def test_two_ranks_move_as_one_and_a_checkpoint_goes_on_with_either_number(folder: Path, tmp_path: Path) -> None:
-    kinds = ("adamw_8bit", "muon")
+    kinds = ("adamw", "muon")
     common = {"module": MODULE, "model": folder, "optimizers": kinds}
     runs: dict[int, Any] = {}
     for ranks in (1, 2):

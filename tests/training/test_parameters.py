@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from grpo_async.config.model_sections import LoraSection
-from grpo_async.errors import ConfigError
 from grpo_async.training import parameters as module
 from grpo_async.training.lora import add_adapters
 from grpo_async.training.parameters import ShardedParameters
@@ -38,7 +37,7 @@ def build(kind: str) -> Any:
         )
     model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes))
     if kind == "lora":
-        add_adapters(model, LoraSection(rank=4, alpha=12.0, target_modules=["q_proj", "down_proj", "embed_tokens"]))
+        add_adapters(model, LoraSection(rank=4, alpha=12.0, target_modules=["q_proj", "down_proj"]))
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
@@ -131,26 +130,19 @@ def test_parameters_are_cast_before_they_are_gathered_and_buffers_keep_their_dty
 
 
 def test_adapters_are_merged_as_peft_merges_them() -> None:
-    """Of linear layers and, transposed, of the embedding."""
     model = build("lora")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     sent = collect(ShardedParameters(model, wire_dtype=torch.float32))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "it is as it was"
     plain = dict(build("untied").state_dict())
     changed = {name for name in sent if not torch.equal(sent[name], plain[name])}
-    assert changed == {name for name in plain if any(part in name for part in ("q_proj", "down_proj", "embed_tokens"))}
+    assert changed == {name for name in plain if any(part in name for part in ("q_proj", "down_proj"))}
     for name, layer in list(model.named_modules()):
         if hasattr(layer, "lora_A"):
             layer.merge()
             torch.testing.assert_close(
                 sent[f"{name}.weight"], layer.get_base_layer().weight.detach(), rtol=1e-5, atol=1e-6
             )
-
-
-def test_an_adapter_on_one_of_two_tied_weights_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"model\.embed_tokens\.weight and lm_head\.weight are one tied weight"):
-        add_adapters(build("dense"), LoraSection(target_modules=["q_proj", "embed_tokens"]))
-    add_adapters(build("dense"), LoraSection(target_modules=["q_proj"]))
 
 
 @pytest.mark.slow

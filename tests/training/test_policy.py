@@ -86,7 +86,7 @@ def test_dropout_of_the_config_is_off(tmp_path: Path) -> None:
 def test_a_batch_without_trained_tokens_gives_every_parameter_a_gradient_of_zeros(family: str) -> None:
     """Ranks reduce the same parameters, whether they have samples or not. Experts that no token went to included."""
     model = build_family(family)
-    policy = Policy(model, temperature=1.0, chunk_tokens=16, with_router_loss=family in ("qwen3-moe", "mixtral"))
+    policy = Policy(model, temperature=1.0, chunk_tokens=16)
     output = policy(padding_only(8))
     assert output.logprobs.shape == output.entropy.shape == (0,)
     assert output.anchor is not None

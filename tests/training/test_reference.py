@@ -50,7 +50,6 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
         (None, "initial", False),
         ({}, "initial", True),
         ({}, "/a/folder", False),
-        ({"modules_to_save": ["lm_head"]}, "initial", False),
     ],
 )
 def test_the_policy_without_adapters_is_the_initial_model(

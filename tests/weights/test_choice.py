@@ -44,7 +44,7 @@ def test_what_fits_the_devices_is_taken_and_anything_else_but_gloo_refused(
 
 
 def test_one_gpu_is_two_where_nccl_is_told_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one card that is the only way to try NCCL (`benchmarks gpu --part 3`)."""
+    """With one card that is the only way to try NCCL (`benchmarks push --transport nccl`)."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
     trainer = device_identity(torch.device("cuda"))
     assert trainer == "GPU-1"

@@ -103,7 +103,7 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("entropy", "Entropy", "nats, mean over the trained tokens", (Line("entropy", "entropy"),)),
         Plot("kl", "KL from the reference", "nats, k3 estimator", (Line("kl", "KL"),)),
         Plot("loss", "Loss", "the minimized objective",
-             (Line("loss", "loss"), Line("policy_loss", "policy loss", alone=True), Line("router_loss", "router")),
+             (Line("loss", "loss"), Line("policy_loss", "policy loss", alone=True)),
              include=()),
         Plot("grad-norm", "Gradient norm", "before clipping", (Line("grad_norm", "norm"),)),
         Plot("lr", "Learning rate", "of the optimizer step", (Line("lr", "learning rate"),)),
