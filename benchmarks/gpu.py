@@ -1,43 +1,27 @@
-"""What a GPU reaches against what it allows, in generation and in training. For whoever has one.
+"""What a training step reaches on a GPU against what the GPU allows. For whoever has one.
 
-    python -m benchmarks gpu [--size 0.6b] [--measure generate train] [--json FILE]
-    python -m benchmarks gpu --size 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
-    python -m benchmarks gpu --device cpu --size tiny --measure generate train      # the same code, as a test of itself
+    python -m benchmarks gpu [--size 0.6b] [--json FILE]
+    python -m benchmarks gpu --size 1.7b --peak-tflops 989
+    python -m benchmarks gpu --device cpu --size tiny          # the same code, as a test of itself
 
-generate  tokens/s of a server with --in-flight completions at once, and fraction of the bound: prompts at the peak of FLOPs, then a
-          step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
-train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
-
-Both sides of a run on a GPU are measured by `asynchrony --engine vllm`. Weights are random, made here. Peaks: --peak-tflops,
---memory-gbs; else a data sheet's, where the GPU is listed. Without a GPU and without --device cpu: exit code 2.
+MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Weights are random, made here. Without --peak-tflops the
+peak is that of a data sheet, where the GPU is listed. Without a GPU and without --device cpu: exit code 2. `vllm bench` measures
+generation, and `asynchrony --engine vllm` both sides of a run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import os
-import random
-import secrets
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks import _server
-from benchmarks._models import SIZES, ModelSize, Peaks, generation_bound_s, listed_peaks
-from benchmarks.report import ROOT, Report, parser_of
+from benchmarks._models import SIZES, ModelSize, Peaks, listed_peaks
+from benchmarks.report import Report, parser_of
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_CHILD_TIMEOUT_S = 3600.0
 _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
     "size": ("0.6b", "tiny"),
-    "engine": ("vllm", "embedded"),
     "dtype": ("bfloat16", "float32"),
-    "in_flight": ([1, 16, 64, 256], [1, 4]),
     "prompt_tokens": (128, 8),
     "completion_tokens": (512, 16),
     "samples": (256, 8),
@@ -47,23 +31,19 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: 0.6b, on a CPU tiny")
-    parser.add_argument("--engine", choices=["vllm", "embedded"], help="default: vllm, on a CPU embedded")
-    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help="that computes; default: bfloat16, on a CPU float32")
-    parser.add_argument("--in-flight", nargs="+", type=int, help="default: 1 16 64 256, on a CPU 1 4")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, on a CPU float32")
     parser.add_argument("--prompt-tokens", type=int, help="default: 128, on a CPU 8")
     parser.add_argument("--completion-tokens", type=int, help="default: 512, on a CPU 16")
-    parser.add_argument("--samples", type=int, help="of a training step; default: 256, on a CPU 8")
+    parser.add_argument("--samples", type=int, help="of a step; default: 256, on a CPU 8")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of one forward")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
-    parser.add_argument("--gpu-memory", type=float, default=0.8, help="fraction of the GPU that a lone server takes")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one round of completions")
+    parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the dtype that computes")
-    parser.add_argument("--memory-gbs", type=float, help="bandwidth of the memory, GB/s")
     options = parser.parse_args(arguments)
-    if options.device == "cuda" and not _has_gpu():
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
         print(
             "benchmarks/gpu.py measures GPUs, and torch sees none here; `--device cpu` runs the same code on the CPU with a tiny "
             "model, whose figures say nothing of a GPU",
@@ -73,158 +53,49 @@ def main(arguments: list[str]) -> int:
     for name, (on_gpu, on_cpu) in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, on_gpu if options.device == "cuda" else on_cpu)
-    os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     report = Report("gpu", options)
     size, peaks = SIZES[options.size], _peaks(options)
     report.note(
-        f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
-        f"{peaks.memory / 1e9:.4g} GB/s"
+        f"{size.num_parameters / 1e6:.2f} M parameters; peak ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s"
     )
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
-    if "generate" in options.measure:
-        _report_generation(report, _generate(size, options), size, peaks, options)
-    if "train" in options.measure:
-        _report_training(report, _train(size, options), size, peaks)
+    _report_training(report, _train(size, options), size, peaks)
     return report.finish()
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _peaks(options: argparse.Namespace) -> Peaks:
-    """Raises: SystemExit, the GPU is not listed and not both are given."""
+    """Raises: SystemExit, the GPU is not listed and no peak is given."""
     import torch
 
-    flops, memory = (options.peak_tflops or 0) * 1e12, (options.memory_gbs or 0) * 1e9
-    if flops and memory:
-        return Peaks(flops=flops, memory=memory, source="given")
+    if options.peak_tflops:
+        return Peaks(flops=options.peak_tflops * 1e12, memory=0.0, source="given")
     if options.device == "cpu":
-        return Peaks(flops=flops or 1e12, memory=memory or 1e11, source="assumed")
+        return Peaks(flops=1e12, memory=0.0, source="assumed")
     device = torch.cuda.get_device_name()
     listed = listed_peaks(device)
     if listed is None:
-        raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
-    return Peaks(flops=flops or listed.flops, memory=memory or listed.memory, source=listed.source)
-
-
-# -------------------------------------------------------------------------------------------------------------- generation
-
-
-def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
-    """In flight -> seconds of each round of that many completions of --completion-tokens. One round before them warms up."""
-    most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
-    memory = {"gpu_memory_utilization": options.gpu_memory} if options.device == "cuda" else {"kv_cache_mb": 256}
-    engines = {
-        "vllm": {"enforce_eager": options.device == "cpu", **memory},
-        "embedded": {"device": options.device, "max_slots": most},
-    }
-    sections = {
-        "rollout": {"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
-        "inference": {
-            "engine": options.engine,
-            "dtype": options.dtype,
-            "max_model_len": length,
-            "threads": options.threads,
-            options.engine: engines[options.engine],
-        },
-    }
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
-        folder = Path(name)
-        _server.write_model(
-            folder / "model", seed=options.seed, dtype=options.dtype, max_position_embeddings=length, **size.qwen3()
-        )
-        with _server.serving(_server.write_config(folder, sections), options.engine) as server:
-            return asyncio.run(_rounds(server.url, size, options))
-
-
-async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
-    from grpo_async.inference.api import GenerateRequest
-    from grpo_async.inference.client import InferenceClient
-    from grpo_async.inference.router import FixedServers
-
-    draw = random.Random(options.seed)
-    number = 0
-
-    def request() -> GenerateRequest:
-        nonlocal number
-        number += 1
-        return GenerateRequest(
-            request_id=f"gpu-{number}",
-            token_ids=[draw.randrange(min(256, size.vocab)) for _ in range(options.prompt_tokens)],
-            max_tokens=options.completion_tokens,
-            temperature=1.0,
-            seed=number,
-            ignore_eos=True,
-        )
-
-    found: dict[int, list[float]] = {}
-    async with InferenceClient(
-        FixedServers([url]), token=os.environ["GRPO_ASYNC_TOKEN"], request_timeout_s=options.timeout_s,
-        wait_timeout_s=_server.START_TIMEOUT_S,
-    ) as client:  # fmt: skip
-        for in_flight in options.in_flight:
-            seconds: list[float] = []
-            for _ in range(options.rounds + 1):
-                requests = [request() for _ in range(in_flight)]
-                began = time.perf_counter()
-                async with asyncio.timeout(options.timeout_s):
-                    made = await asyncio.gather(*(client.generate(each) for each in requests))
-                seconds.append(time.perf_counter() - began)
-                lengths = {len(each.token_ids) for each in made}
-                if lengths != {options.completion_tokens}:
-                    raise RuntimeError(f"completions of {sorted(lengths)} tokens, not {options.completion_tokens}")
-            found[in_flight] = seconds[1:]
-    return found
-
-
-def _report_generation(
-    report: Report, found: dict[int, list[float]], size: ModelSize, peaks: Peaks, options: argparse.Namespace
-) -> None:
-    for in_flight, seconds in found.items():
-        tokens = in_flight * options.completion_tokens
-        bound_s = generation_bound_s(
-            size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
-            itemsize=_ITEMSIZE[options.dtype],
-        )  # fmt: skip
-        report.row(f"generate: {in_flight} in flight", [tokens / each for each in seconds], "tokens/s")
-        report.row(f"generate: {in_flight} in flight, bound", [tokens / bound_s], "tokens/s")
-        report.row(f"generate: {in_flight} in flight, of the bound", [bound_s / each for each in seconds], "fraction")
-
-
-# ---------------------------------------------------------------------------------------------------------------- training
+        raise SystemExit(f"the peak of {device} is not listed here; give --peak-tflops")
+    return listed
 
 
 def _train(size: ModelSize, options: argparse.Namespace) -> dict[str, Any]:
-    """What `_train_here` measures in a process of its own: its memory is free again afterward."""
-    settings = {
-        **{key: value for key, value in vars(options).items() if key != "json"},
-        "minibatches": 1, "group_size": 1, "chunk": 1024, "vocab": size.vocab, "hidden": size.hidden, "layers": size.layers,
-        "heads": size.heads, "kv_heads": size.kv_heads, "head_dim": size.head_dim,
-    }  # fmt: skip
-    command = [sys.executable, "-c", "from benchmarks.gpu import _train_here; _train_here()", json.dumps(settings)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_CHILD_TIMEOUT_S, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def _train_here() -> None:
-    """Print one JSON line: {"seconds": [of each step], "tokens": [that a step computes, padding included], "lengths": [tokens of
-    each sample], "peak_bytes": on a GPU}."""
+    """{"seconds": [of each step], "tokens": [that a step computes, padding included], "lengths": [tokens of each sample],
+    "peak_bytes": on a GPU}."""
     import torch
 
     from benchmarks._step_sides import OurSide, make_samples, process_group
 
-    options = argparse.Namespace(**json.loads(sys.argv[1]))
+    settings = argparse.Namespace(
+        **vars(options), minibatches=1, group_size=1, chunk=1024, vocab=size.vocab, hidden=size.hidden, layers=size.layers,
+        heads=size.heads, kv_heads=size.kv_heads, head_dim=size.head_dim,
+    )  # fmt: skip
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     torch.set_num_threads(options.threads)
     seconds, tokens = [], []
     with process_group(1, device):
-        side = OurSide(options, device, rank=0, num_ranks=1)
-        samples = make_samples(options)
+        side = OurSide(settings, device, rank=0, num_ranks=1)
+        samples = make_samples(settings)
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
             outcome = side.step(samples)
@@ -234,7 +105,7 @@ def _train_here() -> None:
             tokens.append(outcome.computed_tokens)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     lengths = [len(sample.token_ids) for sample in samples]  # the first step warms up
-    print(json.dumps({"seconds": seconds[1:], "tokens": tokens[1:], "lengths": lengths, "peak_bytes": peak}))
+    return {"seconds": seconds[1:], "tokens": tokens[1:], "lengths": lengths, "peak_bytes": peak}
 
 
 def _report_training(report: Report, found: dict[str, Any], size: ModelSize, peaks: Peaks) -> None:

@@ -139,7 +139,6 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("masked/low_entropy", "fraction of tokens that were left out for their low entropy", "fraction"),
     # trainer against sampler
     _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
-    _metric("sampling/sampling_logp_difference/p99", "99 of 100 are not larger, to 16%", "nats", better=_LOWER),
     _metric("sampling/sampling_logp_difference/max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sampling/kl", "KL divergence of the trained policy from the sampler, k3 estimator", "nats", better=_LOWER),
     _metric("sampling/importance_sampling_ratio/mean", "mean importance weight; 1 on policy"),

@@ -30,7 +30,6 @@ from grpo_async.training.reference import (
     check_vocabulary,
     is_policy_without_adapters,
 )
-from grpo_async.training.timing import StepClock
 
 _MARGIN_S = 60.0
 
@@ -110,7 +109,7 @@ def build_context(
         tokenizer=tokenizer,
         device=device,
         num_ranks=assignment.world_size,
-        clock=StepClock(timeline, device),
+        timeline=timeline,
     )
 
 

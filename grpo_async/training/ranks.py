@@ -22,6 +22,7 @@ from grpo_async.batching.pack import MicroBatch, RankSamples
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
@@ -29,7 +30,7 @@ from grpo_async.training.model import Policy
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.training.reference import Reference, score_twice
 from grpo_async.training.step import StepResult, train_step
-from grpo_async.training.timing import NO_CLOCK, StepClock, peak_bytes
+from grpo_async.training.timing import peak_bytes
 from grpo_async.training.token_statistics import TokenCollector
 from grpo_async.weights.verify import TrainerScores
 
@@ -175,7 +176,7 @@ class TrainerContext:
     tokenizer: Any
     device: torch.device
     num_ranks: int
-    clock: StepClock = NO_CLOCK
+    timeline: Timeline = NO_TIMELINE
     peaks: Sequence[int] | None = None
     """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
@@ -193,7 +194,7 @@ class TrainerContext:
             device=self.device,
             num_iterations=self.config.training.num_iterations,
             tokens=tokens,
-            clock=self.clock,
+            timeline=self.timeline,
             loss_scale=command.loss_scale,
         )
         wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold, sorted_entropies
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.training.parameters import local_of
 from grpo_async.training.reference import Reference
-from grpo_async.training.timing import NO_CLOCK, StepClock
 from grpo_async.training.token_statistics import TokenCollector
 
 
@@ -67,7 +67,7 @@ def train_step(
     device: torch.device,
     num_iterations: int = 1,
     tokens: TokenCollector | None = None,
-    clock: StepClock = NO_CLOCK,
+    timeline: Timeline = NO_TIMELINE,
     loss_scale: float = 1.0,
 ) -> StepResult:
     """Run one step on this rank; every rank calls it with as many minibatches of as many micro-batches.
@@ -79,14 +79,14 @@ def train_step(
         max_grad_norm: total norm over all ranks that gradients are clipped to.
         num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
         tokens: collects the statistics of this rank's tokens in the first pass, where they are stored.
-        clock: times forward, backward, optimizer.
+        timeline: gets the parts of the step. On a GPU the host runs ahead of them, and waits in "clip gradients".
         loss_scale: a power of two; see `training.loss_scale`.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
         group["lr"] = lr
     if objective.needs_old_policy:
-        with clock.part("old log-probabilities"):
+        with timeline.span("old log-probabilities", "trainer"):
             old_policies = _ask_old_policy(policy, minibatches, objective, device)
     else:
         old_policies = [[None] * len(micro_batches) for micro_batches in minibatches]
@@ -104,11 +104,11 @@ def train_step(
                     assert reference is not None
                     # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing
                     # may run through them between a forward and its backward
-                    with clock.part("reference", micro_batch=number):
+                    with timeline.span("reference", "trainer", micro_batch=number):
                         ref_logprobs = reference.logprobs(batch)
                     if num_iterations > 1:
                         ref_of_batches[index, number] = ref_logprobs
-                with clock.part("forward", micro_batch=number):
+                with timeline.span("forward", "trainer", micro_batch=number):
                     output: PolicyOutput = policy(
                         batch,
                         entropy_gradient=objective.needs_entropy_gradient,
@@ -116,21 +116,20 @@ def train_step(
                         loss_scale=loss_scale,
                     )
                 if output.anchor is not None:
-                    with clock.part("backward", micro_batch=number):
+                    with timeline.span("backward", "trainer", micro_batch=number):
                         torch.autograd.backward(output.anchor)
                     continue
                 terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
-                with clock.part("backward", micro_batch=number):
+                with timeline.span("backward", "trainer", micro_batch=number):
                     torch.autograd.backward(terms.total * (world_size * loss_scale))
                 sums.add(terms)
                 if collector is not None:
                     collector.add(terms)
             if collector is not None and index == len(minibatches) - 1:
                 collector.begin_copy()  # before the transfer of this update, which so waits for both
-            with clock.part("clip gradients"):
+            with timeline.span("clip gradients", "trainer"):
                 metrics = sums.gather(square_norm(policy.parameters(), device) / loss_scale**2)
-            clock.synchronized()
-            with clock.part("optimizer"):
+            with timeline.span("optimizer", "trainer"):
                 if metrics.is_finite:
                     clip_(policy.parameters(), norm=metrics.grad_norm, max_norm=max_grad_norm, loss_scale=loss_scale)
                     optimizer.step()

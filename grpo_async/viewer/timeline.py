@@ -11,7 +11,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, parse_event, read_events
 
 ORDER = (
-    "run", "trainer", "gpu", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",
+    "run", "trainer", "rollout", "tools", "weights", "queue", "scoring", "evaluation", "checkpoint", "server",
 )  # fmt: skip
 """Tracks from top to bottom; others follow by name."""
 

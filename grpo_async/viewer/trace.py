@@ -24,7 +24,6 @@ from grpo_async.viewer.timeline import ORDER, Events, by_track, track_group, usa
 
 PERFETTO = "https://ui.perfetto.dev"
 _TITLES = {
-    "gpu": "trainer GPU",
     "weights": "weight push",
     "queue": "scored groups in the queue",
     "rollout": "rollouts",

@@ -8,7 +8,6 @@ import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,7 @@ from benchmarks import _trl_train as train
 from benchmarks import against_trl
 from benchmarks._trl_setting import Setting, Step
 from benchmarks._trl_train import CpuKernel, EqualPush
-from benchmarks.against_trl import OURS, TRL, CpuUse, Outcome, both_settings, outcome, report_outcomes
-from benchmarks.report import Report
+from benchmarks.against_trl import OURS, TRL, CpuUse, both_settings, outcome
 from grpo_async.config.loader import load_config
 
 
@@ -139,22 +137,6 @@ def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
     assert figures["thrown away"] == pytest.approx(12 / 60)
     with pytest.raises(ValueError, match="4 steps were made, 5 are needed"):
         outcome(steps[:4], CpuUse(trainer_s=1.0, server_s=1.0), setting)
-
-
-@pytest.mark.parametrize(("walls", "met"), [(((2.0, 3.2), (2.0, 3.0)), True), (((2.0, 3.2), (2.0, 2.9)), False)])
-def test_the_lowest_round_decides(walls: tuple[tuple[float, float], ...], met: bool, tmp_path: Path) -> None:
-    file = tmp_path / "report.json"
-    report = Report("against_trl", argparse.Namespace(json=file, seed=0))
-    cpu = CpuUse(trainer_s=1.0, server_s=1.0)
-    runs: dict[str, list[Outcome]] = {OURS: [], TRL: []}
-    for our_s, their_s in walls:
-        runs[OURS].append(Outcome(steps=[_step(wall_s=our_s)], cpu=cpu, thrown_away=0.0))
-        runs[TRL].append(Outcome(steps=[_step(wall_s=their_s)], cpu=cpu, thrown_away=8.0))
-    report_outcomes(report, runs)
-    assert report.finish() == (0 if met else 1)
-    rows: dict[str, Any] = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-    assert rows["trained samples: grpo-async / TRL"]["values"] == pytest.approx([b / a for a, b in walls])
-    assert rows["TRL: thrown away"]["median"] == pytest.approx(8 / 24)
 
 
 def test_our_steps_are_read_from_metrics_and_timeline() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks import simulation
 from benchmarks._models import SIZES
 from benchmarks._simulated import Lengths, ServerSpeed, SimulatedServer, StandstillError, VirtualLoop
-from benchmarks.simulation import SCENARIOS, Outcome, Setup, main, server_speed, simulate
+from benchmarks.simulation import SCENARIOS, Setup, server_speed, simulate
 
 SETUP = Setup(
     trainers=2,
@@ -150,34 +147,3 @@ def test_speeds_follow_from_the_size_of_a_model_and_the_data_sheet() -> None:
     # 141 GB in bfloat16 at 40 GB/s
     assert SCENARIOS["70b"].push_s() == pytest.approx(3.57, abs=0.05)
     assert SCENARIOS["70b"].trainer_bytes(64) < 80e9 < SCENARIOS["70b"].trainer_bytes(16)
-
-
-def _outcome(**changed: float) -> Outcome:
-    figures = {"step_s": 20.0, "wait_s": 5.0, "trainer_idle": 0.25, "generator_idle": 0.7, "rows": 0.5, "stall": 0.0,
-               "packing": 1.0, "overlap": 0.75, "staleness": 0.0, "staleness_max": 0.0, "thrown": 0.0}  # fmt: skip
-    return Outcome(**{**figures, **changed})
-
-
-def test_of_several_splits_and_limits_the_fastest_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fewest servers are the fastest here. The trainer of a 70B has room on no fewer than 32 GPUs."""
-    seen: list[Setup] = []
-
-    def simulated(setup: Setup) -> Outcome:
-        seen.append(setup)
-        return _outcome(step_s=10.0 * setup.servers + setup.max_staleness)
-
-    monkeypatch.setattr(simulation, "simulate", simulated)
-    file = tmp_path / "report.json"
-    command = "--scenario math 70b --gpus 40 --groups 4 --staleness 1 2 --servers 8 16 --json"
-    assert main([*command.split(), str(file)]) == 0
-    report = json.loads(file.read_text(encoding="utf-8"))
-    rows = {row["name"]: row["values"] for row in report["rows"]}
-    assert rows["math, fastest, 32 + 8, max_staleness 1: step"] == [81.0]
-    assert rows["70b, fastest, 32 + 8, max_staleness 1: step"] == [11.0]  # one server of 8 GPUs
-    found = [
-        (each["scenario"], each["trainers"], each["generating"], each["max_staleness"])
-        for each in report["settings"]["outcomes"]
-    ]
-    math = [("math", 40 - servers, servers, staleness) for servers in (8, 16) for staleness in (1, 2)]
-    assert found == [*math, ("70b", 32, 8, 1), ("70b", 32, 8, 2)]
-    assert {setup.groups_per_step for setup in seen} == {4}

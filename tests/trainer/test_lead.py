@@ -20,7 +20,7 @@ from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import EvaluationSection
 from grpo_async.display.summary import print_summary
-from grpo_async.errors import CheckpointError, DeadlineError, RunError, ServerUnavailableError
+from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment, Purpose
@@ -234,20 +234,6 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     ]  # fmt: skip
 
 
-def test_a_checkpoint_that_does_not_load_leaves_what_the_run_wrote_behind_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub = _Stub(monkeypatch)
-
-    def broken(*_: Any, **__: Any) -> None:
-        raise CheckpointError("cannot load it")
-
-    monkeypatch.setattr(lead_module, "load_tensors", broken)
-    with pytest.raises(CheckpointError, match="cannot load it"):
-        _lead(make_config(tmp_path, training={"max_steps": 9}), resume_step=3)
-    assert stub.events == []
-
-
 def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.7, R1.8: and the weight group and the rollout thread are ended, as at the end of every run."""
     stub = _Stub(monkeypatch)
@@ -321,15 +307,6 @@ def test_a_server_that_dies_while_it_is_checked_is_checked_again(
     assert "start generating" in stub.events
 
 
-def test_a_preflight_alone_ends_after_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub = _Stub(monkeypatch)
-    config = make_config(tmp_path, tracking=[{"type": "tensorboard"}])
-    told = _lead(config, purpose="preflight")
-    assert stub.events[-1] == "preflight"
-    assert told[-1] == "StopCommand"
-    assert not RunDir(config.run_path).trackers.exists(), "it made a run in a tracker"
-
-
 def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,14 +361,3 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
     ):
         _lead(config, url=server.url)
     assert len(server.requests) > 1
-
-
-def test_a_stop_while_no_server_takes_the_first_weights_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stub = _Stub(monkeypatch)
-    stub.sync.outcomes = [None] * 1000
-    stub.fleet.up = [True, False]
-    told = _lead(make_config(tmp_path))
-    assert stub.events == ["look for servers", "no server for 0"]
-    assert told[-1] == "StopCommand"

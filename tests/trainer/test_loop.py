@@ -145,40 +145,6 @@ def test_an_evaluation_that_is_pinned_holds_pushes_and_the_last_one_follows_whil
     assert [line["eval/step"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_push_that_was_held_follows_at_the_next_step_also_where_none_is_due() -> None:
-    """Pushes every second step, that of 4 held: the evaluation ends while step 5 trains."""
-    evaluations = _Evaluations(2)
-
-    class EndsIt(FakeSync):
-        def sleep_servers(self) -> None:
-            if source.num_taken == 5:
-                evaluations.ends()
-
-    sync, source = EndsIt(), _Source({})
-    _run(sync, source, steps=6, sync_steps=2, evaluations=evaluations)
-    assert sync.pushed == [2, 5, 6]
-    waited, evaluations = FakeSync(), _Evaluations(2)
-    _run(waited, _Source({5: evaluations.ends}), steps=6, sync_steps=2, evaluations=evaluations)
-    assert waited.pushed == [2, 4, 6]
-
-
-def test_a_push_follows_at_once_when_the_evaluation_that_held_it_ends_within_the_same_step() -> None:
-    """Or the next evaluation would begin on servers that do not have the weights of its step."""
-    evaluations = _Evaluations(1)
-
-    class ReadEndsIt(FakeSync):
-        def sleep_servers(self) -> None:
-            if source.num_taken == 3:
-                reads.append(evaluations.ends)
-
-    reads: list[Callable[[], None]] = []
-    sync, source = ReadEndsIt(), _Source({})
-    lines, _ = _run(sync, source, steps=3, evaluations=evaluations, on_read=lambda: [read() for read in reads])
-    assert sync.pushed == [1, 3]
-    assert ["sync/held" in line for line in lines] == [False, True, False]
-    assert evaluations.served == [True, False, True]
-
-
 @pytest.mark.parametrize(("another_serves", "pushed"), [(True, [1]), (False, [1, 2])])
 def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_another_serves(
     another_serves: bool, pushed: list[int]

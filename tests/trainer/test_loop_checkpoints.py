@@ -71,17 +71,6 @@ class _Stub(FakeSource):
         return {"checkpoint/staged_s": 0.5} if self.states else {}
 
 
-def test_the_last_write_ends_before_the_state_is_taken_and_the_ranks_are_told_before_the_copy() -> None:
-    stub = _Stub(steps=5)
-    stub.loop(counters={"bad_steps": 2}).run(first_step=1)
-    assert stub.events == ["prepare", "state", "tell 2", "begin 2", "prepare", "state", "tell 4", "begin 4"]
-    assert [(state.step, state.rollouts["data"]) for state in stub.states] == [(2, {"next": 2}), (4, {"next": 4})]
-    assert stub.states[0].counters == {"bad_steps": 0}  # a step was finite
-    assert stub.states[0].progress["mine"] == {"a": 1}
-    assert stub.states[0].progress["totals"]["trained_tokens"] == 8
-    assert ["checkpoint/staged_s" in line for line in stub.lines] == [False, False, True, True, True]
-
-
 def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_counts_as_bad_only_at_1() -> None:
     scales: list[float] = []
 
@@ -113,14 +102,6 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
         stub.loop(counters={"loss_scale": 2}).run(first_step=1)
 
 
-def test_a_count_of_bad_steps_that_ended_the_run_begins_anew_and_a_lower_one_goes_on() -> None:
-    for restored, kept in ((3, 0), (4, 0), (2, 2)):
-        stub = _Stub()
-        assert stub.config.training.max_nonfinite_steps == 3
-        stub.loop(counters={"bad_steps": restored}).save(1)
-        assert stub.states[0].counters == {"bad_steps": kept}
-
-
 def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = _Stub()
     stub.run_dir, stub.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
@@ -137,14 +118,3 @@ def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     with pytest.raises(CheckpointError, match="the disk is full"):
         stub.loop().run(first_step=1)
     assert len(stub.lines) == 2
-
-
-def test_a_step_is_saved_once_and_whoever_wants_it_written_waits_in_any_case() -> None:
-    stub = _Stub()
-    loop = stub.loop()
-    loop.save(3)
-    loop.save(3, wait=True)
-    assert stub.events == ["prepare", "state", "tell 3", "begin 3", "wait"]
-    resumed = _Stub()
-    resumed.loop(saved_step=3).save(3)
-    assert resumed.events == [], "the run goes on from it"

@@ -85,13 +85,6 @@ def test_each_rank_gets_its_part_of_each_minibatch() -> None:
         assert {batch.minibatch_tokens for minibatch in command.pack() for batch in minibatch} == {4}
 
 
-def test_a_completion_that_is_masked_counts_in_the_mean_over_samples() -> None:
-    """Reduction grpo, two trained tokens: 1 / (2 samples x 2 tokens), though one of the two is not there."""
-    _, commands, _ = _one_step((True, True, True), cut=True)
-    last = [batch for command in commands for batch in command.pack()[2]]
-    assert [weight for batch in last for weight in batch.weights.tolist()] == [0.25, 0.25]
-
-
 @pytest.mark.parametrize(
     ("updates", "closed"),
     [
@@ -120,22 +113,3 @@ def test_the_statistics_of_both_ranks_come_back_to_their_rollouts_and_those_of_a
         }  # fmt: skip
         assert [int(flag) for flag in statistics["g0-r0"].flags] == [1, 2]
         assert [int(flag) for flag in statistics["g2-r0"].flags] == [3 | TokenFlag.SKIPPED, 4 | TokenFlag.SKIPPED]
-
-
-@pytest.mark.parametrize(
-    ("setting", "stored"), [({"kept": {2}}, ["g2-r0", "g2-r1"]), ({"kept": ()}, []), ({"token_stats": False}, [])]
-)
-def test_only_groups_that_are_stored_have_statistics(setting: dict[str, Any], stored: list[str]) -> None:
-    source, commands, _ = _one_step((True, True, True), **setting)
-    assert [sorted(statistics) for statistics in source.statistics] == [stored]
-    assert [command.token_room > 0 for command in commands] == [bool(stored)] * 2
-
-
-def test_the_tokens_of_prompts_have_no_staleness() -> None:
-    """All sampled tokens are of version 0, which the trainer had before step 1; those of the prompts have version -1."""
-    _, _, line = _one_step((True, True, True))
-    assert {name: value for name, value in line.items() if name.startswith("async/")} == {
-        "async/staleness_mean": 0.0,
-        "async/staleness_max": 0.0,
-        "async/staleness/0": 1.0,
-    }

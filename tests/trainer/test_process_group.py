@@ -78,18 +78,6 @@ def test_the_process_group_is_gone_when_the_model_cannot_be_loaded(tmp_path: Pat
     assert not dist.is_initialized()
 
 
-def test_a_gpu_that_is_planned_and_that_torch_does_not_see_is_an_error(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a run on the CPU, in the precision of a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(lead_module, "lead", lambda *_: pytest.fail("it trains"))
-    config = side_config(tmp_path, tiny_model)
-    place = _place(config, tmp_path).model_copy(update={"on_gpu": True})
-    with pytest.raises(ConfigError, match=r"launch\.device: .* torch .* sees none.*launch\.device: cpu"):
-        run_rank(place, config, ControlClient(None))
-
-
 @pytest.mark.parametrize(
     ("master", "compute", "wire"),
     [("float32", "bfloat16", "float32"), ("float32", "float32", "bfloat16"), ("bfloat16", None, "float32")],

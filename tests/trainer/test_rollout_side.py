@@ -215,29 +215,6 @@ def test_one_failing_prompt_is_counted_and_dropped_and_the_worker_goes_on(
     assert logged[0].exc_info is not None
 
 
-@pytest.mark.clock
-@pytest.mark.parametrize("ending", ["stopped", "failed"])
-def test_the_state_for_a_checkpoint_is_waited_for_no_longer_than_a_run_that_ends_has(
-    tiny_model: Path, tmp_path: Path, ending: str
-) -> None:
-    """Something blocks the rollout thread; the launcher ends the trainer after `launch.stop_timeout_s`."""
-    config = side_config(tmp_path, tiny_model, training={"queue_timeout_s": 3.0}, launch={"stop_timeout_s": 0.4})
-    go_on = threading.Event()
-    with local_server(_silent) as server, open_side(config, server) as side:
-        side.source._thread.post(lambda: go_on.wait(timeout=LONG_S))
-        with pytest.raises(DeadlineError, match=r"`training\.queue_timeout_s`"):
-            side.source.resume_state()
-        if ending == "stopped":
-            side.source.interrupt()
-        else:
-            side.source.fail(RunError("a stall"))
-        began = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"`launch\.stop_timeout_s`"):
-            side.source.resume_state()
-        assert time.monotonic() - began < 2.5
-        go_on.set()
-
-
 def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
     config = side_config(tmp_path, tiny_model)
     folder = config.run_path / "rollouts"

@@ -18,7 +18,8 @@ class _Fleet:
 
     def servers(self) -> list[Any]:
         return [
-            SimpleNamespace(index=index, name=f"server {index}", state=state, url="") for index, state in enumerate(self.states)
+            SimpleNamespace(index=index, name=f"server {index}", state=state, url="")
+            for index, state in enumerate(self.states)
         ]
 
     def last_message(self, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -17,11 +16,9 @@ from typing import Any
 
 import pytest
 
-from grpo_async.errors import RunError
 from grpo_async.inference.fleet import ServerState
 from grpo_async.processes.failures import RankFailure, explain
 from grpo_async.processes.heartbeat import MAX_DATAGRAM, from_json
-from grpo_async.rollout.thread import LoopThread
 from grpo_async.trainer.stall import StallGuard
 from tests.launcher.support import REPOSITORY
 
@@ -109,18 +106,6 @@ def test_a_slow_run_that_moves_and_a_guard_that_was_stopped_notice_nothing(monke
     moving.guard.stop()
 
 
-def test_nothing_is_noticed_while_there_is_an_excuse_and_the_clock_starts_after_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watched = _Watched(monkeypatch, lambda: 1, excused=True)
-    assert not watched.stalled.wait(timeout=SEVERAL_TIMEOUTS_S)
-    ended = time.monotonic()
-    watched.excused = False
-    assert watched.stalled.wait(timeout=10.0)
-    assert time.monotonic() - ended >= TIMEOUT_S - TIMEOUT_S / 5  # it looks ten times in a timeout
-    assert watched.stalls[0] < 5 * TIMEOUT_S
-
-
 @pytest.mark.parametrize(
     ("state", "age_s", "excused"),
     [
@@ -136,41 +121,3 @@ def test_a_server_that_loads_or_is_restarted_is_an_excuse_for_as_long_as_that_ma
     state: ServerState, age_s: float, excused: bool
 ) -> None:
     assert _guard(state, time.monotonic() - age_s)._is_excused() == excused
-
-
-def test_tasks_of_a_loop_that_hangs_show_the_whole_way_to_where_they_wait() -> None:
-    waits, release, inside = threading.Event(), threading.Event(), threading.Event()
-
-    async def reward() -> None:
-        waits.set()
-        await asyncio.Event().wait()
-
-    async def scores() -> None:
-        await reward()
-
-    def blocks() -> None:
-        inside.set()
-        release.wait(timeout=10.0)
-
-    loop = LoopThread()
-    loop.start()
-    scoring = loop.submit(scores())  # whoever drops it has a task that only the garbage collector knows
-    assert waits.wait(timeout=10.0)
-    loop.post(blocks)
-    assert inside.wait(timeout=10.0)
-    stacks = loop.task_stacks()
-    release.set()
-    loop.stop(timeout_s=10.0)
-    assert scoring.done()
-    way = stacks.split(" > ")
-    assert way[0].startswith("Task-")
-    assert way[1].startswith("reward test_stall.py:")
-    assert way[-1].startswith("wait locks.py:")
-
-
-def test_a_run_that_stood_still_ends_with_that_error_though_it_came_to_its_end() -> None:
-    guard = _guard()
-    guard.check()
-    guard._error = RunError("no step was finished for 10 s")
-    with pytest.raises(RunError, match="no step was finished"):
-        guard.check()

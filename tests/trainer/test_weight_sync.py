@@ -331,28 +331,6 @@ def test_a_late_server_that_cannot_serve_this_run_is_given_up_and_the_run_goes_o
     assert w.pushes.made[-1] == (1, ("server 0",))
 
 
-@pytest.mark.parametrize(("wanted", "count"), [("float32", 1), ("bfloat16", 0)])
-def test_a_server_of_another_dtype_is_warned_about_and_nothing_else_is(
-    world: Any, caplog: pytest.LogCaptureFixture, wanted: str, count: int
-) -> None:
-    """R1.15: the server serves bfloat16."""
-    w = world(_server(info={"dtype": "bfloat16"}), inference={"dtype": wanted})
-    with caplog.at_level(logging.WARNING):
-        w.sync.push(0, before_gather=_nothing)
-    warned = [record.getMessage() for record in caplog.records]
-    assert ["the server serves bfloat16, but inference.dtype is float32" in text for text in warned] == [True] * count
-
-
-def test_a_server_whose_logits_are_in_another_dtype_than_asked_for_is_refused(world: Any) -> None:
-    wanted = {"model": {"path": "m", "head_dtype": "float32"}}
-    world(_server(info={"dtype": "bfloat16", "head_dtype": "float32"}), **wanted).sync.push(0, before_gather=_nothing)
-    for info in ({"dtype": "bfloat16"}, {"dtype": "float32", "head_dtype": "bfloat16"}):
-        with pytest.raises(
-            ConfigError, match=r"model\.head_dtype: float32, but the server computes logits in bfloat16"
-        ):
-            world(_server(info=info), **wanted).sync.push(0, before_gather=_nothing)
-
-
 def test_servers_are_compared_every_nth_push_and_when_one_joins_but_not_at_the_first(world: Any) -> None:
     w = world(_server(0), weights={"verify_every_pushes": 3})
     compared = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +12,7 @@ from torch import nn
 
 from grpo_async.errors import ConfigError
 from grpo_async.training import attention
-from grpo_async.training.attention import CausalMask, SampleLayout, choose_attention
-from tests.training.tiny_families import build_family
+from grpo_async.training.attention import CausalMask, SampleLayout
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -95,37 +93,6 @@ def test_a_sample_at_a_time_is_what_the_dense_mask_gives(
         torch.testing.assert_close(gradient, right, atol=1e-6, rtol=1e-6)
 
 
-def test_no_score_of_a_pair_in_different_samples_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 samples of 16 tokens: 64 x 16^2 scores, not 1024^2; and no mask for any of them."""
-    sizes = []
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def counting(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **settings: Any) -> torch.Tensor:
-        assert settings.get("attn_mask") is None
-        sizes.append(q.shape[2] * k.shape[2])
-        return real(q, k, v, **settings)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
-    segments = _segments([16] * 64)
-    _attend(_inputs(segments, torch.float32), SampleLayout(segments))
-    assert sum(sizes) == 64 * 16**2
-
-
-def test_a_long_window_never_makes_a_mask_of_the_whole_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2000 tokens, window 100: blocks of 256 queries with at most 355 keys."""
-    masks = []
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def counting(*states: torch.Tensor, **settings: Any) -> torch.Tensor:
-        masks.append(tuple(settings["attn_mask"].shape))
-        return real(*states, **settings)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counting)
-    segments = _segments([2000])
-    _attend(_inputs(segments, torch.float32), SampleLayout(segments), window=100)
-    assert max(rows * columns for rows, columns in masks) == 256 * (256 + 99)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -193,15 +160,6 @@ def test_what_varlen_hands_to_the_kernel(has_groups: bool, monkeypatch: pytest.M
         torch.testing.assert_close(ours, _dense(*inputs, segments, scale=0.3, window=window, softcap=None))
 
 
-def test_the_kernel_of_varlen_takes_what_it_is_handed() -> None:
-    """Its signature in the torch that is installed."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    parameters = inspect.signature(varlen_attn).parameters
-    assert list(parameters)[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert {"scale", "window_size"} <= set(parameters)  # enable_gqa came after 2.11
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("window", [None, 3])
 def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> None:
@@ -223,47 +181,3 @@ def test_varlen_is_what_the_dense_mask_gives_on_a_gpu(window: int | None) -> Non
 def _config(**settings: Any) -> Any:
     text = SimpleNamespace(hidden_size=1024, num_attention_heads=8, **settings)
     return SimpleNamespace(get_text_config=lambda: text)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "dtype", "config", "name", "reason"),
-    [
-        ("auto", CPU, torch.float32, None, "mask", "needs a GPU, and the trainer computes on cpu"),
-        ("auto", GPU, torch.float32, None, "mask", "needs bfloat16 or float16, and model.compute_dtype is float32"),
-        ("auto", GPU, torch.bfloat16, _config(head_dim=64), "varlen", "a GPU and 16 bits"),
-        ("varlen", GPU, torch.float16, None, "varlen", "asked for"),
-        ("mask", GPU, torch.bfloat16, None, "mask", "asked for"),
-        (
-            "auto",
-            GPU,
-            torch.bfloat16,
-            _config(attn_logit_softcapping=50.0, head_dim=64),
-            "mask",
-            "does not support soft-capping",
-        ),
-        (
-            "auto",
-            GPU,
-            torch.bfloat16,
-            _config(head_dim=512),
-            "mask",
-            "at most 256 dimensions, and the model's have 512",
-        ),
-    ],
-)
-def test_the_choice_its_reason_and_the_refusal_of_varlen_where_it_cannot_run(
-    wanted: Any, device: torch.device, dtype: torch.dtype, config: Any, name: str, reason: str
-) -> None:
-    choice, why = choose_attention(wanted, device=device, dtype=dtype, config=config)
-    assert choice == name
-    assert reason in why
-    if wanted == "auto" and name == "mask":
-        with pytest.raises(ConfigError, match=rf"model\.attention: varlen cannot run: .*{reason}.*; set it to mask"):
-            choose_attention("varlen", device=device, dtype=dtype, config=config)
-
-
-def test_a_model_whose_attention_cannot_be_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_family("llama")
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be given the boundaries of packed samples"):
-        attention.use_attention(model, "mask")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 
 from grpo_async.config.sections import CheckpointSection
-from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
-from grpo_async.training.checkpoint import load_state, prune, set_aside_later_checkpoints, steps_to_keep
-from grpo_async.training.checkpoint_manifest import holds_tensors, problem_of
+from grpo_async.training.checkpoint import prune, set_aside_later_checkpoints, steps_to_keep
+from grpo_async.training.checkpoint_manifest import problem_of
 from tests.support import ranks
 
 
@@ -99,16 +97,6 @@ def test_ranks_find_a_flipped_bit_and_go_on_from_the_checkpoint_before_it(tiny_m
     assert "__0_0.distcp is missing; there is no earlier one" in found["none"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-def test_each_file_of_tensors_is_read_by_one_rank_whatever_number_wrote_them(num_ranks: int) -> None:
-    names = [f"__{writer}_0.distcp" for writer in range(12)]
-    for name in names:
-        assert [holds_tensors(name, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)].count(True) == 1
-    assert not holds_tensors("state.json") | holds_tensors(".metadata")
-    if num_ranks == 8:  # its own first: its machine may still have it in memory
-        assert [name for name in names if holds_tensors(name, rank=3, num_ranks=8)] == ["__3_0.distcp", "__11_0.distcp"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models_folder(
@@ -119,16 +107,6 @@ def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models
     assert result["again"] == result["first"]  # to the last bit
     assert result["names"]
     assert [name for name in result["names"] if "lora_" not in name] == []
-
-
-def test_a_broken_state_file_names_itself(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path)
-    run_dir.checkpoint(3).mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"state\.json"):
-        load_state(run_dir, 3)
-    (run_dir.checkpoint(3) / "state.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(CheckpointError, match="a format that this version cannot read"):
-        load_state(run_dir, 3)
 
 
 @pytest.mark.slow

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
-from grpo_async.training import export
 from grpo_async.training.export import export_model, model_card
 from tests.support.ranks import run_on_ranks
 from tests.training.tiny_models import load_tiny
@@ -81,52 +76,6 @@ def test_the_files_are_in_the_dtype_in_which_the_model_is_served(tiny_model: Pat
     assert {parameter.dtype for parameter in exported.parameters()} == {torch.bfloat16}
     for name, tensor in exported.named_parameters():
         assert torch.equal(tensor, policy.model.get_parameter(name).bfloat16())
-
-
-@pytest.fixture
-def stub_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], SimpleNamespace]:
-    """A policy without weights, on a rank of two that has no process group."""
-
-    def make(rank: int) -> SimpleNamespace:
-        monkeypatch.setattr(export, "gather_weights", lambda model, dtype: {})
-        monkeypatch.setattr(export.dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(export.dist, "get_rank", lambda: rank)
-        return SimpleNamespace(model=None)
-
-    return make
-
-
-def test_the_rank_that_writes_tells_the_others_meanwhile(
-    tmp_path: Path, stub_of_rank: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told, events = threading.Event(), []
-
-    def write(*_: Any) -> None:
-        assert told.wait(timeout=30.0)
-        events.append("written")
-
-    def heartbeat() -> None:
-        events.append("heartbeat")
-        told.set()
-
-    monkeypatch.setattr(export, "_write", write)
-    monkeypatch.setattr(export, "HEARTBEAT_S", 0.01)
-    export_model(tmp_path / "model", stub_of_rank(0), None, dtype="float32", heartbeat=heartbeat)
-    assert events[0] == "heartbeat"
-    assert events[-1] == "written"
-
-
-def test_a_folder_that_cannot_be_written_is_said_where_the_export_was_asked_for(
-    tmp_path: Path, stub_of_rank: Callable[[int], Any]
-) -> None:
-    policy = stub_of_rank(0)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
-    policy.model = SimpleNamespace(save_pretrained=full)
-    with pytest.raises(CheckpointError, match=r"cannot write the model to .*no space left"):
-        export_model(tmp_path / "model", policy, None, dtype="float32")
 
 
 def test_the_card_states_the_run() -> None:

@@ -83,15 +83,3 @@ def test_a_reading_that_falls_back_is_not_counted_twice_and_clocks_that_differ_m
     parts = [value for name, value in line.items() if name.endswith("_fraction")]
     assert sum(parts) + line["pipeline/trainer_idle_ratio"] == pytest.approx(1.0)
     assert line["pipeline/training_fraction"] == pytest.approx(3.1 / 4.1)
-
-
-def test_every_staleness_that_a_run_has_seen_has_its_fraction_from_then_on() -> None:
-    """A plot then has a line for each, which falls to 0 where there is none."""
-    meter = PipelineMeter(_reading(0.0, 0.0, 0))
-    lines = [
-        meter.step(_reading(second, 0.0, 0), trained_tokens=4, staleness=ages, reward=None, spent={})
-        for second, ages in ((1.0, {1: 4}), (2.0, {0: 3, 2: 1}), (3.0, {1: 4}), (4.0, {}))
-    ]
-    fractions = [{name[-1]: line[name] for name in line if name.startswith("async/staleness/")} for line in lines]
-    assert fractions == [{"0": 0.0, "1": 1.0}, {"0": 0.75, "1": 0.0, "2": 0.25}, {"0": 0.0, "1": 1.0, "2": 0.0}, {}]
-    assert lines[1]["async/staleness_mean"] == 0.5  # (3 x 0 + 2) / 4

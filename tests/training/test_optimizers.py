@@ -84,28 +84,6 @@ def test_every_parameter_has_the_state_from_the_start_that_its_first_update_begi
         assert torch.equal(parameter, same)
 
 
-def test_adamw_is_the_fused_one_and_moves_as_torchs_plain_loop(folder: Path) -> None:
-    """Fused, it needs no temporaries of the size of the parameters."""
-    policy, other = load_tiny(folder), load_tiny(folder)
-    ours = make_optimizer(policy, OptimizerSection(lr=1e-2, weight_decay=0.1))
-    assert all(group["fused"] and not group["foreach"] for group in ours.param_groups)
-    groups = [{**group, "params": []} for group in ours.param_groups]
-    decays = {id(parameter): number for number, group in enumerate(ours.param_groups) for parameter in group["params"]}
-    for parameter, same in zip(policy.parameters(), other.parameters(), strict=True):
-        groups[decays[id(parameter)]]["params"].append(same)
-    plain = torch.optim.AdamW(
-        [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups], lr=1e-2, foreach=False
-    )
-    for _ in range(3):
-        for parameter, same in zip(policy.parameters(), other.parameters(), strict=True):
-            parameter.grad = torch.randn_like(parameter)
-            same.grad = parameter.grad.clone()
-        ours.step()
-        plain.step()
-    for parameter, same in zip(policy.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(parameter, same, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_two_ranks_move_as_one_and_a_checkpoint_goes_on_with_either_number(folder: Path, tmp_path: Path) -> None:
     kinds = ("adamw", "muon")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from grpo_async.config.model_sections import LoraSection
 from grpo_async.errors import ConfigError
-from grpo_async.training.reference import check_vocabulary, is_policy_without_adapters, score_sequences
+from grpo_async.training.reference import check_vocabulary, score_sequences
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
 from tests.training.tiny_models import load_tiny, save_model
@@ -42,21 +39,3 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     ):
         check_vocabulary(policy, other, "elsewhere")
     check_vocabulary(policy, policy, "same")
-
-
-@pytest.mark.parametrize(
-    ("lora", "reference", "expected"),
-    [
-        (None, "initial", False),
-        ({}, "initial", True),
-        ({}, "/a/folder", False),
-    ],
-)
-def test_the_policy_without_adapters_is_the_initial_model(
-    lora: dict[str, Any] | None, reference: str, expected: bool
-) -> None:
-    config: Any = SimpleNamespace(
-        model=SimpleNamespace(lora=None if lora is None else LoraSection(**lora)),
-        loss=SimpleNamespace(reference=reference),
-    )
-    assert is_policy_without_adapters(config) == expected

@@ -20,10 +20,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.minibatch import split_groups
-from grpo_async.batching.pack import MicroBatch, split_by_rank
-from grpo_async.batching.plan import plan_batch
 from grpo_async.training.ranks import follow
-from tests.support.rank_jobs import random_samples
 from tests.support.ranks import run_on_ranks
 from tests.training.statistics_jobs import make_config, make_context, make_groups, make_step_loop, stores
 
@@ -111,39 +108,3 @@ def test_an_update_reads_the_device_once_and_shares_its_metrics_in_one_collectiv
         if name.startswith("entropy mask"):
             wanted["loss.sorted_entropies: all_gather"] = updates
         assert own == wanted, name
-
-
-@pytest.mark.parametrize("read", ["values.sum().item()", "bool((values > 0).any())", "values[values > 0]"])
-def test_a_read_is_counted_where_it_is_made(read: str) -> None:
-    """So the test above would see it."""
-    namespace: dict[str, Any] = {}
-    exec(compile(f"def reads(values): return {read}", "/grpo_async/step.py", "exec"), namespace)  # a function of ours
-    reads = Counter[str]()
-    with counted(torch.Tensor, READS, reads):
-        namespace["reads"](torch.ones(3))
-    assert reads.total() == 1
-
-
-def test_a_micro_batch_goes_to_a_gpu_from_pinned_memory_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied from other memory, the host would wait for the GPU to have done everything before it, ten times a micro-batch."""
-    sample = random_samples(1)
-    plan = plan_batch([len(sample[0].token_ids)], num_ranks=1, micro_batch_tokens=64, pack=True)
-    (batch,) = split_by_rank(sample, [1.0], plan, trainer_version=0)[0].pack()
-    pinned: set[int] = set()
-    copied: list[bool] = []
-
-    def pin(tensor: torch.Tensor) -> torch.Tensor:
-        pinned.add(id(tensor))
-        return tensor
-
-    def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-        copied.append(id(tensor) in pinned and non_blocking and device.type == "cuda")
-        return tensor.clone()
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    moved = batch.to(torch.device("cuda", 0))
-    tensors = [value for name in MicroBatch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
-    assert copied == [True] * len(tensors)
-    assert moved.host_segment_ids is batch.segment_ids  # where samples lie is known without asking the GPU
-    assert moved.input_ids is not batch.input_ids

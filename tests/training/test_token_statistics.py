@@ -24,7 +24,6 @@ from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.token_statistics import TokenCollector, TokenPlan
 from tests.support.loss_inputs import loss_section
 from tests.support.ranks import run_on_ranks
-from tests.support.records import make_sample
 from tests.training.statistics_jobs import MODULE, TRAINER_VERSION, make_groups
 from tests.training.tiny_models import load_tiny
 
@@ -152,31 +151,6 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
         mine = stats[sample.rollout_id]
         assert len(mine.logprobs) == len(mine.flags) == sample.num_trained_tokens < sum(map(bool, sample.token_ids))
     assert {flag for flag in TokenFlag if flag & bits} == set(TokenFlag) - {TokenFlag.SKIPPED}, "the cases say little"
-
-
-def test_collecting_changes_nothing_of_the_step(tiny_model: Path) -> None:
-    """To the last bit: a synchronous run is the same whether it stores stats or not."""
-    section = loss_section(**_RECOMPUTED, correction=_TOKENS, top_entropy_quantile=0.7)
-    samples = _samples()
-    halves = [samples[:6], samples[6:]]
-    with_stats, without = (
-        _step(tiny_model, section, halves, stored=lambda sample, stored=stored: stored) for stored in (True, False)
-    )
-    assert without[0] == {}
-    assert with_stats[1].metrics == without[1].metrics
-    for one, other in zip(with_stats[2].parameters(), without[2].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_the_room_is_that_of_the_rank_with_most_tokens_and_none_where_nothing_is_stored() -> None:
-    """Two ranks and one sample of three trained tokens; then a minibatch of two samples, a rank for each."""
-    tokens = TokenPlan(2)
-    one = make_sample(completion=(5, 6, 7))
-    cut: dict[str, Any] = {"num_ranks": 2, "micro_batch_tokens": 8, "pack": True}
-    tokens.add([one], plan_batch([5], **cut), is_stored=[False])
-    assert tokens.room == 0
-    tokens.add([one, one], plan_batch([5, 5], **cut), is_stored=[False, True])
-    assert tokens.room == 6
 
 
 _EVERY = {
