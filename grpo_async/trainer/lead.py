@@ -79,28 +79,6 @@ def lead(
         _Leader(assignment, config, control, context, renderer, timeline, stack).run()
 
 
-class _Phases:
-    """Tells the launcher what rank 0 does, and the timeline how long it did."""
-
-    def __init__(self, control: ControlClient, timeline: Timeline) -> None:
-        self._control = control
-        self._timeline = timeline
-        self._now: tuple[str, float] | None = None
-
-    def begin(self, name: str) -> None:
-        """The phase before is over."""
-        self.end()
-        self._now = name, time.time()
-        self._control.send("phase", name=name)
-
-    def end(self) -> None:
-        """End the current phase. Safe to call twice."""
-        if self._now is not None:
-            name, began = self._now
-            self._timeline.add(name, "run", began, time.time())
-            self._now = None
-
-
 class _Leader:
     def __init__(
         self,
@@ -119,8 +97,8 @@ class _Leader:
         self._renderer = renderer
         self._timeline = timeline
         self._stack = stack
-        self._phases = _Phases(control, timeline)
-        stack.callback(self._phases.end)
+        self._phase: tuple[str, float] | None = None  # the current one, and when it began
+        stack.callback(self._end_phase)
         self._state = (
             load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
         )
@@ -149,7 +127,7 @@ class _Leader:
             )
             set_aside_later_checkpoints(assignment.run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
-        self._phases.begin("waiting for the server")
+        self._begin_phase("waiting for the server")
         self._fleet.start()
         is_ready = self._fleet.wait_for_members(
             deadline_s=config.inference.startup_timeout_s,
@@ -163,7 +141,7 @@ class _Leader:
         totals = self._progress.pop("totals", None)
         self._meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
         loop = self._loop = self._build_loop()
-        self._phases.begin("pushing the first weights")
+        self._begin_phase("pushing the first weights")
         first_push = self._push_first()  # also proves the transport before anything is generated
         if first_push is None:
             loop.stop_followers()
@@ -179,6 +157,18 @@ class _Leader:
         finished = self._train()
         self._write_summary(finished)
         self._guard.check()
+
+    def _begin_phase(self, name: str) -> None:
+        """The launcher is told what rank 0 does, and the timeline for how long. Ends the phase before."""
+        self._end_phase()
+        self._phase = name, time.time()
+        self._control.send("phase", name=name)
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            name, began = self._phase
+            self._timeline.add(name, "run", began, time.time())
+            self._phase = None
 
     def _build_rollout_side(self) -> RolloutSide:
         store = self._stack.enter_context(
@@ -323,7 +313,7 @@ class _Leader:
         Raises:
             RunError: something would.
         """
-        self._phases.begin("checking trainer and servers against each other")
+        self._begin_phase("checking trainer and servers against each other")
         for attempt in range(1, _PREFLIGHTS + 1):
             while not (servers := self._fleet.serving()):  # it has died since the push
                 if self._push_first() is None:
@@ -334,7 +324,7 @@ class _Leader:
             if not dead or attempt == _PREFLIGHTS:
                 break
             logger.warning("%s died while it was checked; it is checked again", " and ".join(dead))
-        self._phases.end()
+        self._end_phase()
         self._control.send("preflight", checks=[asdict(check) for check in checks])
         if failed:
             raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
@@ -383,11 +373,11 @@ class _Leader:
     def _train(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
         source, loop = self._side.source, self._loop
-        self._phases.begin("training")
+        self._begin_phase("training")
         self._meter.restart(self._read())
         source.start()
         finished = loop.run(first_step=self._start + 1)
-        self._phases.begin("saving")
+        self._begin_phase("saving")
         loop.activity.begin("ending the run")
         if not loop.is_complete:
             loop.save(finished, wait=True)  # before generation is stopped: a resume continues what is in flight
@@ -400,7 +390,7 @@ class _Leader:
             except GrpoAsyncError as error:  # the model can be saved and exported without one
                 logger.error("no inference server for the last weights: %s", error)
             loop.finish(finished)
-            self._phases.end()
+            self._end_phase()
             loop.activity.begin("evaluating after training")
             self._evaluations.after_training(finished)
             self._complete_model_card(finished)

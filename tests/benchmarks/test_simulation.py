@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
 
-from benchmarks._models import SIZES
 from benchmarks._simulated import Lengths, ServerSpeed, SimulatedServer, StandstillError, VirtualLoop
-from benchmarks.simulation import SCENARIOS, Setup, server_speed, simulate
+from benchmarks.simulation import Setup, simulate
 
 SETUP = Setup(
     trainers=2,
@@ -68,20 +66,6 @@ def test_a_server_slows_down_with_its_rows_stands_still_in_a_pause_and_computes_
     loop.close()
 
 
-def test_a_request_that_is_cancelled_gives_its_slot_back_and_says_what_it_made() -> None:
-    loop = VirtualLoop()
-    server = SimulatedServer(loop, ServerSpeed(slots=1, decode_s=1.0, row_s=0.0, prefill_s=0.0))
-    made: list[int] = []
-    first = loop.create_task(server.generate(100, lambda: None, made.append))
-    second = loop.create_task(server.generate(5, lambda: None, made.append))
-    loop.run_for(7.5)
-    first.cancel()
-    loop.run_for(5.5)
-    assert made == [7]
-    assert isinstance(asyncio.tasks.Task.exception(second), type(None))
-    loop.close()
-
-
 def test_a_synchronous_step_is_generation_then_training_then_the_push() -> None:
     outcome = simulate(replace(SETUP, max_staleness=0))
     assert outcome.wait_s == pytest.approx(10.0, abs=0.01)  # 100 tokens x 0.1 s; 8 rollouts in 16 slots
@@ -103,20 +87,6 @@ def test_a_staleness_of_one_hides_the_shorter_of_the_two_and_throws_nothing_away
     assert outcome.thrown == 0
 
 
-@pytest.mark.parametrize("servers", range(1, 8))
-def test_at_every_split_running_ahead_gains_nine_tenths_of_what_it_can(servers: int) -> None:
-    """(g + t) / max(g, t) is possible, g the wait of a synchronous step and t the rest of it."""
-    setup = replace(
-        SETUP, trainers=8 - servers, servers=servers, groups_per_step=16, group_size=8,
-        lengths=Lengths(mean=2000, sigma=0.0, longest=2000),
-        speed=ServerSpeed(slots=256, decode_s=0.012, row_s=0.00005, prefill_s=0.00002), train_s=0.0004, step_s=1.0,
-    )  # fmt: skip
-    synchronous, asynchronous = simulate(replace(setup, max_staleness=0)), simulate(setup)
-    possible = synchronous.step_s / max(synchronous.wait_s, synchronous.step_s - synchronous.wait_s)
-    assert synchronous.step_s / asynchronous.step_s >= 0.9 * possible
-    assert asynchronous.overlap >= 0.9
-
-
 def test_a_group_with_nothing_to_learn_from_costs_generation_but_no_training() -> None:
     outcome = simulate(replace(SETUP, max_staleness=0, filtered=0.5, steps=40))
     # a step whose groups are all of that kind waits for four more
@@ -132,18 +102,3 @@ def test_training_takes_what_the_slowest_rank_of_each_forward_takes() -> None:
     assert taken == pytest.approx(110 * 0.13 + 60 * 0.08)
     assert even == pytest.approx((110 * 0.13 + 2 * 60 * 0.08) / 2)
     assert setup.training([]) == (0.0, 0.0)
-
-
-def test_speeds_follow_from_the_size_of_a_model_and_the_data_sheet() -> None:
-    """8.19e9 parameters, of which 7.57e9 are read in a step: 15.1 GB at 0.74 x 3.35 TB/s are 6.1 ms. KV of a token: 2 x 36 layers x
-    8 heads x 128 x 2 bytes = 147 kB; a GPU has 72 - 4 - 16.4 = 51.6 GB for them: 350 rows of 1000 tokens."""
-    speed = server_speed(SIZES["8b"], gpus=1, context=1000.0)
-    assert speed.decode_s == pytest.approx(6.1e-3, rel=0.01)
-    assert speed.slots == pytest.approx(350, abs=2)
-    assert speed.row_s == pytest.approx(147e6 / 2.479e12 + 2 * 7.57e9 / (989e12 * 0.7), rel=0.05)
-    two = server_speed(SIZES["8b"], gpus=2, context=1000.0)
-    assert (two.decode_s, two.row_s) == (pytest.approx(speed.decode_s / 2), pytest.approx(speed.row_s / 2))
-    assert two.slots > 2 * speed.slots  # one copy of the weights
-    # 141 GB in bfloat16 at 40 GB/s
-    assert SCENARIOS["70b"].push_s() == pytest.approx(3.57, abs=0.05)
-    assert SCENARIOS["70b"].trainer_bytes(64) < 80e9 < SCENARIOS["70b"].trainer_bytes(16)
