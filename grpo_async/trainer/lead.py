@@ -102,7 +102,6 @@ class _Leader:
         self._state = (
             load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
         )
-        self._progress: dict[str, Any] = dict(self._state.progress) if self._state else {}
         self._fleet = open_fleet(config, assignment.server_urls, control, stack, timeline)
         self._engine = "unknown"
         self._start = self._state.step if self._state else 0
@@ -138,8 +137,7 @@ class _Leader:
             context.channel.send([StopCommand()] * assignment.world_size)
             return
         self._evaluations = self._build_evaluations()
-        totals = self._progress.pop("totals", None)
-        self._meter = PipelineMeter(self._read(), Totals(**totals) if totals else None)
+        self._meter = PipelineMeter(self._read(), Totals(**self._state.totals) if self._state else None)
         loop = self._loop = self._build_loop()
         self._begin_phase("pushing the first weights")
         first_push = self._push_first()  # also proves the transport before anything is generated
@@ -256,10 +254,8 @@ class _Leader:
             read=self._read,
             on_step=on_step,
             meter=self._meter,
-            progress=self._progress,
+            resumed=self._state,
             evaluations=self._evaluations,
-            saved_step=self._assignment.resume_step,
-            counters=self._state.counters if self._state else None,
             on_saved=self._prune,
             timeline=self._timeline,
         )

@@ -7,13 +7,11 @@ Version = finished optimizer steps. `trainer.lead` makes the loop and what it ta
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -61,11 +59,9 @@ class LeaderLoop:
         read: reads clock and server counters.
         on_step: gets (step, metrics, the groups that it took) after each step.
         meter: metrics of the pipeline.
-        progress: further state to keep in checkpoints.
-        counters: of the checkpoint that this run resumes from.
+        resumed: the checkpoint that this run resumes from.
         on_saved: called by the writing thread when a checkpoint stands; removes old ones.
         evaluations: during training; None: none.
-        saved_step: the checkpoint that this run resumes from.
         timeline: takes what this thread does.
     """
 
@@ -78,10 +74,8 @@ class LeaderLoop:
         read: Callable[[], CounterSnapshot],
         on_step: Callable[[int, dict[str, float], Sequence[ScoredGroup]], None],
         meter: PipelineMeter,
-        progress: dict[str, Any],
+        resumed: CheckpointState | None = None,
         evaluations: RunEvaluations | None = None,
-        saved_step: int | None = None,
-        counters: Mapping[str, int] | None = None,
         on_saved: Callable[[], None] = lambda: None,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
@@ -95,16 +89,16 @@ class LeaderLoop:
         self._read = read
         self._on_step = on_step
         self._meter = meter
-        self._progress = progress
         self._evaluations = evaluations
         self._push_is_held = False  # by an evaluation: it follows as soon as that is over
-        bad_steps = (counters or {}).get("bad_steps", 0)
+        counters = resumed.counters if resumed else {}
+        bad_steps = counters.get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
         self._bad_steps = bad_steps if bad_steps < self._config.training.max_nonfinite_steps else 0
         is_half = self._config.model.compute_dtype == "float16"
-        self._loss_scale = LossScale(counters or {}) if is_half else None
+        self._loss_scale = LossScale(counters) if is_half else None
         self._pushed_version = -1
-        self._saved_step = saved_step
+        self._saved_step = resumed.step if resumed else None
         self._version = 0  # of the weights in this process
         self.is_complete = False
         """Whether `run` came to the end of the run: its last step, or that of the data."""
@@ -354,7 +348,7 @@ class LeaderLoop:
                 state = CheckpointState.of(
                     step,
                     self._source.resume_state(),
-                    progress={**copy.deepcopy(self._progress), "totals": self._meter.totals.as_dict()},
+                    totals=self._meter.totals.as_dict(),
                     counters={
                         "bad_steps": self._bad_steps,
                         **({} if self._loss_scale is None else self._loss_scale.counters),

@@ -95,22 +95,22 @@ class CheckpointState:
     Attributes:
         rollouts: ResumeState.small() of the rollout side.
         lines: its groups; made one by one while they are written.
-        progress: of the run as a whole: totals of the meter.
+        totals: metrics.Totals of the run as a whole.
         counters: of the main loop, such as consecutive steps that were not finite.
     """
 
     step: int
     rollouts: dict[str, Any]
     lines: Iterator[str] | Sequence[str] = ()
-    progress: dict[str, Any] = field(default_factory=dict)
+    totals: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, step: int, rollouts: ResumeState, *, progress: dict[str, Any], counters: dict[str, int]
+        cls, step: int, rollouts: ResumeState, *, totals: dict[str, Any], counters: dict[str, int]
     ) -> CheckpointState:
         """Of one instant: `step` is trained, and the next has not begun."""
-        return cls(step=step, rollouts=rollouts.small(), lines=rollouts.lines(), progress=progress, counters=counters)
+        return cls(step=step, rollouts=rollouts.small(), lines=rollouts.lines(), totals=totals, counters=counters)
 
     def resume_state(self, prompt_of: Callable[[int], Prompt]) -> ResumeState:
         """The rollout side's part. `prompt_of` gives a prompt by its id.
@@ -136,7 +136,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
         "format": FORMAT,
         "step": state.step,
         "rollouts": state.rollouts,
-        "progress": state.progress,
+        "progress": {"totals": state.totals},
         "counters": state.counters,
     }
     write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
@@ -156,7 +156,7 @@ def load_state(run_dir: RunDir, step: int) -> CheckpointState:
         if content.pop("format") != FORMAT:
             raise CheckpointError(f"{path} has a format that this version cannot read ({FORMAT})")
         lines = (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()
-        return CheckpointState(lines=lines, **content)
+        return CheckpointState(lines=lines, totals=content.pop("progress").get("totals", {}), **content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 

@@ -100,5 +100,5 @@ def make_loop(
         read=read,
         on_step=lambda step, metrics, groups: lines.append(metrics),
         meter=PipelineMeter(read()),
-        **{"progress": {}, **more},
+        **more,
     )

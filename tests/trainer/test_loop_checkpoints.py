@@ -32,11 +32,11 @@ class _Stub(FakeSource):
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a TrainerContext
-        self.num_ranks, self.run_dir, self.policy, self.optimizer, self.moving_reference = 1, None, None, None, None
+        self.num_ranks, self.run_dir, self.policy, self.optimizer = 1, None, None, None
         self.channel = self.checkpoints = self
 
     def loop(self, **arguments: Any) -> LeaderLoop:
-        return make_loop(self, self, self.lines, progress={"mine": {"a": 1}}, **arguments)
+        return make_loop(self, self, self.lines, **arguments)
 
     def step(self, *_: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
@@ -86,7 +86,9 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     stub.config = loop_config(
         training={"max_steps": 9}, checkpoint={"every_steps": 4}, model={"path": "m", "compute_dtype": "float16"}
     )
-    stub.loop(counters={"loss_scale": 16384, "loss_scale_steps": 7}).run(first_step=1)
+    stub.loop(resumed=CheckpointState(step=0, rollouts={}, counters={"loss_scale": 16384, "loss_scale_steps": 7})).run(
+        first_step=1
+    )
     assert scales == [16384.0, 8192.0, 4096.0, 2048.0] + [1024.0] * 5
     assert [line["training/loss_scale"] for line in stub.lines] == scales
     assert stub.states[0].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 0}
@@ -99,7 +101,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     stub = Broken(steps=9, every=20)
     stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
     with pytest.raises(RunError, match="3 consecutive steps were not finite; step 4"):
-        stub.loop(counters={"loss_scale": 2}).run(first_step=1)
+        stub.loop(resumed=CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).run(first_step=1)
 
 
 def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch
     sent: list[str] = []
     stub.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
     monkeypatch.setattr(loop_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
-    stub.loop(saved_step=3).finish(3)
+    stub.loop(resumed=CheckpointState(step=3, rollouts={})).finish(3)
     assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
 

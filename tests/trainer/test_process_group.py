@@ -103,7 +103,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         seen["master"] = {parameter.dtype for parameter in context.policy.parameters()}
         seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
         seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
-        context.policy.model.get_output_embeddings().register_forward_pre_hook(note_compute)
+        context.policy.model.base_model.layers[0].mlp.register_forward_pre_hook(note_compute)
         hidden = context.policy._hidden
 
         def note_figures(batch: MicroBatch) -> Any:

@@ -220,7 +220,7 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
     folder = config.run_path / "rollouts"
     with local_server(_silent) as server:
         with open_side(config, server) as side:
-            state = CheckpointState.of(1, side.source.resume_state(), progress={}, counters={})
+            state = CheckpointState.of(1, side.source.resume_state(), totals={}, counters={})
         scored = make_scored(0)
         with LineStore(folder) as store:
             store.append(scored.group, GroupStatus.TRAINED, 2, scored=scored)
@@ -261,7 +261,7 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
                     serve(side, step)
                 assert len(trained) == expected
                 rollouts = side.source.resume_state()
-                state = CheckpointState.of(expected, rollouts, progress={}, counters={})
+                state = CheckpointState.of(expected, rollouts, totals={}, counters={})
                 state = replace(state, lines=list(state.lines))
                 ledger = side.source.ledger_snapshot()
     assert sorted(number for groups in trained for number in groups) == list(range(10))

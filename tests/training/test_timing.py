@@ -1,4 +1,4 @@
-"""The clock of a step on a GPU, with events that stand in for CUDA's, and the stopwatch of a thread."""
+"""The stopwatch of a thread."""
 
 from __future__ import annotations
 
