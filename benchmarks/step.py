@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios, seconds_of
-from grpo_async.utils.cpus import usable_cpus
+from grpo_async.utils.processes import usable_cpus
 
 if TYPE_CHECKING:
     from benchmarks._step_sides import OurSide, PlainSide, StepOutcome

@@ -24,7 +24,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.export import export_rollouts
 from grpo_async.store.query import parse_query
 from grpo_async.utils.extras import needs
-from grpo_async.utils.json_files import read_objects
+from grpo_async.utils.files import read_objects
 from grpo_async.viewer.runs import find_evaluation, find_run
 
 if TYPE_CHECKING:

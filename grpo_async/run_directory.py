@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_async.utils.atomic_files import replacing
+from grpo_async.utils.files import replacing
 
 
 class _Entry:
@@ -156,7 +156,7 @@ def attempt_config(attempt: Path) -> Path:
 
 
 def write_atomically(path: Path, text: str, *, mode: int | None = None) -> None:
-    """Write `text` as `utils.atomic_files.replacing` does: a reader sees the old file or the new one.
+    """Write `text` as `utils.files.replacing` does: a reader sees the old file or the new one.
 
     Args:
         mode: of the file, from its first moment on (less the umask); None: as usual, 0666 less the umask.

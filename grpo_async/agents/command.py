@@ -36,7 +36,7 @@ from grpo_async.sandbox import startup_notes as sandbox_notes
 from grpo_async.sandbox.execution import find_interpreter
 from grpo_async.sandbox.inside.loopback import PORT
 from grpo_async.utils.child_process import CHUNK, ChildProcess
-from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import clipped
 
 SETTING = "rollout.agent.command"

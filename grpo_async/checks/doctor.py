@@ -24,7 +24,7 @@ from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.errors import RunError
 from grpo_async.processes.machine import query_gpus
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
-from grpo_async.utils.cpus import is_cpu_build, usable_cpus
+from grpo_async.utils.processes import is_cpu_build, usable_cpus
 from grpo_async.utils.text import clipped, format_bytes
 
 _PACKAGE = "grpo-async"

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from grpo_async.errors import ConfigError
-from grpo_async.utils.package_files import shipped
+from grpo_async.utils.files import shipped
 
 _STARTERS = {  # folder of grpo_async/starters: title of its config
     "reward": "Questions with short answers, and your own reward.",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_async.utils.package_files import shipped
+from grpo_async.utils.files import shipped
 
 _CONFIGS = {  # task: those in configs/ that train it
     "think": ("quickstart.yaml",),

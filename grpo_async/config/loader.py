@@ -34,7 +34,7 @@ from grpo_async.config.yaml_document import (
     read_yaml_file,
 )
 from grpo_async.errors import ConfigError
-from grpo_async.utils.package_files import shipped
+from grpo_async.utils.files import shipped
 from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
 

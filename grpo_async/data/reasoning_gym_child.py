@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import die_with_parent
 
 _PROBE = "?"  # the answer to no task
 _NUM_PROBED = 3

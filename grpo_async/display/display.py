@@ -26,7 +26,7 @@ from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.json_files import json_safe
+from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
 
 _INTERVAL_S = 1.0

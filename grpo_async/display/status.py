@@ -24,8 +24,7 @@ from grpo_async.findings import Evidence, judge
 from grpo_async.findings.evidence import new_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
-from grpo_async.utils.growing_file import GrowingFile
-from grpo_async.utils.json_files import read_object
+from grpo_async.utils.files import GrowingFile, read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration

@@ -37,8 +37,8 @@ from grpo_async.rollout.group import GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.seeds import seed_of
-from grpo_async.utils.tasks import all_of
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.format import conversation
 

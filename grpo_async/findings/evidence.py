@@ -16,8 +16,7 @@ from grpo_async.config.loader import read_values
 from grpo_async.findings.statistics import Change, held_out_change, trend
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
-from grpo_async.utils.growing_file import GrowingFile
-from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
+from grpo_async.utils.files import GrowingFile, numbers, parse_object, read_object, read_objects
 from grpo_async.utils.run_state import FINISHED, state_of
 
 _MIN_WINDOW, _MAX_WINDOW = 3, 50

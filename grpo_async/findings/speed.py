@@ -22,7 +22,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import RolloutSection
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.statistics import mean_over_time
-from grpo_async.utils.json_files import numbers
+from grpo_async.utils.files import numbers
 from grpo_async.utils.text import duration
 
 _IDLE = 0.15

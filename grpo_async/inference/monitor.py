@@ -31,7 +31,7 @@ from grpo_async.errors import BadResponseError, InferenceError, RequestRejectedE
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.server import Server, ServerState
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 if TYPE_CHECKING:
     from grpo_async.inference.fleet import Fleet

@@ -14,7 +14,7 @@ from grpo_async.findings.evidence import PackedRow, read_metrics
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
-from grpo_async.utils.json_files import numbers
+from grpo_async.utils.files import numbers
 
 _MIN_STEPS = 5
 

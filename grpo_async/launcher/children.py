@@ -1,7 +1,7 @@
 """The children of the launcher and all that descends from them: each child is started in its own session, with both output streams
 in one log file, and at the end everything is killed, whoever its parents are by then.
 
-The terminal's Ctrl-C reaches the launcher only. A child ends itself when the launcher dies (utils.lifetime). On Linux the launcher
+The terminal's Ctrl-C reaches the launcher only. A child ends itself when the launcher dies (utils.processes). On Linux the launcher
 is the subreaper of its descendants meanwhile, so that a process whose parent died is handed to it instead of init and is still
 found. Processes are ended by their pids (psutil guards against reuse), never by name.
 """
@@ -23,8 +23,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
-from grpo_async.utils.exit_status import describe_exit
-from grpo_async.utils.lifetime import LAUNCHER_PID_VARIABLE, TAG_VARIABLE, prctl
+from grpo_async.utils.processes import LAUNCHER_PID_VARIABLE, TAG_VARIABLE, describe_exit, prctl
 from grpo_async.utils.safe_text import tail
 
 KILL_TIMEOUT_S = 10.0

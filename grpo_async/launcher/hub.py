@@ -24,9 +24,9 @@ from grpo_async.errors import RunError
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.heartbeat import from_json
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.safe_text import plain
 from grpo_async.utils.text import clipped
-from grpo_async.utils.threads import in_thread
 
 _SHORT_TIMEOUT_S = 8.0
 """While it is asked whether a machine is gone, because something else has failed."""

@@ -22,7 +22,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_choice import find_checkpoint
 from grpo_async.training.checkpoint_manifest import OtherFormatError, damaged, holds_tensors, problem_of, set_aside
-from grpo_async.utils.json_files import read_object
+from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import FINISHED
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.

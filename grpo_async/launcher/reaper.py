@@ -1,6 +1,6 @@
 """Tidies up after a launcher that was killed: ends what it left running, removes its temporary folder.
 
-The direct children of a launcher die with it (utils.lifetime); a daemon that user code has started does not. The
+The direct children of a launcher die with it (utils.processes); a daemon that user code has started does not. The
 reaper is a process in its own session that waits for the end of a pipe: as long as the launcher lives, it does nothing.
 
     python -m grpo_async.launcher.reaper LAUNCHER_PID FOLDER        stdin: "done", or its end
@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from grpo_async.errors import RunError
-from grpo_async.utils.lifetime import TAG_VARIABLE
+from grpo_async.utils.processes import TAG_VARIABLE
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"

@@ -20,7 +20,7 @@ from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, Children
 from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import count
 
 if TYPE_CHECKING:

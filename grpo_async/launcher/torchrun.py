@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.failures import RankExit
 from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat, report
-from grpo_async.utils.lifetime import die_with_launcher
+from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters

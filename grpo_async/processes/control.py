@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from grpo_async.utils.json_files import parse_object
+from grpo_async.utils.files import parse_object
 
 logger = logging.getLogger(__name__)
 

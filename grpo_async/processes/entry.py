@@ -18,7 +18,7 @@ from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import Heartbeat, report
 from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.run_directory import attempt_config
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import die_with_parent
 
 logger = logging.getLogger("grpo_async")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grpo_async.errors import message_of
-from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.safe_text import plain
 
 _TRACEBACK_LINES = 16

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.utils.cpus import is_cpu_build, usable_cpus
 from grpo_async.utils.network import family_of
+from grpo_async.utils.processes import is_cpu_build, usable_cpus
 
 _QUESTION_TIMEOUT_S = 60.0  # a driver that has to wake up takes seconds
 _DEVICES = ("nvidia[0-9]*", "dxg")  # /dev/dxg: WSL2

@@ -25,7 +25,7 @@ from typing import Any, cast
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.tasks import TASKS, Task
 from grpo_async.quickstart.tasks.base import WarmupRecipe
-from grpo_async.utils.atomic_files import put_in_place
+from grpo_async.utils.files import put_in_place
 from grpo_async.utils.text import backticked, did_you_mean
 
 RECIPE_VERSION = 2  # raise it when a task, tokenizer, model or warmup changes: prepared folders are then made again

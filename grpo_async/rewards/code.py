@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
-from grpo_async.utils.cpus import usable_cpus
+from grpo_async.utils.processes import usable_cpus
 
 logger = logging.getLogger(__name__)
 

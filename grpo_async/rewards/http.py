@@ -39,8 +39,8 @@ from grpo_async.config.base import read_arguments
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.rewards.call import ENVIRONMENTS, checked_by
 from grpo_async.rewards.text import final_text
+from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
-from grpo_async.utils.tasks import all_of
 from grpo_async.utils.text import clipped
 
 _CONNECT_TIMEOUT_S = 10.0

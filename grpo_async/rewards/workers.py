@@ -7,7 +7,7 @@ die. A death or a timeout is an error of that call only.
 
 A worker is a fresh interpreter with a socket to its owner. (multiprocessing's spawn would import the trainer's main module, and so
 torch, into every worker.) It has a process group of its own, so Ctrl-C does not reach it and killing it also kills what the
-function started. It dies with the *thread* that made it (see `grpo_async.utils.lifetime`). Requests and answers are bytes, pickled
+function started. It dies with the *thread* that made it (see `grpo_async.utils.processes`). Requests and answers are bytes, pickled
 at either end, so that what cannot be pickled is an error of one call.
 """
 
@@ -38,9 +38,7 @@ from grpo_async.rewards.call import (
 from grpo_async.user_code.calls import Raised
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
-from grpo_async.utils.cpus import usable_cpus
-from grpo_async.utils.exit_status import describe_exit
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import describe_exit, die_with_parent, usable_cpus
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
 _BOOT = (

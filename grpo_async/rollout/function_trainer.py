@@ -26,8 +26,8 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, TaggedMessage
 from grpo_async.rollout.thread import result_within
+from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.seeds import seed_of
-from grpo_async.utils.tasks import all_of
 
 _OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens", "seed")
 _ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text

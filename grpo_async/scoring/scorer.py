@@ -29,7 +29,7 @@ from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.compare import Advantages
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.utils.tasks import all_of
+from grpo_async.utils.concurrency import all_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import BinaryIO, Literal, TypeAlias
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.store.query import Query
 from grpo_async.store.table import RolloutTable
-from grpo_async.utils.atomic_files import replacing
+from grpo_async.utils.files import replacing
 from grpo_async.utils.safe_text import DIRECTIONS
 
 Format: TypeAlias = Literal["jsonl", "parquet"]

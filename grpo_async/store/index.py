@@ -27,7 +27,7 @@ from grpo_async.store.files import Block, Metadata, find_blocks, has_writer, rea
 from grpo_async.store.query import EVERYTHING, Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, select_from_lines
-from grpo_async.utils.cpus import usable_cpus
+from grpo_async.utils.processes import usable_cpus
 from grpo_async.utils.text import count, first_line
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ from grpo_async.store.files import (
     write_metadata,
 )
 from grpo_async.store.lines import Entry, check_stats, line_of
-from grpo_async.utils.line_files import Outage, Writer
+from grpo_async.utils.files import Outage, Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
     from grpo_async.config.record_sections import RolloutRecordSection
@@ -336,7 +336,7 @@ class RolloutStore(Writer):
 
 class Sealer:
     """The process that seals the blocks of one writer (`seal`). It dies with the thread that adds the first block
-    (`utils.lifetime`): let that thread close it."""
+    (`utils.processes`): let that thread close it."""
 
     def __init__(self, folder: Path, max_gb: float) -> None:
         self._arguments = [str(os.getpid()), str(folder.absolute()), str(int(max_gb * 1e9))]

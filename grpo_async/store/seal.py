@@ -19,8 +19,8 @@ from grpo_async.errors import RunError
 from grpo_async.store.database import connect, quote, sql_path
 from grpo_async.store.files import TEMPORARY_SUFFIX, find_blocks, open_name, sealed_name
 from grpo_async.store.schema import PARQUET_OPTIONS, select_from_lines
-from grpo_async.utils.atomic_files import sync
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.files import sync
+from grpo_async.utils.processes import die_with_parent
 
 
 def seal_block(path: Path) -> Path:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from grpo_async.utils.json_files import numbers, read_objects
+from grpo_async.utils.files import numbers, read_objects
 from grpo_async.utils.text import finite
 
 When = Literal["start", "step", "end"]

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from grpo_async.errors import RunError
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.json_files import json_safe, parse_object
-from grpo_async.utils.line_files import Outage, Writer, append_whole
+from grpo_async.utils.files import Outage, Writer, append_whole, json_safe, parse_object
 
 logger = logging.getLogger(__name__)
 

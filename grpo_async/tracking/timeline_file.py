@@ -18,9 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_async.utils.atomic_files import replacing
-from grpo_async.utils.json_files import json_safe
-from grpo_async.utils.line_files import Outage, append_whole, whole_bytes
+from grpo_async.utils.files import Outage, append_whole, json_safe, replacing, whole_bytes
 from grpo_async.utils.text import clipped
 
 logger = logging.getLogger(__name__)

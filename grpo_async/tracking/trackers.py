@@ -15,7 +15,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError, message_of
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.backends import Rows, Tracker, open_tracker
-from grpo_async.utils.json_files import numbers
+from grpo_async.utils.files import numbers
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import report
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.trainer.loop import LeaderLoop
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ from grpo_async.training.checkpoint_manifest import (
     write_synced,
 )
 from grpo_async.training.model import Policy
-from grpo_async.utils.atomic_files import put_in_place, sync
+from grpo_async.utils.files import put_in_place, sync
 from grpo_async.utils.seeds import seed_of
 
 _PREFIX = "writing_"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.errors import CheckpointError
-from grpo_async.utils.atomic_files import sync
+from grpo_async.utils.files import sync
 
 FORMAT = 3
 MANIFEST = "manifest.json"

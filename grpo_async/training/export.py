@@ -35,8 +35,8 @@ from grpo_async.training.checkpoint import DCP_ERRORS, TRAINED, model_state
 from grpo_async.training.checkpoint_manifest import problem_of
 from grpo_async.training.lora import gather_adapter, gather_weights, has_adapters, write_adapter
 from grpo_async.training.model import Policy
-from grpo_async.utils.atomic_files import put_in_place
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
+from grpo_async.utils.files import put_in_place
 
 _PACKAGES = ("grpo-async", "torch", "transformers", "vllm", "peft", "safetensors")
 

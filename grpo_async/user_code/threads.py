@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
-from grpo_async.utils.atomic_files import replacing
+from grpo_async.utils.files import replacing
 from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.timeline import ORDER, Events, by_track, track_group, usage

@@ -15,7 +15,7 @@ from functools import partial
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError, WeightPushError
 from grpo_async.inference.control import ServerControl
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 SETTING = "weights.timeout_s"
 """Holds the deadline of each phase."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights.buckets import TurnBuffers
 from grpo_async.weights.calls import GroupClosedError
 

@@ -29,7 +29,7 @@ from grpo_async.findings import Finding, Severity
 from grpo_async.launcher import advisor as advisor_module
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 from tests.display.support import METRICS
 from tests.findings.support import pipeline_setup
 from tests.support.waiting import eventually

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import die_with_parent
 from tests.launcher.stand_in_trainer import HELPER, leave_pid
 
 # a helper that starts another, without any environment and in a session of its own; and leaves its pid

@@ -24,7 +24,7 @@ from grpo_async.processes.entry import run_process
 from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import Heartbeat, report
 from grpo_async.run_directory import write_atomically
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import die_with_parent
 
 HELPER = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
 LIMIT_S = 120.0

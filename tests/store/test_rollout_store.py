@@ -18,7 +18,7 @@ from grpo_async.records import GroupStatus
 from grpo_async.store import RolloutStore, rollout_store
 from grpo_async.store.files import find_blocks, read_metadata, torn_bytes
 from grpo_async.tracking import trackers
-from grpo_async.utils import line_files
+from grpo_async.utils import files as line_files
 from tests.store.builders import (
     OpenStore,
     append,

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_async.errors import RunError
 from grpo_async.tracking import MetricsLog, jsonl
-from grpo_async.utils import line_files
-from grpo_async.utils.json_files import read_objects
+from grpo_async.utils import files as line_files
+from grpo_async.utils.files import read_objects
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 
 _CHILD = """
 import sys
-from grpo_async.utils.lifetime import die_with_parent
+from grpo_async.utils.processes import die_with_parent
 die_with_parent(int(sys.argv[1]))
 print("goes on")
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.utils.json_files import numbers, parse_object, read_object, read_objects
+from grpo_async.utils.files import numbers, parse_object, read_object, read_objects
 from grpo_async.utils.text import duration, finite, format_number, percent, shortlist
 
 

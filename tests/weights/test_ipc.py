@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import ipc
 from grpo_async.weights.buckets import pack
 from grpo_async.weights.ipc import CudaMemory, Handle, IpcBackend, Signal

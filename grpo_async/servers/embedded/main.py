@@ -21,8 +21,8 @@ from grpo_async.config.server_sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
-from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.network import family_of, host_in_url, is_loopback, server_certificates
+from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine

@@ -20,9 +20,8 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.utils.cpus import is_cpu_build
-from grpo_async.utils.lifetime import die_with_launcher
 from grpo_async.utils.network import is_loopback
+from grpo_async.utils.processes import die_with_launcher, is_cpu_build
 
 Platform = Literal["cpu", "gpu"]
 

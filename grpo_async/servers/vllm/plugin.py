@@ -31,7 +31,7 @@ def _die_with_vllm_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None:  # the API server; serve-vllm tied it to its own parent before the exec
         return
-    from grpo_async.utils.lifetime import die_with_parent
+    from grpo_async.utils.processes import die_with_parent
 
     assert parent.pid is not None
     die_with_parent(parent.pid)

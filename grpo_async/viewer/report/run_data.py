@@ -17,7 +17,7 @@ from grpo_async.findings import Evidence, Row
 from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
-from grpo_async.utils.json_files import read_object, read_objects
+from grpo_async.utils.files import read_object, read_objects
 from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 

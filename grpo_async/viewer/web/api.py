@@ -30,7 +30,7 @@ from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
 from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadsExhaustedError
-from grpo_async.utils.json_files import read_object
+from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.validation import problems_of

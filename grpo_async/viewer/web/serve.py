@@ -17,8 +17,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import host_in_url, is_loopback
-from grpo_async.utils.threads import in_thread
 from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.sources import Library
 

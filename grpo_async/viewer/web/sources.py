@@ -19,8 +19,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.utils.growing_file import GrowingFile
-from grpo_async.utils.json_files import read_object
+from grpo_async.utils.files import GrowingFile, read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.report.rollouts import RolloutOverview

@@ -1,8 +1,4 @@
-"""Ties the lifetime of a process to its parent's, so that no death in the tree leaves an orphan.
-
-Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
-The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
-"""
+"""Processes: how long they live, how they ended, in words, and how many CPUs there are for them."""
 
 from __future__ import annotations
 
@@ -11,6 +7,12 @@ import os
 import signal
 import sys
 import threading
+
+# ---- lifetime ----
+# Ties the lifetime of a process to its parent's, so that no death in the tree leaves an orphan.
+#
+# Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
+# The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
 
 LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
 """Set by the launcher for its direct children."""
@@ -55,3 +57,31 @@ def _exit_when_parent_changes(parent: int) -> None:
     while os.getppid() == parent:  # ends with the process
         never.wait(1.0)  # macOS has no parent-death signal that Python can reach
     os._exit(1)
+
+
+# ---- how a process ended, in words ----
+
+
+def describe_exit(status: int) -> str:
+    """`status` as subprocess gives it: 3 -> "ended with exit code 3", -9 -> "was killed by SIGKILL (...)"."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # most real-time signals have no name
+        name = f"signal {-status}"
+    hint = " (often the kernel, out of memory: see `dmesg`)" if -status == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+# ---- how many CPUs there are for this process, and which packages are built for CPUs ----
+
+
+def usable_cpus() -> int:
+    """A scheduler or a container may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def is_cpu_build(version: str) -> bool:
+    """Whether a version of torch or vLLM is one built for CPUs: "2.13.0+cpu"."""
+    return version.partition("+")[2].startswith("cpu")

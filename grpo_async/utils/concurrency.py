@@ -1,11 +1,12 @@
-"""A function in a thread that nobody has to wait for."""
+"""Coroutines that run at the same time, and a function in a thread that nobody has to wait for."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -24,3 +25,15 @@ def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Their results, in their order. When one fails, the others are cancelled and its error is raised: without the group that
+    asyncio puts around it, and with what it came from."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in running]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.utils.atomic_files import put_in_place
+from grpo_async.utils.files import put_in_place
 
 
 def _folder(path: Path, text: str) -> Path:

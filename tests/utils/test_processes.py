@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_async.utils.exit_status import describe_exit
+from grpo_async.utils.processes import describe_exit
 
 
 @pytest.mark.parametrize(

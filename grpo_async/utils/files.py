@@ -1,0 +1,271 @@
+"""Files that are whole under their name, JSON that others write, lines that are appended while somebody reads, shipped files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from grpo_async.errors import RunError
+from grpo_async.utils.text import finite
+
+_CHUNK_BYTES = 1 << 20  # to read at once
+
+# ---- files and folders that stand whole under their name, and on the disk ----
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A name next to `path` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After an
+    error nothing is left of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """Put on the disk what a file holds, or which names a folder has.
+
+    Raises:
+        OSError: the disk cannot take it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
+    """Rename `made` to `folder`. What stands there is renamed to `aside` first, and removed when the new one is in place: whenever
+    this ends, the old one or the new one is whole.
+
+    Args:
+        aside: next to `folder`; what an earlier call left there goes.
+
+    Raises:
+        OSError: one of them cannot be renamed.
+    """
+    if folder.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+    os.replace(made, folder)
+    sync(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+# ---- JSON ----
+# JSON that other processes read, and that they write and may have been killed over: whatever a file holds, reading it raises
+# nothing.
+
+
+def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object that a file holds; empty where it is not there, or holds something else. What cannot be read is a sentence in
+    `problems`."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_objects(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON Lines file. A torn last line is left out; other lines that are not one are counted in `problems`."""
+    if not path.is_file():
+        return
+    num_bad = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if (content := parse_object(line)) is not None:
+                    yield content
+                else:
+                    num_bad += line.endswith(b"\n")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error}")
+    if num_bad:
+        problems.append(f"{path.name}: {num_bad} line(s) are not JSON objects and were left out.")
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None: it is not one, or torn, or damaged."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def numbers(values: object) -> dict[str, float]:
+    """Those of a mapping that are finite."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): number for name, value in values.items() if (number := finite(value)) is not None}
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with null in place of NaN and the infinities, which JSON does not have, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): json_safe(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(each) for each in value]
+    return value
+
+
+# ---- lines ----
+# Files of lines that are whole as soon as their line feed is there, so that readers may look while a process appends.
+#
+# What a full disk does is said in one way (`Outage`), and costs what the file is worth: metrics wait in memory for a minute and
+# rollouts for ten seconds, because their queue is bounded; then the run ends. The timeline only helps: events that memory does not
+# hold are lost, and counted.
+
+logger = logging.getLogger(__name__)
+
+
+def whole_bytes(descriptor: int) -> int:
+    """Size of the file without its last line, where that has no line feed: torn by a kill, or being written."""
+    position = os.lseek(descriptor, 0, os.SEEK_END)
+    while position > 0:
+        begin = max(0, position - _CHUNK_BYTES)
+        found = os.pread(descriptor, position - begin, begin).rfind(b"\n")
+        if found >= 0:
+            return begin + found + 1
+        position = begin
+    return 0
+
+
+def append_whole(descriptor: int, lines: bytes) -> None:
+    """Append lines to a file that is opened for appending; no reader ever sees half of one that could not be written.
+
+    Raises:
+        OSError: they could not be written. Nothing of them is left, unless the file cannot be cut back either.
+    """
+    size, rest = os.fstat(descriptor).st_size, memoryview(lines)
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, size)
+        raise
+
+
+class Outage:
+    """The time in which nothing can be written to `path`: logged as it begins and as it ends.
+
+    Args:
+        meanwhile, afterward: what becomes of what is to be written, and what became of it.
+    """
+
+    def __init__(self, path: Path, *, meanwhile: str, afterward: str = "nothing is missing") -> None:
+        self._path = path
+        self._meanwhile = meanwhile
+        self._afterward = afterward
+        self._since: float | None = None
+
+    def lasts(self, error: OSError) -> float:
+        """A write has failed. Seconds since the first that did."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            logger.warning("cannot write %s: %s; %s", self._path, error.strerror, self._meanwhile)
+        return now - self._since
+
+    def end(self) -> None:
+        """A write has succeeded."""
+        if self._since is not None:
+            self._since = None
+            logger.warning("%s can be written again; %s", self._path, self._afterward)
+
+
+class Writer(ABC):
+    """A writer as a context: leaving it closes it. What cannot be written then is raised; where another error ends the run it is
+    logged instead, because the user has to know the other one first."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what waits. Raises RunError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except RunError as own:
+            if error is None:
+                raise
+            logger.error("%s", own)
+
+
+# ---- reads on in a file that another process adds lines to, cuts, or replaces ----
+
+
+class GrowingFile:
+    """The whole lines of a file, each once. A last line without a line feed waits until it has one. Not safe in several threads.
+
+    A file that became shorter, that was put in the place of another (a resume cuts metrics.jsonl so; the older half of a full
+    timeline is deleted so) or that is gone is another file: `forget` is called, and its lines come from the first on.
+    """
+
+    def __init__(self, path: Path, forget: Callable[[], None]) -> None:
+        self._path = path
+        self._forget = forget
+        self._identity: tuple[int, int] | None = None
+        self._read_until = 0
+
+    def new_lines(self) -> Iterator[tuple[int, bytes]]:
+        """What was added since the last time: (place of its first byte, line without its line feed). Take all of them."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            self._start_over(None)
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self._read_until:
+                self._start_over(identity)
+            file.seek(self._read_until)
+            rest = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    offset = self._read_until
+                    self._read_until += len(line) + 1
+                    yield offset, line
+
+    def _start_over(self, identity: tuple[int, int] | None) -> None:
+        if self._identity is not None or self._read_until:
+            self._forget()
+        self._identity, self._read_until = identity, 0
+
+
+# ---- where configs/ and docs/ are: a wheel has them inside the package, a checkout next to it ----
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def shipped(name: str) -> Path:
+    """Path of `name` ("configs/quickstart.yaml"), relative where it is below the working directory; need not exist."""
+    inside = _PACKAGE / name
+    path = inside if inside.exists() else _PACKAGE.parent / name
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
