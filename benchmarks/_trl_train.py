@@ -22,8 +22,7 @@ from benchmarks._trl_setting import Setting, Step, low_ids
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.push import push_weights
-from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.push import WeightTransport, push_weights
 
 BUCKET_BYTES = 8 << 20  # what a run takes for a model of at most 512 MiB
 TIMEOUT_S = 120.0

@@ -138,7 +138,7 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
     from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.buckets import choose_bucket_bytes
-    from grpo_async.weights.transport import WeightTransport
+    from grpo_async.weights.push import WeightTransport
 
     torch.set_num_threads(1)  # as the ranks of a run
     inference = InferenceSection(
@@ -175,25 +175,22 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all."""
     import torch
 
-    from grpo_async.weights.gloo import GlooBackend
-    from grpo_async.weights.rendezvous import GroupRendezvous
+    from grpo_async.weights.backends import Rendezvous
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    rendezvous = GroupRendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
     info = rendezvous.init_info("gloo", rank_offset=1).model_dump()
     receiver = context.Process(target=_receive, args=(theirs, info, list(sizes), timeout_s), daemon=True)
     receiver.start()
-    rendezvous.wait("cpu")
-    rendezvous.begin()
-    group = GlooBackend(rendezvous.store, rank=0, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    group = rendezvous.join("gloo", torch.device("cpu"))
     buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
 
     def broadcast() -> float:
         ours.send("go")
         began = time.perf_counter()
         for buffer in buffers:
-            group.broadcast(buffer, timeout_s=timeout_s)
+            group.send(buffer, timeout_s=timeout_s)()
         if not ours.poll(timeout_s):
             raise SystemExit("the bare broadcast did not end")
         ours.recv()
@@ -204,25 +201,20 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     finally:
         ours.send("end")
         receiver.join(timeout=30.0)
-        rendezvous.close()
 
 
 def _receive(pipe: Connection, init_info: dict[str, Any], sizes: list[int], timeout_s: float) -> None:
     import torch
 
     from grpo_async.inference.api import WeightInitInfo
-    from grpo_async.weights.gloo import GlooBackend
-    from grpo_async.weights.rendezvous import join_rendezvous
+    from grpo_async.weights.backends import join_group
 
     torch.set_num_threads(1)
-    store = join_rendezvous(WeightInitInfo.model_validate(init_info), rank=1, device="cpu")
-    group = GlooBackend(store, rank=1, world_size=2, address="127.0.0.1", timeout_s=timeout_s)
+    group = join_group(WeightInitInfo.model_validate(init_info), rank=1, device=torch.device("cpu"))
     while pipe.recv() == "go":
         kept = []  # fresh memory for all
         for size in sizes:
-            buffer = torch.empty(size, dtype=torch.uint8)
-            group.broadcast(buffer, timeout_s=timeout_s)
-            kept.append(buffer)
+            kept.append(group.receive(size, timeout_s=timeout_s)())
         pipe.send("done")
 
 

@@ -150,8 +150,8 @@ def check_logprobs(context: PreflightContext) -> Iterator[Found]:
         scores = [answer.logprobs for answer in answers]
         difference = compare_logprobs(trainer.logprobs, scores)
         message = (
-            f"{server.name}: mean |d| {difference.mean:.2g}, p99 {difference.p99:.2g}, max {difference.max:.2g}, k3 "
-            f"{difference.k3:.2g} over {difference.num_tokens} tokens (limit of the mean {limit:.2g}; rounding alone moves the "
+            f"{server.name}: mean |d| {difference.mean:.2g}, max {difference.max:.2g} over {difference.num_tokens} "
+            f"tokens (limit of the mean {limit:.2g}; rounding alone moves the "
             f"trainer's own by {trainer.rounding.mean:.2g})"
         )
         if difference.mean <= limit:

@@ -29,7 +29,7 @@ generates and scores nothing: requests wait, and when the update breaks (a train
 one, which may be that of another trainer. An update that is refused has changed nothing. A worker that cannot load what has
 arrived ends its server.
 
-Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that no request ever
+Prefix caches: a server salts every request with its own policy version at the moment it takes it, so that none that it takes later
 starts from keys and values of another version's weights.
 
 The paths outside /rollout, and `weight_version`, carry the names that vLLM gives them; both engines serve them as written here.
@@ -184,32 +184,23 @@ class ScoreAnswer(ApiModel):
 
 
 class WeightInitInfo(ApiModel):
-    """Where a server's workers meet the trainer: in a store (weights.rendezvous), group rank 0 = trainer rank 0."""
+    """Where a server's workers meet the trainer: in its TCP store (weights.backends), group rank 0 = trainer rank 0."""
 
     transport: TransportKind = "gloo"
     master_address: str
     """Of the trainer in the group."""
-    master_port: int = Field(default=0, ge=0, le=65_535)
+    master_port: int = Field(ge=1, le=65_535)
     """Of the trainer's TCP store."""
-    store_file: str = ""
-    """Instead of a TCP store, on one machine: a file that the trainer has made, in a folder of mode 0700."""
     rank_offset: int
     """Group rank of this server's first worker."""
     world_size: int
     """1 + number of workers of all servers in the group."""
     timeout_s: Seconds
     key: str = Field(pattern=r"^weights/[0-9a-f]{1,64}$")
-    """Prefix in the store, new for every connect. A server writes it into the store, so it is not free text."""
-
-    @property
-    def where(self) -> str:
-        """For people: the store's file, or "ADDRESS:PORT"."""
-        return self.store_file or f"{self.master_address}:{self.master_port}"
+    """Prefix in the store: random, new for every connect, and known to the members alone."""
 
     @model_validator(mode="after")
     def _can_exist(self) -> Self:
-        if bool(self.store_file) == bool(self.master_port):
-            raise ValueError("name one store: either master_port or store_file")
         if not 1 <= self.rank_offset < self.world_size:
             raise ValueError(
                 f"rank_offset {self.rank_offset} is not the rank of a worker among {self.world_size} members"

@@ -52,7 +52,7 @@ from grpo_async.user_code.threads import call_when_set
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
-from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.push import WeightTransport
 from grpo_async.weights.verify import probe_sequences
 
 logger = logging.getLogger(__name__)
@@ -216,7 +216,6 @@ class _Leader:
             timeout_s=config.weights.timeout_s,
             device=context.device,
             base=context.parameters.base,
-            private=self._assignment.private,
         )
         self._stack.callback(transport.close)
         sync = FleetSync(

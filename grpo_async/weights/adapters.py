@@ -64,23 +64,17 @@ class BaseWeights:
         problems = [f"{spec.name} is sent twice" for spec in specs if by_name[spec.name] is not spec]
         for name in by_name:
             weight, _, side = name.rpartition(".")
-            if f".{side}" not in (LEFT, RIGHT) or weight not in self.files.specs:
+            served = self.files.specs.get(weight)
+            if f".{side}" not in (LEFT, RIGHT) or served is None:
                 problems.append(f"{name} is not a factor of a weight of {self._path}")
                 continue
             left, right = by_name.get(weight + LEFT), by_name.get(weight + RIGHT)
             if left is None or right is None:
                 problems.append(f"{weight} has only one of its factors")
-            elif left.dtype_name != "float32" or right.dtype_name != "float32":
-                problems.append(f"the factors of {weight} are {left.dtype_name} and {right.dtype_name}, not float32")
-            elif (
-                len(left.shape) != 2
-                or len(right.shape) != 2
-                or left.shape[1] != right.shape[0]
-                or (left.shape[0], right.shape[1]) != self.files.specs[weight].shape
-            ):
+            elif not _fit(left, right, served.shape):
                 problems.append(
-                    f"the factors of {weight} have the shapes {list(left.shape)} and {list(right.shape)}, the weight has "
-                    f"{list(self.files.specs[weight].shape)}"
+                    f"the factors of {weight} are {left.dtype_name} {list(left.shape)} and {right.dtype_name} {list(right.shape)}, "
+                    f"but have to be float32 and make {list(served.shape)}"
                 )
         whole = [self.files.specs[name] for name in self._names({*shapes, *optional} if shapes else ())]
         return problems + check_names(whole, shapes, optional)
@@ -113,6 +107,12 @@ class BaseWeights:
     def _names(self, shapes: Collection[str]) -> list[str]:
         """Tensors of the files that the server wants; of a server that cannot say what it wants, all of them."""
         return [name for name in self.files.specs if not shapes or name in shapes]
+
+
+def _fit(left: ParameterSpec, right: ParameterSpec, shape: Sequence[int]) -> bool:
+    if (left.dtype_name, right.dtype_name) != ("float32", "float32") or (len(left.shape), len(right.shape)) != (2, 2):
+        return False
+    return left.shape[1] == right.shape[0] and (left.shape[0], right.shape[1]) == tuple(shape)
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:

@@ -1,5 +1,4 @@
-"""Parameters on the wire: how they are cut into buckets, packed and unpacked, the memory that buckets stand in, and whether an
-update fits what a server serves.
+"""Parameters on the wire: how they are cut into buckets, packed and unpacked, and whether an update fits what a server serves.
 
 Trainer and server both apply these rules. Worked example: three float32 parameters of 100, 120 and 300 bytes with bucket_bytes
 320 -> [[100, 120], [300]]. A parameter of half a bucket or more is a separate bucket.
@@ -8,7 +7,7 @@ Trainer and server both apply these rules. Worked example: three float32 paramet
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,17 +70,11 @@ def cut_into_buckets(specs: Iterable[ParameterSpec], bucket_bytes: int) -> Itera
         yield bucket
 
 
-def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
-    """Concatenate the bytes of contiguous tensors into one uint8 tensor. Shapes: any -> [num_bytes].
-
-    Args:
-        into: where to, [num_bytes] uint8, also on another device; None: fresh memory on the tensors' device.
-    """
-    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-    if into is None:
-        return torch.cat(parts)
+def pack(tensors: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    """Concatenate the bytes of contiguous tensors, of any shape, in `into`: [num_bytes] uint8, also on another device."""
     offset = 0
-    for part in parts:
+    for tensor in tensors:
+        part = tensor.reshape(-1).view(torch.uint8)
         into[offset : offset + part.numel()].copy_(part)
         offset += part.numel()
     assert offset == into.numel(), f"{offset} bytes for a buffer of {into.numel()}"
@@ -97,39 +90,6 @@ def unpack(buffer: torch.Tensor, specs: Sequence[ParameterSpec]) -> Iterator[tup
             part = part.clone()
         yield spec.name, part.view(spec.dtype).view(spec.shape)
         offset += spec.num_bytes
-
-
-class TurnBuffers:
-    """Two buffers that take turns: one is filled while the other is being sent. They grow to the largest bucket.
-
-    Args:
-        allocate: makes a buffer, [num_bytes] uint8.
-    """
-
-    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
-        self._allocate = allocate
-        self._buffers: list[torch.Tensor | None] = [None, None]
-        self._turn = 0
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """The buffer whose turn it is, [num_bytes] uint8; what it held is lost."""
-        self._turn = 1 - self._turn
-        buffer = self._buffers[self._turn]
-        if buffer is None or buffer.numel() < num_bytes:
-            buffer = self._buffers[self._turn] = self._allocate(num_bytes)
-        return buffer[:num_bytes]
-
-    def find(self, bucket: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Which of the two `take` returned as `bucket`, 0 or 1, and the whole of it. Raises RuntimeError: neither."""
-        for number, buffer in enumerate(self._buffers):
-            if buffer is not None and buffer.data_ptr() == bucket.data_ptr():
-                return number, buffer
-        raise RuntimeError("only buffers that `take` returned can be sent")
-
-
-def allocate_on_host(num_bytes: int) -> torch.Tensor:
-    """Host memory, [num_bytes] uint8; pinned where there is a GPU to copy from or to."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def check_names(

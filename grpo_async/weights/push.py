@@ -1,4 +1,4 @@
-"""The weight push: one function, on all servers at once.
+"""The trainer's end of a weight push: one function, on all servers at once.
 
     pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
@@ -7,15 +7,18 @@ weights it holds two buckets, and what a layer waits for.
 
 Where the bytes go, file by file:
 
-    trainer   push -> transport (the group, packing) -> backend (gloo, nccl, ipc)
-    server    its HTTP routes -> the engine, or each worker -> receiver -> backend
-    both      rendezvous (how the group forms), buckets (how parameters are cut and packed), calls (which server failed)
+    trainer   push_weights -> WeightTransport (the group, packing; both here) -> backends (gloo, nccl, ipc)
+    server    its HTTP routes (servers.app) -> the engine, or each of its workers -> receiver -> backends
+    both      buckets (how parameters are cut and packed)
 
 Invariants: a pause is followed by a resume, on errors too, but for a server that holds a part of an update: it answers nothing
 until it has received another one wholly, be it of the next attempt, of the next trainer, or after its restart. A push that fails
 before the transfer has changed nothing. Every rank gathers every bucket; only rank 0 sends. When sending fails, rank 0 goes on
 gathering without sending, because the other ranks wait for it in the collective. Every wait has a deadline; in the transfer each
 bucket has one.
+
+Which server failed: in one group a server that dies takes the broadcast from all of them. Those that live say so in an HTTP answer:
+they are affected. The one that failed broke its connection, did not answer, refused, or failed for another reason.
 """
 
 from __future__ import annotations
@@ -24,27 +27,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from grpo_async.config.base import PushMode
+from grpo_async.config.base import PushMode, TransportKind
 from grpo_async.config.server_sections import WeightsSection
-from grpo_async.errors import RequestRejectedError, WeightPushError
-from grpo_async.inference.api import PauseMode
+from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
+from grpo_async.inference.api import AdapterBase, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.calls import (
-    GRACE_S,
-    SETTING,
-    PushFailedError,
-    failed_calls,
-    split_failed,
-    start_calls,
-)
-from grpo_async.weights.transport import WeightTransport
+from grpo_async.utils.threads import in_thread
+from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
+from grpo_async.weights.buckets import ParameterSpec, pack
+from grpo_async.weights.receiver import NOT_ARRIVED
 
 _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
     "recompute": ("keep", False),
@@ -56,8 +54,37 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
 
 TRACK = "weights"
 """Of the timeline."""
+GRACE_S = 10.0
+"""Waited beyond the deadline that a call itself was given, so that its own message about it comes first."""
+_SETTING = "weights.timeout_s"
 _OUT_OF_ORDER = 409  # answered to resume: a part of an update is loaded
 _RESUME_SILENT_S = 5.0  # for a server that has stopped answering: the others do not stand still for it
+
+
+class PushFailedError(WeightPushError):
+    """Servers failed in a phase of a push, or the broadcast to them did.
+
+    Args:
+        phase: connect, pause, start, transfer, finish or resume.
+        failures: what each server that itself failed raised; empty when none did and a new attempt may well succeed.
+        affected: what those raised that only saw the failure.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        phase: str,
+        failures: Mapping[str, Exception],
+        affected: Mapping[str, Exception] | None = None,
+        hint: str = "",
+    ) -> None:
+        self.phase = phase
+        self.failures = dict(failures)
+        self.affected = dict(affected or {})
+        named = self.failures or self.affected
+        causes = "; ".join(f"{name}: {type(error).__name__}: {error}" for name, error in named.items())
+        super().__init__(f"{what} failed{f': {causes}' if causes else ''}{f' ({hint})' if hint else ''}")
 
 
 class GatheredParameters(Protocol):
@@ -68,6 +95,133 @@ class GatheredParameters(Protocol):
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
         """Contiguous tensors, one bucket at a time, in the order of `specs`."""
+
+
+class WeightTransport:
+    """The trainer's end of one group over all servers: rank 0 = trainer, then the workers of each server in the order given.
+
+    After a failed send the group is of no use: close, then connect.
+
+    Args:
+        transport: as planned (weights.choice).
+        host: own address in the group; one of loopback when every server is on this machine.
+        bucket_bytes: parameters travel in buckets of this many bytes.
+        timeout_s: deadline of joining and of each bucket.
+        device: where the trainer's weights are.
+        base: fields of api.AdapterBase when only adapters are pushed.
+
+    Raises:
+        WeightPushError: `transport` is impossible on `device`.
+    """
+
+    def __init__(
+        self,
+        transport: TransportKind,
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout_s: float,
+        device: torch.device,
+        base: dict[str, str] | None = None,
+    ) -> None:
+        try:
+            check_device(transport, device)
+        except RuntimeError as error:
+            raise WeightPushError(str(error)) from error
+        self._transport = transport
+        self.bucket_bytes = bucket_bytes
+        self._host = host
+        self._timeout_s = timeout_s
+        self._own_device = device
+        self._base = AdapterBase.model_validate(base) if base else None
+        self._backend: Backend | None = None
+        self.members: tuple[str, ...] = ()
+        """Names of the connected servers; () when not connected."""
+
+    def connect(self, servers: Sequence[ServerControl]) -> None:
+        """Form a new group, leaving the one before. A server that fails ends it for all at once.
+
+        Raises:
+            PushFailedError: phase "connect"; a server refused, or did not join within the deadline, or nothing can listen at
+                `host`.
+        """
+        self.close()
+        ranks: dict[str, int] = {}  # of each server's first worker
+        world_size = 1
+        for server in servers:
+            ranks[server.name] = world_size
+            world_size += server.num_workers
+        what = f"forming the weight group of trainer and {', '.join(ranks)} at {self._host}"
+        try:
+            rendezvous = Rendezvous(self._host, world_size=world_size, timeout_s=self._timeout_s)
+        except (OSError, RuntimeError) as error:
+            raise PushFailedError(what, phase="connect", failures={}, affected={"trainer": error}) from error
+
+        def ask_to_join(server: ServerControl) -> None:
+            info = rendezvous.init_info(self._transport, rank_offset=ranks[server.name])
+            try:
+                server.init_weight_transfer(info, timeout_s=self._timeout_s + GRACE_S)
+            except Exception as error:
+                rendezvous.abort(f"{server.name} did not join: {error}")
+                raise
+
+        joins = _start_calls(servers, ask_to_join, phase="connect")
+        failure: RuntimeError | None = None
+        try:
+            self._backend = rendezvous.join(self._transport, self._own_device)
+        except RuntimeError as error:
+            failure = error
+            rendezvous.abort(f"not all workers joined within {self._timeout_s:.0f} s")
+        # once it is aborted, every worker that is alive says so
+        errors = _failed_calls(joins, phase="connect", deadline_s=GRACE_S if failure else self._timeout_s + GRACE_S)
+        if failure is not None or errors:
+            self.close()
+            raise _broken_group(what, "connect", errors, failure, f"deadline {self._timeout_s:.0f} s: {_SETTING}")
+        self.members = tuple(ranks)
+
+    def describe(self, specs: Sequence[ParameterSpec]) -> WeightUpdateInfo:
+        """What servers receive before an update of these."""
+        return WeightUpdateInfo(
+            names=[spec.name for spec in specs],
+            dtype_names=[spec.dtype_name for spec in specs],
+            shapes=[list(spec.shape) for spec in specs],
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self._timeout_s,
+            base=self._base,
+        )
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Pack one bucket of contiguous tensors, [num_bytes] uint8, into one of two buffers that take turns: the one before may
+        still be on its way. A bucket of one tensor is that tensor's own memory where the backend can send it: leave it alone until
+        it is sent."""
+        backend = self._open()
+        if len(tensors) == 1 and backend.sends_in_place and tensors[0].device == backend.device:
+            return tensors[0].reshape(-1).view(torch.uint8)
+        return pack(tensors, into=backend.buffer(sum(tensor.nbytes for tensor in tensors)))
+
+    def send(self, bucket: torch.Tensor) -> Callable[[], None]:
+        """Begin to send one bucket that `pack` returned to all servers. What this returns waits for the end.
+
+        Raises, and so does that:
+            RuntimeError: a server vanished, or took longer than the deadline, or the group was closed.
+        """
+        return self._open().send(bucket, timeout_s=self._timeout_s)
+
+    def closer(self) -> Callable[[], None]:
+        """What ends the group that there is now, and no later one. Callable from any thread."""
+        return self._open().close
+
+    def close(self) -> None:
+        """Leave the group, which ends the waiting of the servers' workers."""
+        backend, self._backend = self._backend, None
+        self.members = ()
+        if backend is not None:
+            backend.close()
+
+    def _open(self) -> Backend:
+        if self._backend is None:
+            raise RuntimeError("the weight group is not connected")
+        return self._backend
 
 
 def push_weights(
@@ -99,57 +253,38 @@ def push_weights(
         WeightPushError: the trainer itself failed.
     """
     started, timeout_s = time.monotonic(), settings.timeout_s
-    seconds: dict[str, float] = {}  # of each phase
-
-    @contextmanager
-    def phase_of_all(name: str) -> Iterator[None]:
-        phase_started = time.monotonic()
-        with timeline.span(name, TRACK):
-            yield
-        seconds[name] = time.monotonic() - phase_started
+    clock = _Clock(timeline)
 
     def call_all(
-        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = SETTING
+        phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = _SETTING
     ) -> None:
-        with phase_of_all(phase):
-            calls = start_calls(servers, call, phase=phase)
-            failures = failed_calls(calls, phase=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
+        with clock.time(phase):
+            calls = _start_calls(servers, call, phase=phase)
+            failures = _failed_calls(calls, phase=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
         if failures:
             what, hint = f"{phase} of the push of version {version}", f"deadline {deadline_s:.0f} s: {setting}"
             raise PushFailedError(what, phase=phase, failures=failures, hint=hint)
 
-    def pause_all() -> float:
-        """When generation stood still: from the call on; with mode drain from its answer on."""
-        mode, keep_cache = _PAUSES[settings.mode]
-        deadline_s, setting, asked = timeout_s, SETTING, time.monotonic()
-        if mode == "drain":
-            deadline_s, setting = settings.drain_timeout_s, "weights.drain_timeout_s"
+    mode, keep_cache = _PAUSES[settings.mode]
+    limit_s, limit = (settings.drain_timeout_s, "weights.drain_timeout_s") if mode == "drain" else (timeout_s, _SETTING)
+    try:
         call_all(
             "pause",
-            lambda server: server.pause(mode=mode, keep_cache=keep_cache, timeout_s=deadline_s),
-            deadline_s=deadline_s,
-            setting=setting,
+            lambda server: server.pause(mode=mode, keep_cache=keep_cache, timeout_s=limit_s),
+            deadline_s=limit_s,
+            setting=limit,
         )
-        return time.monotonic() if mode == "drain" else asked
-
-    try:
-        paused_at = pause_all()
+        # generation stands still from the call on; with mode drain from its answer on
+        paused_at = time.monotonic() if mode == "drain" else started
         with loading():
             if not transport.members:
-                with phase_of_all("connect"):
+                with clock.time("connect"):
                     transport.connect(servers)
             update = transport.describe(parameters.specs)
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
             before_gather(transport.bucket_bytes)
-            with phase_of_all("transfer"):
-                seconds["gather"], seconds["send"] = _transfer(
-                    parameters,
-                    version=version,
-                    servers=servers,
-                    transport=transport,
-                    timeout_s=timeout_s,
-                    timeline=timeline,
-                )
+            with clock.time("transfer"):
+                _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
         call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
     except PushFailedError as error:
@@ -166,11 +301,111 @@ def push_weights(
     return {
         "sync/push_s": ended - started,
         "sync/pause_s": ended - paused_at,
-        **{f"sync/phase/{name}_s": taken_s for name, taken_s in seconds.items()},
+        **{f"sync/phase/{name}_s": taken_s for name, taken_s in clock.seconds.items()},
         "sync/bytes": float(num_bytes),
-        "sync/bytes_per_s": num_bytes / max(seconds["transfer"], 1e-9),
+        "sync/bytes_per_s": num_bytes / max(clock.seconds["transfer"], 1e-9),
         "sync/servers": float(len(servers)),
     }
+
+
+class _Clock:
+    """What each phase took, here in seconds altogether and on the timeline one by one."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, name: str, track: str = TRACK) -> Iterator[None]:
+        began = time.monotonic()
+        with self._timeline.span(name, track):
+            yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+def _transfer(
+    parameters: GatheredParameters,
+    version: int,
+    servers: Sequence[ServerControl],
+    transport: WeightTransport,
+    timeout_s: float,
+    clock: _Clock,
+) -> None:
+    """Gather every bucket and send each while the next is gathered. "gather" is the time of gathering and packing, "send" that of
+    waiting for a bucket to be sent.
+
+        gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
+
+    Raises:
+        PushFailedError: phase "transfer".
+    """
+    num_bytes = sum(spec.num_bytes for spec in parameters.specs)
+    # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
+    answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
+    answers = _start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
+    end_group = transport.closer()  # of this group, however late an answer comes
+    for answer in answers.values():
+        # a send cannot end well when a server is out, and ends now where the backend can
+        answer.add_done_callback(lambda ended: end_group() if ended.exception() is not None else None)
+    failure: RuntimeError | None = None  # of the sending; nothing is sent after it
+    in_flight: Callable[[], None] = lambda: None  # noqa: E731 - the first bucket waits for none
+    sent_at, has_more = time.monotonic(), True
+    try:
+        buckets = parameters.buckets(transport.bucket_bytes)
+        while has_more:
+            with clock.time("gather"):
+                tensors = next(buckets, None)
+                has_more = tensors is not None
+                packed = transport.pack(tensors) if tensors is not None and failure is None else None
+            if failure is not None:
+                continue
+            with clock.time("send", f"{TRACK}/send"):
+                try:
+                    in_flight()  # within the transport's deadline
+                    sent_at = time.monotonic()
+                    if packed is not None:
+                        in_flight = transport.send(packed)
+                except RuntimeError as error:
+                    failure = error
+    except BaseException:  # the trainer's own: the servers must not wait for more buckets
+        transport.close()
+        wait(answers.values(), timeout=GRACE_S)
+        raise
+    if failure is not None:
+        transport.close()
+    # a server waits for a bucket as long as we wait for sending it, so all have ended by then that can
+    left_s = max(0.0, sent_at + timeout_s - time.monotonic())
+    errors = _failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
+    if failure is not None or errors:
+        transport.close()
+        hint = f"deadline {timeout_s:.0f} s for each bucket: {_SETTING}"
+        raise _broken_group(f"transfer of the push of version {version}", "transfer", errors, failure, hint)
+
+
+def _broken_group(
+    what: str, phase: str, errors: Mapping[str, Exception], failure: Exception | None, hint: str
+) -> PushFailedError:
+    """The error for a group that did not form or broke: who failed, and who only saw it (see the module's docstring).
+
+    Args:
+        errors: of the servers.
+        failure: of the trainer's own end.
+    """
+    affected = {name: error for name, error in errors.items() if _is_affected(error)}
+    failed = {name: error for name, error in errors.items() if name not in affected}
+    if failure is None and not failed:
+        failed, affected = affected, {}  # everything left us, so these lost it themselves
+    if failure is not None and not failed:
+        affected |= {"trainer": failure}
+    error = PushFailedError(what, phase=phase, failures=failed, affected=affected, hint=hint)
+    error.__cause__ = failure
+    return error
+
+
+def _is_affected(error: Exception) -> bool:
+    """An answered "the weights did not arrive" only tells of a failure elsewhere; a connection that broke is one."""
+    says_so = NOT_ARRIVED in str(error) or NOT_FORMED in str(error)
+    return isinstance(error, ServerUnavailableError) and error.answered and says_so
 
 
 def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerControl], *, timeout_s: float) -> None:
@@ -181,99 +416,35 @@ def _resume_after(failures: dict[str, Exception], servers: Sequence[ServerContro
     limits = {
         server.name: min(timeout_s, _RESUME_SILENT_S) if server.name in silent else timeout_s for server in servers
     }
-    calls = start_calls(servers, lambda server: server.resume(timeout_s=limits[server.name]), phase="resume")
+    calls = _start_calls(servers, lambda server: server.resume(timeout_s=limits[server.name]), phase="resume")
     lively = {name: call for name, call in calls.items() if name not in silent}
-    for name, error in failed_calls(lively, phase="resume", deadline_s=timeout_s + GRACE_S).items():
+    for name, error in _failed_calls(lively, phase="resume", deadline_s=timeout_s + GRACE_S).items():
         if not (isinstance(error, RequestRejectedError) and error.status == _OUT_OF_ORDER):
             failures.setdefault(name, error)
     wait([calls[name] for name in silent], timeout=_RESUME_SILENT_S)
 
 
-def _transfer(
-    parameters: GatheredParameters,
-    *,
-    version: int,
-    servers: Sequence[ServerControl],
-    transport: WeightTransport,
-    timeout_s: float,
-    timeline: Timeline,
-) -> tuple[float, float]:
-    """Gather every bucket and send each while the next is gathered; (seconds gathering and packing, seconds waiting for a bucket to
-    be sent, overlapping gathering).
-
-        gather+pack 0 | start sending 0 | gather+pack 1 | wait for 0 | start sending 1 | gather+pack 2 | ...
-
-    Raises:
-        PushFailedError: phase "transfer".
-    """
-    num_bytes = sum(spec.num_bytes for spec in parameters.specs)
-    # every bucket has its own deadline; this one only ends the wait for a server that has stopped answering
-    answer_s = timeout_s * (2 + num_bytes // transport.bucket_bytes)
-    answers = start_calls(servers, lambda server: server.update_weights(timeout_s=answer_s), phase="transfer")
-    end_group = transport.closer()  # of this group, however late an answer comes
-    for answer in answers.values():
-        # a send cannot end well when a server is out, and ends now where the backend can
-        answer.add_done_callback(lambda ended: end_group() if ended.exception() is not None else None)
-    failure: RuntimeError | WeightPushError | None = None  # of the sending; nothing is sent after it
-    early: dict[str, Exception] = {}
-    gather_s = send_s = 0.0
-    sent_at = time.monotonic()
-    in_flight: Callable[[], None] | None = None
-    try:
-        buckets = parameters.buckets(transport.bucket_bytes)
-        while True:
-            began, at = time.monotonic(), time.time()
-            tensors = next(buckets, None)
-            packed = transport.pack(tensors) if tensors is not None and failure is None else None
-            gather_s += time.monotonic() - began
-            if tensors is not None:
-                timeline.add("gather", TRACK, at, time.time(), tensors=len(tensors))
-            if failure is None:
-                began, at = time.monotonic(), time.time()
-                try:
-                    if in_flight is not None:
-                        in_flight()  # within the transport's deadline
-                    sent_at = time.monotonic()
-                    if packed is not None:
-                        _check_answers(answers, early)
-                        in_flight = transport.send(packed)
-                except (RuntimeError, WeightPushError) as error:
-                    failure = error
-                send_s += time.monotonic() - began
-                timeline.add("send", f"{TRACK}/send", at, time.time())
-            if tensors is None:
-                break
-    except BaseException:  # the trainer's own: the servers must not wait for more buckets
-        transport.close()
-        wait(answers.values(), timeout=GRACE_S)
-        raise
-    if failure is not None:
-        transport.close()
-    # a server waits for a bucket as long as we wait for sending it, so all have ended by then that can
-    left_s = max(0.0, sent_at + timeout_s - time.monotonic())
-    errors = early | failed_calls(answers, phase="transfer", deadline_s=left_s + GRACE_S)
-    if failure is None and not errors:
-        return gather_s, send_s
-    transport.close()
-    failed, affected = split_failed(errors)
-    if failure is None and not failed:
-        failed, affected = affected, {}  # everything left us, so these lost it themselves
-    if failure is not None and not failed:
-        affected = {**affected, "trainer": failure}
-    raise PushFailedError(
-        f"transfer of the push of version {version}",
-        phase="transfer",
-        failures=failed,
-        affected=affected,
-        hint=f"deadline {timeout_s:.0f} s for each bucket: {SETTING}",
-    ) from failure
+def _start_calls(
+    servers: Sequence[ServerControl], call: Callable[[ServerControl], object], *, phase: str
+) -> dict[str, Future[object]]:
+    """Start `call` for every server at once, in daemon threads; the ends of the calls, by the names of the servers. A call that
+    outlives its deadline is left behind."""
+    return {server.name: in_thread(partial(call, server), name=f"push {phase} {server.name}") for server in servers}
 
 
-def _check_answers(answers: Mapping[str, Future[object]], early: dict[str, Exception]) -> None:
-    """Raises WeightPushError when a server has answered before everything was sent. One that said that it has everything is noted
-    in `early`."""
-    for name, answer in answers.items():
-        if answer.done():
-            if (error := answer.exception()) is None:
-                error = early[name] = WeightPushError("it ended the update before all parameters had been sent")
-            raise WeightPushError(f"{name}: {error}") from error
+def _failed_calls(
+    calls: Mapping[str, Future[object]], *, phase: str, deadline_s: float, setting: str = _SETTING
+) -> dict[str, Exception]:
+    """Wait for all calls, `deadline_s` seconds altogether; returns what each one that failed raised."""
+    failed: dict[str, Exception] = {}
+    until = time.monotonic() + deadline_s
+    for name, call in calls.items():
+        try:
+            error = call.exception(timeout=max(0.0, until - time.monotonic()))
+        except TimeoutError:
+            error = DeadlineError(f"an answer from {name} to {phase}", waited_s=deadline_s, setting=setting)
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if error is not None:
+            failed[name] = error
+    return failed

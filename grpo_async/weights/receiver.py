@@ -1,4 +1,4 @@
-"""One worker's end of weight updates: its membership of the weight group, and the parameters that arrive.
+"""A server's end of a weight push: the membership of one worker in the weight group, and the parameters that arrive.
 
     join -> receive -> receive -> ... -> join, when the group is another one
 
@@ -10,17 +10,18 @@ with it: the members may disagree about the next broadcast, and the trainer's wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.backend import Backend, join_backend, receive_parameters
-from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec
-from grpo_async.weights.rendezvous import problem_with_store
+from grpo_async.weights.backends import Backend, join_group
+from grpo_async.weights.buckets import DTYPE_NAMES, ParameterSpec, cut_into_buckets, unpack
 
 NO_GROUP = "there is no weight group, or a failed update ended it; call /init_weight_transfer_engine first"
+NOT_ARRIVED = "the weights did not arrive"
+"""In the error of a worker whose update broke off."""
 
 
 class UpdateRefusedError(GrpoAsyncError):
@@ -49,57 +50,56 @@ class WeightReceiver:
         """Leave the group there is, and join the trainer's new one.
 
         Raises:
-            UpdateRefusedError: this process opens no such store.
             UpdateFailedError: the group did not form within `info.timeout_s`, or was aborted.
         """
-        check_membership(info)
         self.leave()
         rank = info.rank_offset + self.rank
         try:
-            self._backend = join_backend(info, rank=rank, device=self.device)
+            self._backend = join_group(info, rank=rank, device=self.device)
         except (RuntimeError, OSError) as error:
             raise UpdateFailedError(
-                f"could not join the weight group at {info.where} as rank {rank} of {info.world_size} within "
-                f"{info.timeout_s:g} s: {error}"
+                f"could not join the weight group at {info.master_address}:{info.master_port} as rank {rank} of "
+                f"{info.world_size} within {info.timeout_s:g} s: {error}"
             ) from error
 
     def leave(self) -> None:
-        """Leave the group, if there is one."""
+        """Leave the group, if there is one. The members behind this one do not wait for it."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
 
     def receive(self, info: WeightUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of `info` (or factors of adapters), as they arrive.
+        """The parameters of `info` (or factors of adapters), in their order and while they are taken: a bucket is received while
+        the one before is being loaded. A tensor may be kept; its bucket's memory stays as long.
 
         Raises (when the first one is asked for, or later):
-            UpdateFailedError: there is no group, or the trainer vanished or was too slow.
+            UpdateFailedError: there is no group, or the trainer vanished or was too slow (message: NOT_ARRIVED).
             torch.OutOfMemoryError: no memory for a bucket.
         """
-        if self._backend is None:
+        backend, timeout_s = self._backend, info.timeout_s
+        if backend is None:
             raise UpdateFailedError(NO_GROUP)
-        specs = parameter_specs(info)
-        self.waited_s, asked = 0.0, time.monotonic()
-        try:
-            for parameter in receive_parameters(
-                self._backend, specs, bucket_bytes=info.bucket_bytes, timeout_s=info.timeout_s
-            ):
-                self.waited_s += time.monotonic() - asked
-                yield parameter
-                asked = time.monotonic()
-        except torch.OutOfMemoryError:
-            self._backend = None
-            raise
-        except RuntimeError as error:
-            self._backend = None  # it is closed
-            raise UpdateFailedError(str(error)) from error
+        buckets = list(cut_into_buckets(parameter_specs(info), info.bucket_bytes))
 
+        def begin(number: int) -> Callable[[], torch.Tensor]:
+            return backend.receive(sum(spec.num_bytes for spec in buckets[number]), timeout_s=timeout_s)
 
-def check_membership(info: WeightInitInfo) -> None:
-    """Raises UpdateRefusedError: this process opens no such store."""
-    problem = problem_with_store(info)
-    if problem is not None:
-        raise UpdateRefusedError(problem)
+        self.waited_s, ahead = 0.0, None
+        for number, bucket in enumerate(buckets):
+            asked = time.monotonic()
+            try:
+                wait = ahead or begin(number)
+                ahead = begin(number + 1) if number + 1 < len(buckets) else None
+                buffer = wait()
+            except torch.OutOfMemoryError:  # this worker's own failure
+                self.leave()
+                raise
+            except RuntimeError as error:
+                self.leave()
+                raise UpdateFailedError(f"{NOT_ARRIVED} (bucket {number}): {error}") from error
+            self.waited_s += time.monotonic() - asked
+            yield from unpack(buffer, bucket)
+            del buffer, wait  # else it would live on while the next one is loaded
 
 
 def parameter_specs(info: WeightUpdateInfo) -> list[ParameterSpec]:

@@ -12,8 +12,7 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import choose_parameters
-from grpo_async.weights.push import push_weights
-from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.push import WeightTransport, push_weights
 
 LIMIT_S = 60.0
 

@@ -47,16 +47,17 @@ def _push(url: str, token: str, folder: str, moment: str) -> None:
         pusher.start(tensors, bucket_bytes=20_000)
         come_to("start")
         group: Any = pusher.group
-        broadcast, num_sent = group.broadcast, 0
+        send, num_sent = group.send, 0
 
-        def counting(buffer: Any, **limits: Any) -> None:
+        def counting(bucket: Any, **limits: Any) -> Any:
             nonlocal num_sent
-            broadcast(buffer, **limits)
+            send(bucket, **limits)()
             num_sent += 1
             if num_sent == 3:
                 come_to("broadcast")
+            return lambda: None
 
-        group.broadcast = counting
+        group.send = counting
         pusher.update(tensors, bucket_bytes=20_000)
         come_to("update")
 

@@ -15,10 +15,9 @@ import httpx
 import torch
 
 from grpo_async.inference.api import INFO_PATH, PauseMode, ServerInfo, WeightUpdateInfo
+from grpo_async.weights.backends import Backend, Rendezvous
 from grpo_async.weights.buckets import cut_into_buckets, pack
-from grpo_async.weights.gloo import GlooBackend
 from grpo_async.weights.receiver import parameter_specs
-from grpo_async.weights.rendezvous import GroupRendezvous
 
 Tensors = Mapping[str, torch.Tensor]
 ADDRESS = "127.0.0.1"
@@ -55,7 +54,7 @@ class WeightPusher:
         self.client = httpx.Client(base_url=server_url, headers=headers, timeout=timeout_s + 30.0)
         self.timeout_s = timeout_s
         self._answer_s = timeout_s + 60.0  # later than the client's own deadline, which names the path
-        self.group: GlooBackend | None = None
+        self.group: Backend | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -84,18 +83,13 @@ class WeightPusher:
     def connect(self) -> None:
         """Meet the server's workers in a new group."""
         num_workers = self.info().num_workers
-        rendezvous = GroupRendezvous(ADDRESS, world_size=1 + num_workers, timeout_s=self.timeout_s)
+        rendezvous = Rendezvous(ADDRESS, world_size=1 + num_workers, timeout_s=self.timeout_s)
         init = rendezvous.init_info("gloo", rank_offset=1)
         self.group = None
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
-            rendezvous.wait("cpu")
-            rendezvous.begin()
-            self.group = GlooBackend(
-                rendezvous.store, rank=0, world_size=init.world_size, address=ADDRESS, timeout_s=self.timeout_s
-            )
+            self.group = rendezvous.join("gloo", torch.device("cpu"))
             answer.result(timeout=self._answer_s)
-        rendezvous.close()
 
     def push(
         self,
@@ -128,5 +122,7 @@ class WeightPusher:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.post, "/update_weights")
             for bucket in cut_into_buckets(parameter_specs(info), bucket_bytes):
-                self.group.broadcast(pack([tensors[spec.name] for spec in bucket]), timeout_s=self.timeout_s)
+                into = self.group.buffer(sum(spec.num_bytes for spec in bucket))
+                packed = pack([tensors[spec.name] for spec in bucket], into=into)
+                self.group.send(packed, timeout_s=self.timeout_s)()
             answer.result(timeout=self._answer_s)

@@ -19,7 +19,7 @@ from grpo_async.inference.fleet import ServerState
 from grpo_async.trainer import weight_sync as module
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.calls import PushFailedError
+from grpo_async.weights.push import PushFailedError
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 

@@ -104,7 +104,5 @@ def test_a_healthy_model_of_200_million_parameters_is_within_the_limit_and_a_wro
         difference = compare_logprobs(trainer.logprobs, served)
         limit = verify_limit(ExperimentConfig.model_validate(config), trainer)
         found[name] = difference.mean / limit
-        print(
-            f"{dtype}, head {head or dtype}, {name}: mean {difference.mean:.2g}, p99 {difference.p99:.2g}, limit {limit:.2g}"
-        )
+        print(f"{dtype}, head {head or dtype}, {name}: mean {difference.mean:.2g}, limit {limit:.2g}")
     assert found["right"] < 1.0 < found["wrong"]

@@ -148,7 +148,4 @@ def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline(
     response = vllm_server.client.post("/init_weight_transfer_engine", json=body)
     assert response.status_code == 500
     assert "worker 0" in response.json()["error"]
-    store = {"master_port": 0, "store_file": "/tmp/grpo-async-weights-gone/store", "timeout_s": 60.0}
-    response = vllm_server.client.post("/init_weight_transfer_engine", json={"init_info": info | store})
-    assert (response.status_code, "cannot see the trainer's file" in response.json()["error"]) == (400, True)
     _assert_serves(vllm_server, model_a, version)

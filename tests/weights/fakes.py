@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from grpo_async.weights.buckets import ParameterSpec
-from grpo_async.weights.calls import split_failed
+from grpo_async.weights.push import _is_affected
 
 LIMIT_S = 20.0
 """Of every wait in these tests; none is reached when they pass."""
@@ -110,6 +110,8 @@ class FakeTransport:
         return tensors[0]
 
     def send(self, bucket: torch.Tensor) -> Callable[[], None]:
+        if self.is_closed:
+            raise RuntimeError("the weight group is closed")
         number = int(bucket[0])
         self._events.add(f"sending {number}")
 
@@ -129,7 +131,7 @@ class FakeTransport:
     def wait_for_the_end(self, server: FakeServer) -> None:
         """What a server does before it answers, unless it fails by itself."""
         fault = server.faults.get("transfer")
-        if fault is None or (isinstance(fault, Exception) and split_failed({server.name: fault})[1]):
+        if fault is None or (isinstance(fault, Exception) and _is_affected(fault)):
             assert self.is_over.wait(LIMIT_S)
 
     def closer(self) -> Callable[[], None]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from grpo_async.errors import RequestRejectedError, ServerUnavailableError
+from grpo_async.errors import GrpoAsyncError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
-from grpo_async.weights.backend import Backend, join_backend, receive_parameters
-from grpo_async.weights.receiver import parameter_specs
+from grpo_async.weights.receiver import WeightReceiver
 
 WAIT_S = 60.0
 
@@ -25,7 +24,7 @@ class Workers:
         self.version = 0
         self.is_whole = True
         self.calls: list[str] = []
-        self._backends: list[Backend] = []
+        self._receivers = [WeightReceiver(device=torch.device("cpu"), rank=rank) for rank in range(num_workers)]
 
     def pause(self, *, mode: str, keep_cache: bool, timeout_s: float) -> None:
         self.calls.append("pause")
@@ -36,42 +35,24 @@ class Workers:
         self.calls.append("resume")
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
-        self._backends = []
-        self._backends = self._in_threads(
-            lambda number: join_backend(info, rank=info.rank_offset + number, device=torch.device("cpu"))
-        )
+        self._in_threads(lambda receiver: receiver.join(info))
 
     def start_weight_update(self, info: WeightUpdateInfo, *, timeout_s: float) -> None:
         self._info = info
 
     def update_weights(self, *, timeout_s: float) -> None:
-        def receive(number: int) -> dict[str, torch.Tensor]:
-            info, served = self._info, {}
-            weights = receive_parameters(
-                self._backends[number], parameter_specs(info), bucket_bytes=info.bucket_bytes, timeout_s=info.timeout_s
-            )
-            for name, tensor in weights:
-                served[name] = tensor
-            return served
-
         self.is_whole = False
-        try:
-            self.served = self._in_threads(receive)
-        except ServerUnavailableError:
-            self._backends = []
-            raise
+        self.served = self._in_threads(lambda receiver: dict(receiver.receive(self._info)))
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
         self.version, self.is_whole = version, True
 
     def _in_threads(self, work: Any) -> list[Any]:
         with ThreadPoolExecutor(self.num_workers) as pool:
-            futures = [pool.submit(work, number) for number in range(self.num_workers)]
+            futures = [pool.submit(work, receiver) for receiver in self._receivers]
             try:
                 return [future.result(WAIT_S) for future in futures]
-            except (RuntimeError, OSError) as error:
-                for backend in self._backends:
-                    backend.close()
+            except GrpoAsyncError as error:
                 raise ServerUnavailableError(f"the inference server answered 500: {error}", answered=True) from error
 
 
@@ -79,7 +60,8 @@ class DyingWorkers(Workers):
     """Their process ends in the middle of a broadcast: the connections break, and /update_weights is not answered."""
 
     def update_weights(self, *, timeout_s: float) -> None:
-        (backend,) = self._backends
+        backend = self._receivers[0]._backend
+        assert backend is not None
         receive, left = backend.receive, [3]
 
         def receive_some(num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:

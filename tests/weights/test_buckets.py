@@ -8,8 +8,6 @@ import torch
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.weights.buckets import (
     ParameterSpec,
-    TurnBuffers,
-    allocate_on_host,
     check_names,
     choose_bucket_bytes,
     cut_into_buckets,
@@ -67,24 +65,10 @@ def test_what_was_packed_is_unpacked_also_where_tensors_start_unaligned() -> Non
     ]
     total = sum(spec.num_bytes for spec in specs)
     assert total == 3 + 8 + 2 + 8
-    for buffer in (
-        pack(list(tensors.values())),
-        pack(list(tensors.values()), into=torch.empty(total, dtype=torch.uint8)),
-    ):
-        for name, tensor in unpack(buffer, specs):
-            assert tensor.dtype == tensors[name].dtype
-            assert torch.equal(tensor, tensors[name]), name
-
-
-def test_two_buffers_take_turns_and_grow() -> None:
-    buffers = TurnBuffers(allocate_on_host)
-    first, second = buffers.take(10), buffers.take(10)
-    assert first.data_ptr() != second.data_ptr()
-    assert buffers.take(4).data_ptr() == first.data_ptr()
-    assert (buffers.take(100).numel(), buffers.take(10).data_ptr()) == (100, first.data_ptr())
-    assert buffers.find(first)[0] != buffers.find(buffers.take(4))[0]
-    with pytest.raises(RuntimeError, match="only buffers"):
-        buffers.find(second)  # it was too small, and is another one now
+    buffer = pack(list(tensors.values()), into=torch.empty(total, dtype=torch.uint8))
+    for name, tensor in unpack(buffer, specs):
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name]), name
 
 
 SERVED = {"a": [2, 3], "b": [4]}

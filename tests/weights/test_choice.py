@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_async.errors import ConfigError
 from grpo_async.weights.choice import choose_transport, fitting_transport
-from grpo_async.weights.rendezvous import device_identity
 
 
 @pytest.mark.parametrize(
@@ -41,13 +38,3 @@ def test_what_fits_the_devices_is_taken_and_anything_else_but_gloo_refused(
         )
         with pytest.raises(ConfigError, match=expected):
             choose_transport(wish, trainer, workers)  # type: ignore[arg-type]
-
-
-def test_one_gpu_is_two_where_nccl_is_told_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one card that is the only way to try NCCL (`benchmarks push --transport nccl`)."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
-    trainer = device_identity(torch.device("cuda"))
-    assert trainer == "GPU-1"
-    assert choose_transport("auto", trainer, [trainer])[0] == "ipc"
-    monkeypatch.setenv("NCCL_HOSTID", "server")
-    assert choose_transport("nccl", trainer, [device_identity(torch.device("cuda"))])[0] == "nccl"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,60 @@ import torch
 from pydantic import ValidationError
 
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.weights import ipc
+from grpo_async.weights import backends
+from grpo_async.weights.backends import _MESSAGE_BYTES, GlooBackend, Handle, IpcBackend, Rendezvous, Signal, join_group
 from grpo_async.weights.buckets import pack
-from grpo_async.weights.ipc import CudaMemory, Handle, IpcBackend, Signal
-from tests.weights.shared_files import TIMEOUT_S, SharedFiles, group_of_two
 
+TIMEOUT_S = 60.0
+CPU = torch.device("cpu")
 HANDLE = {
-    "device": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
+    "gpu": "GPU-1", "handle": "00ff", "size": 100, "offset": 0, "counter": "2f61", "counter_offset": 8, "event": "",
     "needs_event": True,
 }  # fmt: skip
+
+
+class _Files(IpcBackend):
+    """Memory that two ends share through files; records what is shared, mapped and released. A handle holds the file's path."""
+
+    def __init__(self, group: GlooBackend, folder: Path) -> None:
+        super().__init__(group, device=CPU)
+        self.events: list[str] = []
+        self._folder = folder
+        self._paths: dict[int, Path] = {}
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        path = self._folder / f"{len(self._paths)}"
+        buffer = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+        self._paths[buffer.data_ptr()] = path
+        return buffer
+
+    def _share(self, buffer: torch.Tensor) -> Handle:
+        path = self._paths[buffer.data_ptr()]
+        self.events.append(f"share {path.name}")
+        fields = {"offset": 0, "counter": b"", "counter_offset": 0, "event": b"", "needs_event": False}
+        return Handle(gpu="cpu", handle=str(path).encode(), size=buffer.numel(), **fields)
+
+    def _map(self, handle: Handle) -> torch.Tensor:
+        path = Path(handle.handle.decode())
+        self.events.append(f"map {path.name}")
+        return torch.from_file(str(path), shared=True, size=handle.size, dtype=torch.uint8)
+
+    def _release(self) -> None:
+        self.events.append("release")
+
+
+def _group_of_two() -> tuple[Any, Any]:
+    """Trainer and worker."""
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=TIMEOUT_S)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(join_group, rendezvous.init_info("gloo", rank_offset=1), rank=1, device=CPU)
+        return rendezvous.join("gloo", CPU), joining.result(TIMEOUT_S)
 
 
 def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) -> None:
     # buffers 0, 1 of 1000 bytes; the fifth bucket is larger than the buffer whose turn it is, which is made anew
     sizes = [1000, 1000, 900, 10, 5000, 1000]
-    memories = [SharedFiles(tmp_path), SharedFiles(tmp_path)]
-    trainer, worker = (IpcBackend(group, memory=memory) for group, memory in zip(group_of_two(), memories, strict=True))
+    trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
     data = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
 
     def receive() -> list[torch.Tensor]:
@@ -41,13 +80,13 @@ def test_buckets_cross_through_two_buffers_that_are_shared_once(tmp_path: Path) 
     for sent, received in zip(data, receiving.result(TIMEOUT_S), strict=True):
         assert torch.equal(sent, received)
     trainer.close()
-    assert memories[0].events == ["share 0", "share 1", "share 2", "release"]
-    assert memories[1].events == ["open 0", "open 1", "open 2", "release"]
+    assert trainer.events == ["share 0", "share 1", "share 2", "release"]
+    assert worker.events == ["map 0", "map 1", "map 2", "release"]
 
 
 def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the trainer would fill the buffer again under the worker's hands."""
-    trainer, worker = (IpcBackend(group, memory=SharedFiles(tmp_path)) for group in group_of_two())
+    trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
     may_copy = threading.Event()
 
     def slow_copy(bucket: torch.Tensor) -> torch.Tensor:
@@ -72,56 +111,32 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     ("signal", "message"),
     [
         ({"buffer": 5, "num_bytes": 8, "handles": None}, "buffer"),
-        ({"buffer": "0", "num_bytes": 8, "handles": None}, "valid integer"),
-        ({"buffer": 0, "num_bytes": 9, "handles": None}, "sent 9 bytes, but 8 were expected"),
-        ({"buffer": 0, "num_bytes": 8, "handles": None}, "has not shared"),
-        ({"buffer": 0, "num_bytes": 8, "handles": [HANDLE, HANDLE]}, "2 memory handles for 1 workers"),
+        ({"buffer": 0, "num_bytes": 9, "handles": None}, "9 bytes instead of 8"),
+        ({"buffer": 0, "num_bytes": 8, "handles": None}, "did not share"),
         ({"buffer": 0, "num_bytes": 8, "handles": [{}]}, "not a signal"),
-        ({"buffer": 0, "num_bytes": 8}, "not a signal"),
         (None, "not a signal"),
     ],
 )
 def test_a_worker_refuses_signals_that_it_does_not_expect(tmp_path: Path, signal: Any, message: str) -> None:
-    group, other = group_of_two()
-    worker = IpcBackend(other, memory=SharedFiles(tmp_path))
+    group, other = _group_of_two()
+    worker = _Files(other, tmp_path)
     receiving = in_thread(worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
     body = b"\x80pickle" if signal is None else json.dumps(signal).encode()
-    group.broadcast_bytes(body, timeout_s=TIMEOUT_S)
+    group.send(torch.frombuffer(bytearray(body.ljust(_MESSAGE_BYTES)), dtype=torch.uint8), timeout_s=TIMEOUT_S)()
     with pytest.raises(RuntimeError, match=message):
         receiving.result(TIMEOUT_S)
     worker.close()
 
 
-def test_a_handle_arrives_as_it_was_sent_and_is_opened_on_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = Handle(
-        device="GPU-1",
-        handle=b"\x00\xff",
-        size=100,
-        offset=0,
-        counter=b"/a",
-        counter_offset=8,
-        event=b"",
-        needs_event=True,
-    )
+def test_a_handle_is_checked_and_mapped_on_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle.model_validate_json(json.dumps(HANDLE))
+    assert (handle.handle, handle.counter) == (b"\x00\xff", b"/a")
     signal = Signal(buffer=0, num_bytes=8, handles=[handle])
-    assert json.loads(signal.model_dump_json())["handles"] == [HANDLE]
     assert Signal.model_validate_json(signal.model_dump_json()) == signal
-    monkeypatch.setattr(ipc, "device_identity", lambda device: "GPU-2")
+    for wrong in ({"size": "100"}, {"size": -1}, {"handle": "ff" * 5000}, {"handle": "zz"}, {"more": 1}):
+        with pytest.raises(ValidationError, match=next(iter(wrong))):
+            Handle.model_validate_json(json.dumps({**HANDLE, **wrong}))
+    monkeypatch.setattr(backends, "_uuid", lambda device: "GPU-2")
+    backend = IpcBackend(None, device=CPU)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"on GPU-1, this worker's model is on GPU-2; set weights\.transport: nccl"):
-        CudaMemory(torch.device("cpu")).open(handle)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"size": "100"}, "size"),
-        ({"size": True}, "size"),
-        ({"size": -1}, "size"),
-        ({"handle": "ff" * 5000}, "at most 4096 bytes"),
-        ({"handle": "zz"}, "handle"),
-        ({"more": 1}, "more"),
-    ],
-)
-def test_a_handle_is_checked_before_it_is_opened(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        Handle.model_validate_json(json.dumps({**HANDLE, **changes}))
+        backend._map(handle)

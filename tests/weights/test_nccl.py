@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grpo_async.weights import nccl
-from grpo_async.weights.calls import GroupClosedError
-from grpo_async.weights.nccl import NcclBackend
+from grpo_async.weights import backends
+from grpo_async.weights.backends import GroupClosedError, NcclBackend
 
 CPU = torch.device("cpu")
 LIMIT_S = 60.0
@@ -83,7 +82,7 @@ def test_a_broadcast_that_hangs_ends_at_its_deadline_which_begins_with_the_wait(
     groups[0].hangs = True
     wait = trainer.send(trainer.buffer(8), timeout_s=0.2)
     began = time.monotonic()
-    monkeypatch.setattr(nccl.time, "monotonic", lambda: began + 5.0)
+    monkeypatch.setattr(backends.time, "monotonic", lambda: began + 5.0)
     with pytest.raises(RuntimeError, match="did not end within 0 s"):
         wait()
     assert groups[0].limits_s[-1] == pytest.approx(5.2, abs=0.1)
@@ -104,7 +103,7 @@ def test_the_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.M
     """torch's watchdog ends the whole process when a broadcast fails; the trainer's own groups keep theirs."""
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with nccl._environment(nccl._NO_WATCHDOG):
+    with backends._without_watchdog():
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
         assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"

@@ -10,8 +10,13 @@ import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights import receiver as receiver_module
-from grpo_async.weights.calls import NOT_ARRIVED
-from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver, parameter_specs
+from grpo_async.weights.receiver import (
+    NOT_ARRIVED,
+    UpdateFailedError,
+    UpdateRefusedError,
+    WeightReceiver,
+    parameter_specs,
+)
 
 INIT = WeightInitInfo(
     master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=5.0, key="weights/0a"
@@ -51,7 +56,7 @@ def events() -> list[str]:
 
 
 def _receiver(monkeypatch: pytest.MonkeyPatch, backend: _Backend) -> WeightReceiver:
-    monkeypatch.setattr(receiver_module, "join_backend", lambda *_, **__: backend)
+    monkeypatch.setattr(receiver_module, "join_group", lambda *_, **__: backend)
     receiver = WeightReceiver(device=torch.device("cpu"))
     receiver.join(INIT)
     return receiver

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from grpo_async.config.server_sections import WeightsSection
-from grpo_async.errors import ConfigError, RequestRejectedError, ServerUnavailableError, WeightPushError
+from grpo_async.errors import RequestRejectedError, ServerUnavailableError, WeightPushError
 from grpo_async.inference.api import WeightInitInfo
+from grpo_async.weights.backends import NOT_FORMED
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
-from grpo_async.weights.calls import NOT_FORMED, PushFailedError
-from grpo_async.weights.push import push_weights
-from grpo_async.weights.transport import WeightTransport
+from grpo_async.weights.push import PushFailedError, WeightTransport, push_weights
 from tests.weights.servers import DyingWorkers, Workers
 
 LONG_S = 120.0  # a test that waits so long for a group has failed
@@ -44,11 +43,9 @@ class Parameters:
             yield [self.tensors[spec.name] for spec in bucket]
 
 
-def make_transport(timeout_s: float = LONG_S, private: Path | None = None) -> WeightTransport:
+def make_transport(timeout_s: float = LONG_S) -> WeightTransport:
     cpu = torch.device("cpu")
-    return WeightTransport(
-        "gloo", host="127.0.0.1", bucket_bytes=4096, timeout_s=timeout_s, device=cpu, private=private
-    )
+    return WeightTransport("gloo", host="127.0.0.1", bucket_bytes=4096, timeout_s=timeout_s, device=cpu)
 
 
 @pytest.fixture
@@ -116,7 +113,7 @@ def test_a_server_that_does_not_join_ends_the_wait_of_all_at_once(
 
 
 def test_a_server_that_never_comes_has_failed_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.weights.transport.GRACE_S", 1.0)
+    monkeypatch.setattr("grpo_async.weights.push.GRACE_S", 1.0)
     never = threading.Event()
 
     class Sleeps(Workers):
@@ -131,17 +128,30 @@ def test_a_server_that_never_comes_has_failed_at_the_deadline(monkeypatch: pytes
     assert (list(caught.value.failures), list(caught.value.affected)) == (["bad"], ["good"])
 
 
-def test_members_on_the_wrong_devices_are_told_at_once(
-    transport: WeightTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise ConfigError("nccl needs two GPUs; set ipc")
+def _listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections()
+    return {(c.laddr.ip, c.laddr.port) for c in connections if c.status == "LISTEN"}
 
-    monkeypatch.setattr("grpo_async.weights.transport.choose_transport", refuse)
-    servers: list[Any] = [Workers("a")]
-    with pytest.raises(WeightPushError, match="two GPUs; set ipc") as caught:
-        transport.connect(servers)
-    assert not isinstance(caught.value, PushFailedError)
+
+def test_a_group_listens_on_the_trainers_address_only(transport: WeightTransport) -> None:
+    before = _listening()
+    seen: list[set[tuple[str, int]]] = []
+
+    class Looks(Workers):
+        def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+            seen.append(_listening() - before)
+            super().init_weight_transfer(info, timeout_s=timeout_s)
+
+    transport.connect([Looks("a")])  # type: ignore[list-item]
+    assert {address for address, _ in seen[0]} == {"127.0.0.1"}  # the store
+    assert {address for address, _ in _listening() - before} == {"127.0.0.1"}  # gloo's own, for the pairs
+
+
+def test_an_address_where_nothing_can_listen_is_the_trainers_own_failure() -> None:
+    elsewhere = WeightTransport("gloo", host="192.0.2.1", bucket_bytes=1, timeout_s=1.0, device=torch.device("cpu"))
+    with pytest.raises(PushFailedError, match=r"192\.0\.2\.1 failed") as caught:
+        elsewhere.connect([Workers("a")])  # type: ignore[list-item]
+    assert (caught.value.phase, caught.value.failures, list(caught.value.affected)) == ("connect", {}, ["trainer"])
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])

@@ -15,8 +15,8 @@ import torch
 
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
+from grpo_async.weights.push import WeightTransport
 from grpo_async.weights.receiver import WeightReceiver
-from grpo_async.weights.transport import WeightTransport
 
 TIMEOUT_S = 120.0
 SIZES = [(300, 70), (5,), (64, 64, 3), (1,), (1 << 18,)]

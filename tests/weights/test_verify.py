@@ -18,30 +18,18 @@ from tests.launcher.support import make_config
 
 
 def test_the_figures_are_those_of_the_formulas() -> None:
-    # d = 0, 0.5, -1: |d| mean 0.5, max 1; k3 = (0 + (e^0.5 - 1.5) + e^-1) / 3
+    # d = 0, 0.5, -1: |d| mean 0.5, max 1
     found = compare_logprobs([[-1.0, -2.0], [-3.0]], [[-1.0, -2.5], [-2.0]])
-    assert found.mean == pytest.approx(0.5)
-    assert (found.p99, found.max) == pytest.approx((1.0, 1.0))
-    assert found.k3 == pytest.approx((math.exp(0.5) - 1.5 + math.exp(-1.0)) / 3)
-    assert found.num_tokens == 3
+    assert (found.mean, found.max, found.num_tokens) == pytest.approx((0.5, 1.0, 3))
 
 
-def test_k3_of_a_rounding_error_is_half_its_square() -> None:
-    found = compare_logprobs([[-1.0]], [[-1.0 - 1e-8]])
-    assert found.k3 == pytest.approx(0.5e-16, rel=1e-3, abs=0.0)
-
-
-@pytest.mark.parametrize(("trainer", "server"), [(math.nan, -1.0), (-1.0, math.nan), (-math.inf, -math.inf)])
-def test_nan_is_within_no_limit(trainer: float, server: float) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "server"), [(math.nan, -1.0), (-1.0, math.nan), (-math.inf, -math.inf), (-1.0, -math.inf)]
+)
+def test_what_is_not_finite_is_within_no_limit(trainer: float, server: float) -> None:
     found = compare_logprobs([[-1.0, trainer, -1.0]], [[-1.0, server, -1.0]])
     assert not found.mean <= 1e9
     assert not found.max <= 1e9
-
-
-def test_a_token_that_one_side_holds_impossible_is_an_infinite_difference() -> None:
-    found = compare_logprobs([[-1.0]], [[-math.inf]])
-    assert (found.mean, found.max, found.k3) == (math.inf, math.inf, math.inf)
-    assert compare_logprobs([[0.0]], [[-5000.0]]).k3 == math.inf
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,477 @@
+"""How buckets get from the trainer (rank 0) to the servers' workers (ranks 1..N): the rendezvous, then gloo, NCCL or CUDA IPC.
+
+    trainer   pack 0 | start sending 0, pack 1 | wait for 0, start sending 1, pack 2 | ...
+    worker           | start receiving 0 and 1, wait for 0, load it | start receiving 2, wait for 1, load it | ...
+
+So each end holds two buckets. Deadlines follow the bytes: one for each bucket, from the end of the one before.
+
+Members meet in a TCP store that listens on the trainer's address only, under a random key that the servers get with the request to
+join. Nothing in it is unpickled. A group that cannot form is aborted on every member at once.
+
+Both ends are ours. vLLM's transfer engines (vllm.distributed.weight_transfer) meet in a store whose contents they unpickle, wait
+without a deadline, know neither the CPU nor gloo, and raise in one worker of several, whose executor then takes the answers of the
+others for those of later calls.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from grpo_async.config.base import TransportKind
+from grpo_async.inference.api import WeightInitInfo
+from grpo_async.utils.network import listening_store, own_address_towards
+from grpo_async.utils.threads import in_thread
+from grpo_async.utils.validation import problems_of
+
+NOT_FORMED = "the weight group did not form"
+"""In the error of a member that came, but whose group was aborted or lacked a member."""
+
+
+class GroupClosedError(RuntimeError):
+    """This end of the weight group was closed, so nothing can be sent or received over it."""
+
+
+# ---- the rendezvous ----
+
+
+class Rendezvous:
+    """The trainer's end.
+
+    Args:
+        address: own address in the group, an IP address.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+
+    def __init__(self, address: str, *, world_size: int, timeout_s: float) -> None:
+        self._info = {"master_address": address, "world_size": world_size, "timeout_s": timeout_s}
+        self._key = f"weights/{secrets.token_hex(16)}"
+        server = listening_store(address, 0, world_size, timedelta(seconds=timeout_s), wait_for_workers=False)
+        self._port = server.port
+        self._store = dist.PrefixStore(self._key, server)
+        self._other = dist.PrefixStore(self._key, server.clone())  # a store is locked while a thread waits in it
+
+    def init_info(self, transport: TransportKind, *, rank_offset: int) -> WeightInitInfo:
+        """What a server's workers need to join, the first of them as group rank `rank_offset`."""
+        return WeightInitInfo(
+            transport=transport, master_port=self._port, key=self._key, rank_offset=rank_offset, **self._info
+        )
+
+    def join(self, transport: TransportKind, device: torch.device) -> Backend:
+        """Wait for every worker, and form the group. Raises RuntimeError as `join_group`."""
+        return _form_group(self.init_info(transport, rank_offset=1), self._store, rank=0, device=device)
+
+    def abort(self, reason: str) -> None:
+        """End the waiting of all members with an error. Callable from any thread, also more than once."""
+        self._other.compare_set("begin", "", reason)
+
+
+def join_group(info: WeightInitInfo, *, rank: int, device: torch.device) -> Backend:
+    """A worker's end (rank >= 1): meet the trainer as `info` says.
+
+    Args:
+        device: where the worker's model is.
+
+    Raises:
+        RuntimeError: the group did not form within `info.timeout_s`, or this transport is impossible on `device`.
+    """
+    check_device(info.transport, device)
+    timeout = timedelta(seconds=info.timeout_s)
+    store = dist.TCPStore(
+        info.master_address, info.master_port, info.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+    )  # fmt: skip
+    return _form_group(info, dist.PrefixStore(info.key, store), rank=rank, device=device)
+
+
+def check_device(transport: TransportKind, device: torch.device) -> None:
+    """Raises RuntimeError when `transport` is impossible on `device`."""
+    if transport != "gloo" and device.type != "cuda":
+        raise RuntimeError(
+            f"weights.transport: {transport} needs a GPU, this process has its weights on {device}; set gloo"
+        )
+    if transport == "nccl" and not dist.is_nccl_available():
+        raise RuntimeError("weights.transport: nccl is not part of this build of torch; set gloo")
+
+
+def _form_group(info: WeightInitInfo, store: dist.Store, *, rank: int, device: torch.device) -> Backend:
+    """Either end: go on when all members are there, or one of them has failed."""
+    try:
+        if store.add("arrived", 1) == info.world_size:
+            store.compare_set("begin", "", "all are here")
+        if (reason := store.get("begin").decode()) != "all are here":  # within the store's timeout
+            raise RuntimeError(reason)
+        if info.transport == "nccl":
+            return NcclBackend(_nccl_group(store, info, rank, device), device=device, timeout_s=info.timeout_s)
+        address = info.master_address if rank == 0 else own_address_towards(info.master_address, info.master_port)
+        gloo = GlooBackend(store, rank=rank, world_size=info.world_size, address=address, timeout_s=info.timeout_s)
+        return IpcBackend(gloo, device=device) if info.transport == "ipc" else gloo
+    except RuntimeError as error:
+        raise RuntimeError(f"{NOT_FORMED}: {error}") from error
+
+
+# ---- backends ----
+
+
+class Backend(ABC):
+    """One end of a group that has formed. A backend that raised cannot be used again: close it and form a new group.
+
+    Args:
+        device: where the buckets that are sent have to be.
+    """
+
+    sends_in_place = True
+    """Whether `send` takes any memory on `device`, not only what `buffer` returned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._turn = 0
+
+    def buffer(self, num_bytes: int) -> torch.Tensor:
+        """Rank 0: where to pack the next bucket, [num_bytes] uint8 on `device`. Two buffers take turns, so that one may be filled
+        while the other is being sent; they grow to the largest bucket."""
+        self._turn = 1 - self._turn
+        buffer = self._buffers[self._turn]
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = self._buffers[self._turn] = self._allocate(num_bytes)
+        return buffer[:num_bytes]
+
+    @abstractmethod
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        """Rank 0: begin to send one packed bucket (see `sends_in_place`). What this returns waits for the end, `timeout_s` at
+        most; before that the bucket's memory is not to be touched. Both raise RuntimeError: a peer vanished, the deadline passed,
+        or this end was closed (GroupClosedError)."""
+
+    @abstractmethod
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        """Other ranks: begin to receive one packed bucket into separate memory. What this returns waits for it, `timeout_s` at
+        most: [num_bytes] uint8. Both raise RuntimeError as `send`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group. May be called more than once, and from another thread, which ends what waits where it can."""
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+class _BroadcastBackend(Backend):
+    """Each bucket is one broadcast of a process group."""
+
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        return self._broadcast(bucket, timeout_s=timeout_s)
+
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        bucket = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        wait = self._broadcast(bucket, timeout_s=timeout_s)
+
+        def received() -> torch.Tensor:
+            wait()
+            return bucket
+
+        return received
+
+    @abstractmethod
+    def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        """Begin to send (rank 0) or receive (others); what this returns waits for the end."""
+
+
+class GlooBackend(_BroadcastBackend):
+    """Buckets in host memory: a process group of the trainer and the servers' workers alone. It listens on the own address in the
+    group only.
+
+    Args:
+        store: of a rendezvous that has formed.
+        address: own address, on which the other members reach this one.
+
+    Raises:
+        RuntimeError: a member vanished, or did not connect within `timeout_s`.
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, address: str, timeout_s: float) -> None:
+        super().__init__(torch.device("cpu"))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        # broadcasts in their order, so that the deadline of each begins when the one before has ended
+        options._threads = 1
+        self.rank, self.world_size = rank, world_size
+        self._store: dist.Store | None = store  # the group keeps no reference
+        prefixed = dist.PrefixStore("gloo", store)
+        self._group: Any = dist.ProcessGroupGloo(prefixed, rank, world_size, options)  # its options have the deadline
+        self._works: dict[int, Any] = {}  # broadcasts that nobody has waited for yet
+        self._num_started = 0
+
+    def confirm(self, *, timeout_s: float) -> None:
+        """Return when every member has come to this line.
+
+        Raises:
+            RuntimeError: a peer vanished or the deadline passed.
+        """
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        self._open().allreduce([torch.ones(1, dtype=torch.int32)], options).wait()  # its options have the deadline
+
+    def close(self) -> None:
+        """Close the connections, which ends the other members' waiting.
+
+        They live as long as anything refers to the group or to a broadcast. The traceback of one that failed holds this object for
+        as long as its error lives, so nothing else does.
+        """
+        self._group = self._store = None
+        self._works.clear()
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        number, self._num_started = self._num_started, self._num_started + 1
+        self._works[number] = self._open().broadcast([tensor], _from_rank_0(timeout_s))
+
+        def wait() -> None:
+            if number not in self._works:
+                raise GroupClosedError("this end of the weight group is closed")
+            self._works.pop(number).wait()  # its options have the deadline
+
+        return wait
+
+    def _open(self) -> Any:
+        if self._group is None:
+            raise GroupClosedError("this end of the weight group is closed")
+        return self._group
+
+
+class NcclBackend(_BroadcastBackend):
+    """Buckets between GPUs: an NCCL communicator of the weight group alone, outside torch's default process group. Broadcasts run
+    on NCCL's own stream.
+
+    Waiting with a time limit holds this thread until the broadcast has ended, and aborts the communicator when the limit has passed
+    or NCCL reports an error. To form the communicator has no such limit, so that is done in a thread.
+
+    Args:
+        group: a process group of this group alone; see `_nccl_group`.
+        timeout_s: deadline of forming the communicator.
+
+    Raises:
+        RuntimeError: it did not form.
+    """
+
+    def __init__(self, group: Any, *, device: torch.device, timeout_s: float) -> None:
+        super().__init__(device)
+        self._group = group
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        formed = in_thread(lambda: self._broadcast(first, timeout_s=timeout_s)(), name="weights nccl")
+        try:
+            formed.result(timeout=timeout_s)
+        except TimeoutError as error:
+            self.close()
+            raise RuntimeError(f"the NCCL communicator did not form within {timeout_s:.0f} s") from error
+
+    def close(self) -> None:
+        """Aborts the communicator: a broadcast that waits, in any thread, ends."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _broadcast(self, tensor: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        group = self._group
+        if group is None:
+            raise GroupClosedError("this end of the weight group is closed")
+        with torch.cuda.device(self.device):
+            # behind what the current stream was given so far
+            work = group.broadcast([tensor], _from_rank_0(timeout_s))
+        started = time.monotonic()
+
+        def wait() -> None:
+            # torch counts from the start; the bucket before may have been on its way until now
+            limit_s = time.monotonic() - started + timeout_s
+            try:
+                with torch.cuda.device(self.device):
+                    work.wait(timedelta(seconds=limit_s))
+            except RuntimeError as error:
+                self.close()
+                raise RuntimeError(
+                    f"a broadcast of {tensor.numel()} bytes over NCCL failed, or did not end within {timeout_s:.0f} s: {error}"
+                ) from error
+            if self._group is None:  # after an abort NCCL's kernel ends without an error
+                raise GroupClosedError("the weight group was closed during a broadcast over NCCL")
+
+        return wait
+
+
+def _nccl_group(store: dist.Store, info: WeightInitInfo, rank: int, device: torch.device) -> Any:
+    """A separate NCCL process group, which takes NCCL's id from the store as bytes. Its communicator forms with the first
+    broadcast."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=2 * info.timeout_s)  # of torch's watchdog; ours comes first
+    prefixed = dist.PrefixStore("nccl", store)
+    with torch.cuda.device(device), _without_watchdog():
+        return dist.ProcessGroupNCCL(prefixed, rank, info.world_size, options)  # its options have the deadline
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """The group reads these variables when it is built: by default torch's watchdog ends the whole process when a broadcast fails.
+    The trainer's own groups keep what they read."""
+    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _from_rank_0(timeout_s: float) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    options.timeout = timedelta(seconds=timeout_s)
+    return options
+
+
+# ---- one GPU for both: CUDA IPC ----
+
+_MESSAGE_BYTES = 1 << 16
+_Number = Annotated[int, Field(ge=0, lt=1 << 48)]
+_Bytes = Annotated[bytes, Field(max_length=4096)]
+
+
+class _Message(BaseModel):
+    """What travels as JSON; bytes in hexadecimal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
+
+
+class Handle(_Message):
+    """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in its order."""
+
+    gpu: str = Field(max_length=256)
+    handle: _Bytes
+    size: _Number
+    offset: _Number
+    counter: _Bytes
+    counter_offset: _Number
+    event: _Bytes
+    needs_event: bool
+
+
+class Signal(_Message):
+    """The trainer says that a bucket is in a buffer. `handles`: one for each worker, where the buffer is new."""
+
+    buffer: int = Field(ge=0, le=1)
+    num_bytes: int
+    handles: list[Handle] | None
+
+
+class IpcBackend(Backend):
+    """Buckets from a trainer to a worker on the same GPU: two buffers of the trainer, which the worker maps into its own memory.
+
+        trainer   packs into buffer 0/1 - "bucket in 1, 8 MiB" ---------------- waits for all -> the buffer may be filled again
+        worker                            maps the buffer once, copies it out - "taken" --'
+
+    Signals and handles go over a gloo group, as JSON; nothing is unpickled. A handle is sent when a buffer is new, and checked
+    before it is opened. The GPU is named by its UUID: its index may differ in the two processes.
+    """
+
+    sends_in_place = False
+
+    def __init__(self, group: GlooBackend, *, device: torch.device) -> None:
+        super().__init__(device)
+        self._group = group
+        # trainer: buffers as they were shared; worker: mapped ones
+        self._known: list[torch.Tensor | None] = [None, None]
+
+    def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
+        group, number = self._group, self._turn
+        whole = self._buffers[number]
+        assert whole is not None
+        assert whole.data_ptr() == bucket.data_ptr(), "only the bucket that `buffer` returned last can be sent"
+        handles = None
+        if self._known[number] is not whole:
+            handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
+            self._known[number] = whole
+        signal = Signal(buffer=number, num_bytes=bucket.numel(), handles=handles).model_dump_json().encode()
+        self._finish_copies()  # the bucket is packed before it is announced
+        # JSON may end in blanks
+        message = torch.frombuffer(bytearray(signal.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+        group.send(message, timeout_s=timeout_s)()
+        return lambda: group.confirm(timeout_s=timeout_s)  # all have copied it out
+
+    def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
+        return lambda: self._receive(num_bytes, timeout_s=timeout_s)
+
+    def _receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
+        group = self._group
+        message = group.receive(_MESSAGE_BYTES, timeout_s=timeout_s)()
+        try:
+            signal = Signal.model_validate_json(message.numpy().tobytes())
+        except ValidationError as error:
+            raise RuntimeError(f"not a signal of the trainer: {problems_of(error)}") from error
+        if signal.handles is not None:
+            self._known[signal.buffer] = None  # the one before, if any, is unmapped first
+            self._known[signal.buffer] = self._map(signal.handles[group.rank - 1])
+        mapped = self._known[signal.buffer]
+        if signal.num_bytes != num_bytes or mapped is None or mapped.numel() < num_bytes:
+            raise RuntimeError(
+                f"the trainer announced {signal.num_bytes} bytes instead of {num_bytes}, or did not share them"
+            )
+        bucket = self._copy(mapped[:num_bytes])  # vLLM keeps what belongs to a layer until it has all of it
+        self._finish_copies()
+        group.confirm(timeout_s=timeout_s)
+        return bucket
+
+    def close(self) -> None:
+        self._group.close()
+        self._buffers, self._known = [None, None], [None, None]
+        self._release()
+
+    def _share(self, buffer: torch.Tensor) -> Handle:
+        """What one other process needs to map `buffer`. Call it once for each."""
+        storage: Any = buffer.untyped_storage()
+        _, *fields = storage._share_cuda_()
+        names = [name for name in Handle.model_fields if name != "gpu"]
+        return Handle(gpu=_uuid(self.device), **dict(zip(names, fields, strict=True)))
+
+    def _map(self, handle: Handle) -> torch.Tensor:
+        """Map a buffer of another process, [num_bytes] uint8. Raises RuntimeError: it is not on the own device."""
+        own = _uuid(self.device)
+        if handle.gpu != own:
+            raise RuntimeError(
+                f"the trainer's buffers are on {handle.gpu}, this worker's model is on {own}; set weights.transport: nccl"
+            )
+        fields = [getattr(handle, name) for name in Handle.model_fields if name != "gpu"]
+        with torch.cuda.device(self.device):
+            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *fields)
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+
+    def _copy(self, bucket: torch.Tensor) -> torch.Tensor:
+        return bucket.clone()
+
+    def _finish_copies(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _release(self) -> None:
+        """Give back what was shared or mapped and has no reference anymore."""
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+
+def _uuid(device: torch.device) -> str:
+    """What names a GPU in every process: its index differs with CUDA_VISIBLE_DEVICES."""
+    return str(torch.cuda.get_device_properties(device).uuid)
