@@ -1,12 +1,10 @@
-"""What the vLLM server does with one request, without vLLM: entering again, stamping, flushing; and the state of pauses, and the
-patches."""
+"""What the vLLM server does with one request, without vLLM: stamping, flushing; the state of pauses, and the patches."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.servers.request_tracker import EngineDeadError, Gate, RequestTracker
 from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
+from grpo_async.servers.vllm.token_stream import TokenStream
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -28,103 +26,6 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 async def _turns(number: int = 10) -> None:
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-# ---- entering the engine, again when the weights change ----
-
-
-@dataclass(frozen=True)
-class _Output:
-    token_ids: list[int]
-    finish_reason: str | None = None
-
-
-@dataclass
-class _Engine:
-    """As compat: entries, and aborts that end a request with an output, as vLLM's do."""
-
-    events: list[str] = field(default_factory=list)
-    deliver: list[Callable[[Any], None]] = field(default_factory=list)
-    may_enter: asyncio.Event = field(default_factory=asyncio.Event)
-    failure: Exception | None = None
-
-    async def submit(self, deliver: Callable[[Any], None]) -> Any:
-        number = len(self.deliver)
-        self.deliver.append(deliver)
-        await self.may_enter.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.events.append(f"entered {number}")
-
-        async def abort() -> None:
-            self.events.append(f"aborted {number}")
-            self.deliver[number](_Output([], "abort"))
-
-        return abort
-
-
-def _request(engine: _Engine) -> tuple[EngineRequest, list[Any], list[EngineRequest]]:
-    """The request, what it was given, and itself once it has ended."""
-    given: list[Any] = []
-    ended: list[EngineRequest] = []
-    return EngineRequest(engine.submit, given.append, on_end=ended.append), given, ended
-
-
-def test_a_request_without_a_token_enters_again_and_nobody_outside_notices() -> None:
-    async def run() -> None:
-        engine = _Engine()
-        engine.may_enter.set()
-        (started, of_started, _), (idle, of_idle, idle_ended) = _request(engine), _request(engine)
-        await started.enter()
-        await idle.enter()
-        engine.deliver[0](_Output([5]))
-        for request in (started, idle):
-            await request.enter_again()
-        assert engine.events == ["entered 0", "entered 1", "aborted 1", "entered 2"]
-        assert (of_idle, idle_ended) == ([], [])  # not the end that the abort brought
-        engine.deliver[1](_Output([9]))  # the old entry is ignored
-        engine.deliver[2](_Output([7], "stop"))
-        engine.deliver[0](_Output([6], "length"))
-        assert [output.token_ids for output in of_idle] == [[7]]
-        assert [output.token_ids for output in of_started] == [[5], [6]]
-        assert idle_ended == [idle]
-        for request in (started, idle):  # ended requests stay ended
-            await request.enter_again()
-        assert len(engine.deliver) == 3
-
-    _run(run())
-
-
-def test_a_client_that_leaves_while_its_request_enters_again_takes_the_new_entry_with_it() -> None:
-    async def run() -> None:
-        engine = _Engine()
-        engine.may_enter.set()
-        request, given, _ = _request(engine)
-        await request.enter()
-        engine.may_enter.clear()
-        again = asyncio.create_task(request.enter_again())
-        await _turns()
-        await request.leave()
-        engine.may_enter.set()
-        await again
-        assert engine.events[-2:] == ["entered 1", "aborted 1"]
-        assert all(output.finish_reason == "abort" for output in given)
-
-    _run(run())
-
-
-def test_an_engine_that_fails_while_a_request_enters_again_ends_it_with_the_error() -> None:
-    async def run() -> None:
-        engine = _Engine()
-        engine.may_enter.set()
-        request, given, ended = _request(engine)
-        await request.enter()
-        engine.failure = RuntimeError("dead")
-        await request.enter_again()
-        assert [str(error) for error in given] == ["dead"]
-        assert ended == [request]
-
-    _run(run())
 
 
 # ---- the tokens of a request ----

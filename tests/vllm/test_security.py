@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-import resource
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -14,7 +11,6 @@ import psutil
 import pytest
 
 from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
-from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer
 
@@ -96,28 +92,6 @@ def test_a_websocket_asks_for_the_token(vllm_server: VllmServer) -> None:
         for path in ("/v1/realtime", "/no_such_path", "/health"):
             for token in ({}, {"Authorization": "Bearer wrong"}):
                 assert stranger.get(path, headers=handshake | token).status_code in (401, 403)
-
-
-def test_connections_that_say_nothing_keep_nobody_out(vllm_server: VllmServer) -> None:
-    """The API server may open 40 more files, and 100 connections come."""
-    pid, url = vllm_server.process.pid, httpx.URL(vllm_server.url)
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) + 40, before[1]))
-    try:
-        with ExitStack() as stack:
-            for _ in range(100):
-                stack.enter_context(socket.create_connection((url.host, url.port), timeout=20.0))
-            token = {"Authorization": f"Bearer {vllm_server.token}"}
-
-            def is_answered() -> bool:
-                try:
-                    return httpx.get(url.join(INFO_PATH), headers=token, timeout=20.0).status_code == 200
-                except httpx.ReadError:  # libuv resets who comes in the moment in which no descriptor is free
-                    return False
-
-            assert eventually(is_answered, timeout_s=9.0)  # silent connections have 10 s
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def test_the_token_is_in_no_command_line_and_no_log(vllm_server: VllmServer) -> None:

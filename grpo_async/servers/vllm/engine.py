@@ -25,11 +25,11 @@ from grpo_async.inference.api import (
 from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.vllm import compat, patches
-from grpo_async.servers.vllm.requests import EngineRequest, TokenStream
+from grpo_async.servers.vllm.token_stream import TokenStream
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import check_names
-from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, check_membership, parameter_specs
+from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, parameter_specs
 
 logger = logging.getLogger("vllm.grpo_async")
 
@@ -119,9 +119,10 @@ class VllmEngine(Engine):
             self._streams.discard(stream)
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
-        """A pause that aborts what is in flight makes it wait and start over: half a score is useless."""
+        """A pause that aborts what is in flight, or new weights, make it start over: it is of one version."""
         while True:
             await self.requests.gate.wait()
+            num_updates = self._num_updates
             result: asyncio.Future[tuple[compat.EngineOutput, int]] = asyncio.get_running_loop().create_future()
 
             def deliver(output: compat.EngineOutput | Exception, result: asyncio.Future[Any] = result) -> None:
@@ -136,7 +137,7 @@ class VllmEngine(Engine):
 
             async with self._entered(lambda put: compat.submit_score(self._client, token_ids, put), deliver):
                 output, version = await result  # the engine's answer or end, or the client's disconnect
-            if output.finish_reason != "abort":
+            if output.finish_reason != "abort" and num_updates == self._num_updates:
                 return ScoreAnswer(logprobs=list(output.scores), policy_version=version)
 
     @asynccontextmanager
@@ -146,20 +147,29 @@ class VllmEngine(Engine):
         deliver: Callable[[compat.EngineOutput | Exception], None],
     ) -> AsyncIterator[None]:
         """A request is in the engine from here until the engine has ended it, or until the block is left."""
-        request = EngineRequest(submit, deliver, on_end=self.requests.leave)
+        request, abort = object(), None
+
+        def receive(output: compat.EngineOutput | Exception) -> None:
+            if isinstance(output, Exception) or output.finish_reason is not None:
+                self.requests.leave(request)
+            deliver(output)
+
         self.requests.enter(request)
         try:
             try:
-                await request.enter()
+                abort = await submit(receive)
             except compat.EngineDeadError as error:
                 raise EngineDeadError(f"the engine is dead: {error}") from error
             except (compat.VLLMClientError, ValueError) as error:
                 raise HTTPException(400, str(error)) from error
             yield
         finally:
+            has_ended = request not in self.requests.in_engine
             self.requests.leave(request)
-            # also for a stream that ended with an error of ours: the engine does not know of it and would continue
-            await request.leave()
+            if (
+                abort is not None and not has_ended
+            ):  # the client has left, or the stream ended with an error or stop of ours
+                await abort()
 
     async def warm_up(self) -> None:
         """The first requests of a server, made by itself before others may come: alone, several at once, with filters, and scored.
@@ -230,7 +240,6 @@ class VllmEngine(Engine):
         return self._served
 
     async def join(self, info: WeightInitInfo) -> None:
-        check_membership(info)  # the workers do so too, but what they answer is not a refusal
         await self._on_workers("join_weight_group", info)
 
     async def check(self, info: WeightUpdateInfo) -> None:
@@ -260,9 +269,6 @@ class VllmEngine(Engine):
         self._num_updates += 1
         for stream in self._streams:
             stream.flush()
-        for request in list(self.requests.in_engine):  # those without a token, under the new salt
-            assert isinstance(request, EngineRequest)
-            await request.enter_again()
 
     async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
         """Raises UpdateFailedError with what the workers answer."""

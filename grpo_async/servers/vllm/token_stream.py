@@ -1,11 +1,5 @@
-"""One request of the vLLM server: its entry into the engine, and its tokens on their way to the HTTP answer.
-
-vLLM keeps requests that it has not started in a queue. When the weights change there, such a request may start from cached
-keys and values that the old weights made, since it was salted when it entered. So it is taken out and enters again, and
-nobody outside notices.
-
-Knows neither vLLM nor HTTP. Used from one event loop.
-"""
+"""The tokens of one request of the vLLM server on their way to the HTTP answer. Knows neither vLLM nor HTTP; used from one event
+loop."""
 
 from __future__ import annotations
 
@@ -13,90 +7,14 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.records import FinishReason
 
-if TYPE_CHECKING:
-    from grpo_async.servers.vllm.compat import Abort, EngineOutput
-
-_ENTRY_TIMEOUT_S = 30.0  # an entry only sends to the engine core
-
-
-class EngineRequest:
-    """One request, from its entry into the engine to its end.
-
-    Args:
-        submit: puts it into the engine; the callback it gets is called for every output, in order.
-        deliver: gets the outputs of the newest entry only, or the exception that ended it.
-        on_end: called once, when the engine has ended it.
-    """
-
-    def __init__(
-        self,
-        submit: Callable[[Callable[[Any], None]], Awaitable[Abort]],
-        deliver: Callable[[Any], None],
-        *,
-        on_end: Callable[[EngineRequest], None],
-    ) -> None:
-        self._submit, self._deliver, self._on_end = submit, deliver, on_end
-        self._entry = 0  # number of the newest; what an older one still says is ignored
-        self._entered = asyncio.Event()
-        self._abort: Abort | None = None  # set: it is or was in the engine
-        self._has_left = self._has_tokens = self._has_ended = False
-
-    async def enter(self) -> None:
-        """Put it into the engine. Raises what `submit` raises."""
-        self._entry += 1
-        entry = self._entry
-        self._entered.clear()
-        try:
-            self._abort = await self._submit(lambda output: self._receive(entry, output))
-        finally:
-            self._entered.set()
-        if self._has_left:  # while it was entering
-            await self._abort()
-
-    async def enter_again(self) -> None:
-        """Take it out and add it again, if the engine has not begun to answer.
-
-        Raises:
-            TimeoutError: its first entry does not end.
-        """
-        async with asyncio.timeout(_ENTRY_TIMEOUT_S):
-            await self._entered.wait()
-        if self._has_tokens or self._has_ended or self._has_left or self._abort is None:
-            return
-        self._entry += 1  # the end that the abort brings is not this request's
-        await self._abort()
-        try:
-            await self.enter()
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises belongs to this request's client
-            self._receive(self._entry, error)
-
-    async def leave(self) -> None:
-        """Nobody wants it anymore."""
-        self._has_left = True
-        if self._abort is not None and not self._has_ended:
-            await self._abort()
-
-    def _receive(self, entry: int, output: EngineOutput | Exception) -> None:
-        if entry != self._entry or self._has_ended:
-            return
-        if isinstance(output, Exception):
-            self._has_ended = True
-        else:
-            self._has_ended = output.finish_reason is not None
-            self._has_tokens |= bool(output.token_ids)
-        self._deliver(output)
-        if self._has_ended:
-            self._on_end(self)
-
 
 class TokenStream:
-    """The tokens of one request, stamped with the policy version in `add`, at the moment they arrive: a slow client delays
+    """Tokens are stamped with the policy version in `add`, at the moment they arrive: a slow client delays
     `next_chunk`, not the stamping."""
 
     def __init__(self, *, flush_interval_s: float) -> None:
