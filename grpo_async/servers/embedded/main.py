@@ -7,12 +7,9 @@ Loads the model, binds the port, serves until SIGTERM (open answers end with rea
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
-import ssl
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +23,6 @@ from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
-
-logger = logging.getLogger(__name__)
 
 _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that clients and the launcher see why
 _STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
@@ -57,14 +52,12 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     Raises:
         ConfigError: the model cannot be loaded or does not fit the engine.
     """
-    began = time.perf_counter()
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     from grpo_async.servers.embedded.engine import SlotEngine, check_against_model, compute_logits_in_float32
 
-    imported = time.perf_counter()
     inference = config.inference
     if inference.embedded.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("inference.embedded.device: cuda, but torch sees no CUDA device; use cpu")
@@ -87,14 +80,7 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     if config.model.head_dtype == "float32":
         compute_logits_in_float32(model)
     engine = SlotEngine(model, num_slots=inference.embedded.max_slots, max_model_len=inference.max_model_len)
-    loaded = time.perf_counter()
     check_against_model(engine, model)
-    logger.info(
-        "imported torch and transformers in %.2f s, loaded the model in %.2f s, checked the engine against it in %.2f s",
-        imported - began,
-        loaded - imported,
-        time.perf_counter() - loaded,
-    )
     return engine
 
 
@@ -103,7 +89,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     import transformers
     import uvicorn
 
-    from grpo_async.inference.guard import GuardedProtocol, TokenGuard
+    from grpo_async.inference.guard import TokenGuard
     from grpo_async.servers.app import RolloutApp
     from grpo_async.servers.embedded.server import EmbeddedEngine
 
@@ -132,11 +118,11 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            start_listening(listener)
             served.start()
             await super().startup(sockets)
-            address = _address(*listener.getsockname()[:2])
-            print(f"serving {Path(config.model.path).name} on {inference.scheme}://{address}", flush=True)
+            host, port = listener.getsockname()[:2]
+            address = f"{inference.scheme}://{host_in_url(host)}:{port}"
+            print(f"serving {Path(config.model.path).name} on {address}", flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             nonlocal has_failed
@@ -147,7 +133,6 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     server = Server(
         uvicorn.Config(
             TokenGuard(RolloutApp(served).app),
-            http=GuardedProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -173,14 +158,9 @@ def check_certificate(inference: InferenceSection) -> None:
     tls = inference.tls
     if tls is None or tls.certificate is None or tls.key is None:
         return
-    for setting, path in (("certificate", tls.certificate), ("key", tls.key)):
-        try:
-            path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"inference.tls.{setting}: {path} cannot be read: {error.strerror}") from error
     try:
         server_certificates(tls.certificate, tls.key)
-    except (ssl.SSLError, ValueError) as error:
+    except (OSError, ValueError) as error:  # an SSLError is an OSError
         raise ConfigError(
             f"inference.tls: {tls.certificate} and {tls.key} are not a PEM certificate with its private key (one without a "
             f"password): {error}"
@@ -188,8 +168,7 @@ def check_certificate(inference: InferenceSection) -> None:
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting. Nobody else can bind
-    the address meanwhile, so of two servers on one port the second ends at once.
+    """Bind, without listening yet: until the model is loaded, clients are refused instead of kept waiting.
 
     Raises:
         ConfigError: the address cannot be bound, or is not loopback and there is no token.
@@ -205,33 +184,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise _cannot_bind(host, port, error) from error
-    # Two sockets with this option may both bind an address on which nobody listens yet; without it we are alone.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        raise ConfigError(
+            f"cannot bind {host_in_url(host)}:{port}: {error.strerror}; stop what uses this address, or choose another --port"
+        ) from error
     return listener
-
-
-def start_listening(listener: socket.socket) -> None:
-    """Accept connections on what `bind_listener` has bound.
-
-    Raises:
-        ConfigError: somebody else listens on the address.
-    """
-    host, port = listener.getsockname()[:2]
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections inherit it, see `bind_listener`
-    try:
-        listener.listen()
-    except OSError as error:
-        raise _cannot_bind(host, port, error) from error
-
-
-def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        what = "another process, perhaps another server, is using this address; stop it, or choose another --port"
-    else:
-        what = f"{error}; choose another inference.host or --port"
-    return ConfigError(f"cannot bind {_address(host, port)}: {what}")
-
-
-def _address(host: str, port: int) -> str:
-    return f"{host_in_url(host)}:{port}"

@@ -35,7 +35,7 @@ from grpo_async.servers.request_tracker import EngineDeadError
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.buckets import check_names
-from grpo_async.weights.receiver import UpdateRefusedError, WeightReceiver, check_membership, parameter_specs
+from grpo_async.weights.receiver import UpdateRefusedError, WeightReceiver, parameter_specs
 
 logger = logging.getLogger(__name__)
 
@@ -45,122 +45,11 @@ _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be s
 Result = TypeVar("Result")
 
 
-class EngineThread:
-    """Runs `engine` in a daemon thread.
-
-    Waits for: commands, or work while not paused. Unblocked by: `call`, `stop`.
-
-    Args:
-        engine: touched by this thread only, from `start` on.
-        deliver: gets the chunks of a step; called in the engine thread.
-        on_failure: called in the engine thread after the engine raised and every request got the error.
-    """
-
-    def __init__(
-        self,
-        engine: SlotEngine,
-        *,
-        deliver: Callable[[Sequence[tuple[RunningSequence, GenerateChunk]]], None],
-        on_failure: Callable[[], None],
-    ) -> None:
-        self._engine, self._deliver, self._on_failure = engine, deliver, on_failure
-        self._changed = threading.Condition()
-        self._commands: list[tuple[Callable[[], object], Future[object]]] = []
-        self._stopping = False
-        self.failure: str | None = None
-        """Why no further command will run; set once."""
-        self.policy_version = engine.policy_version
-        self.load = engine.load()
-        """Of the engine, as of its last step or command: who reads it does not wait for the step that is being made."""
-        self.is_paused = False
-        """Only commands run. Belongs to the engine thread."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def call(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run `command` in the engine thread, before its next step.
-
-        Raises (in the future):
-            EngineDeadError: the engine thread has ended.
-        """
-        future: Future[Result] = Future()
-        with self._changed:
-            if self.failure is None:
-                self._commands.append((command, future))  # type: ignore[arg-type]  # Future is invariant
-                self._changed.notify()
-                return future
-        future.set_exception(EngineDeadError(self.failure))
-        return future
-
-    def stop(self, *, timeout_s: float) -> None:
-        """Abort every request and end the thread; returns after `timeout_s` at the latest (the thread is a daemon)."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
-        self._thread.join(timeout_s)
-
-    def _has_work(self) -> bool:
-        return not self.is_paused and self._engine.num_active > 0
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                self._run_commands()
-                if self._has_work():
-                    self._engine.step()
-                    self._publish_load()
-                self._send_chunks()
-            self._engine.abort_all()
-            self._send_chunks()
-            self._end("the server is shutting down")
-        except Exception as error:
-            logger.exception("the engine failed; every request fails")
-            reason = f"the engine failed: {type(error).__name__}: {error}"
-            self._end(reason)
-            self._engine.fail_all(reason)
-            self._send_chunks()
-            self._on_failure()
-
-    def _run_commands(self) -> None:
-        with self._changed:
-            while not (self._commands or self._stopping or self._has_work()):
-                self._changed.wait()
-            commands, self._commands = self._commands, []
-        for command, future in commands:
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = command()
-                self._publish_load()  # before the caller sees that the command was run
-                future.set_result(result)
-            except Exception as error:
-                future.set_exception(error)
-                raise  # a command that fails may have left the engine half changed
-
-    def _publish_load(self) -> None:
-        self.policy_version, self.load = self._engine.policy_version, self._engine.load()
-
-    def _send_chunks(self) -> None:
-        chunks = self._engine.take_chunks()
-        if chunks:
-            self._deliver(chunks)
-
-    def _end(self, reason: str) -> None:
-        with self._changed:
-            self.failure = reason
-            commands, self._commands = self._commands, []
-        for _, future in commands:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDeadError(reason))
-
-
 class EmbeddedEngine(Engine):
-    """The embedded engine as the HTTP application sees it.
+    """The embedded engine as the HTTP application sees it, and the daemon thread that runs it.
 
     Args:
-        engine: handed over; nobody else may touch it anymore.
+        engine: handed over; only the thread touches it from `start` on.
         description: vocabulary and number of slots are filled in here. Adapters are added to the weights of `description.model`.
         tokenizer_options: of the model's, such as `revision`.
         on_failure: called in the event loop after the engine failed and every request got the error.
@@ -181,17 +70,20 @@ class EmbeddedEngine(Engine):
         self._engine = engine
         self._on_failure = on_failure
         self._timeout_s = timeout_s
-        self._keeps_cache = False  # of the newest pause
-        self._thread = EngineThread(
-            engine,
-            deliver=lambda chunks: self._in_loop(_hand_out, chunks),
-            on_failure=lambda: self._in_loop(self._end),
-        )
         self._receiver = WeightReceiver(device=engine.device)
         self._base = BaseWeights(description.model)
         self._parameters = engine.parameters()  # only dtype and shape are read
         self._shapes = {name: list(tensor.shape) for name, tensor in self._parameters.items()}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = threading.Condition()
+        self._commands: list[tuple[Callable[[], object], Future[object]]] = []
+        self._is_stopping = False
+        self._failure: str | None = None  # why no further command will run; set once
+        # Of the engine, as of its last step or command: who reads it does not wait for the step that is being made.
+        self._version, self._load = engine.policy_version, engine.load()
+        # Of the newest pause; they belong to the thread.
+        self._is_paused = self._keeps_cache = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start generating; call it in the running event loop."""
@@ -199,20 +91,133 @@ class EmbeddedEngine(Engine):
         self._thread.start()
 
     async def stop(self, *, timeout_s: float) -> None:
-        """End every request with reason "abort", and the engine thread; takes `timeout_s` at most."""
+        """End every request with reason "abort", and the thread; takes `timeout_s` at most."""
         self.requests.gate.break_down("the server is shutting down")
-        await asyncio.to_thread(self._thread.stop, timeout_s=timeout_s)
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, timeout_s)
 
     @property
     def failure(self) -> str | None:
-        return self._thread.failure
+        return self._failure
 
     @property
     def policy_version(self) -> int:
-        return self._thread.policy_version
+        return self._version
 
     def load(self) -> dict[str, Any]:
-        return self._thread.load
+        return self._load
+
+    # ---- the thread ----
+
+    def _run(self) -> None:
+        """Waits for: commands, or work while not paused. Unblocked by: `_call`, `stop`."""
+        try:
+            while not self._is_stopping:
+                self._run_commands()
+                if self._has_work():
+                    self._engine.step()
+                    self._publish_load()
+                self._send_chunks()
+            self._engine.abort_all()
+            self._send_chunks()
+            self._end("the server is shutting down")
+        except Exception as error:
+            logger.exception("the engine failed; every request fails")
+            reason = f"the engine failed: {type(error).__name__}: {error}"
+            self._end(reason)
+            self._engine.fail_all(reason)
+            self._send_chunks()
+            self._in_loop(self.requests.gate.break_down, reason)
+            self._in_loop(self._on_failure)
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and self._engine.num_active > 0
+
+    def _run_commands(self) -> None:
+        with self._changed:
+            while not (self._commands or self._is_stopping or self._has_work()):
+                self._changed.wait()
+            commands, self._commands = self._commands, []
+        for command, future in commands:
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = command()
+                self._publish_load()  # before the caller sees that the command was run
+                future.set_result(result)
+            except Exception as error:
+                future.set_exception(error)
+                raise  # a command that fails may have left the engine half changed
+
+    def _publish_load(self) -> None:
+        self._version, self._load = self._engine.policy_version, self._engine.load()
+
+    def _send_chunks(self) -> None:
+        if chunks := self._engine.take_chunks():
+            self._in_loop(_hand_out, chunks)
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._failure = reason
+            commands, self._commands = self._commands, []
+        for _, future in commands:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDeadError(reason))
+
+    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    # ---- commands, from the event loop ----
+
+    def _call(self, command: Callable[[], Result]) -> Future[Result]:
+        """Run `command` in the thread, before the engine's next step.
+
+        Raises (in the future):
+            EngineDeadError: the thread has ended.
+        """
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._failure is None:
+                self._commands.append((command, future))  # type: ignore[arg-type]  # Future is invariant
+                self._changed.notify()
+                return future
+        future.set_exception(EngineDeadError(self._failure))
+        return future
+
+    async def _command(self, command: Callable[[], Result]) -> Result:
+        """Run `command` and wait for it.
+
+        Raises:
+            DeadlineError: the engine did not get to it in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(self._call(command))
+        except TimeoutError as error:
+            raise DeadlineError(
+                "the engine to finish its step",
+                waited_s=self._timeout_s,
+                setting="inference.heartbeat_timeout_s",
+                hint="It is stuck, or the machine is too slow for prompts of this length.",
+            ) from error
+
+    async def _wait_for_trainer(self, command: Callable[[], None]) -> None:
+        """Run `command`, which has its own deadlines. What it raises as GrpoAsyncError is not a failure of the engine."""
+
+        def attempt() -> GrpoAsyncError | None:
+            try:
+                command()
+            except GrpoAsyncError as error:
+                return error
+            return None
+
+        if (error := await asyncio.wrap_future(self._call(attempt))) is not None:
+            raise error
+
+    # ---- requests ----
 
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
@@ -242,45 +247,46 @@ class EmbeddedEngine(Engine):
         sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take, watcher=watcher)
         self.requests.enter(sequence)
         try:
-            self._thread.call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)
+            self._call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)
             yield chunks.get
         finally:
             if sequence in self.requests.in_engine:  # the client left before the end
                 self.requests.leave(sequence)
-                self._thread.call(lambda: self._engine.abort(sequence))
+                self._call(lambda: self._engine.abort(sequence))
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
         # One command, so no update comes between the scores and their version. Also while paused: nothing is generated.
         scores, version = await self._command(lambda: (self._engine.score(token_ids), self._engine.policy_version))
         return ScoreAnswer(logprobs=scores, policy_version=version)
 
-    async def parameters(self) -> ServedParameters:
-        async with asyncio.timeout(_READ_TIMEOUT_S):
-            digest = await asyncio.to_thread(self._base.digest_or_none)
-        return ServedParameters(shapes=self._shapes, base_digest=digest)
+    # ---- pauses and weights ----
 
     async def pause(self, *, abort: bool, keep_cache: bool) -> None:
         def freeze() -> None:
             if abort:
                 self._engine.abort_all()
             self._engine.flush()  # a client that is lost during the pause has what was sampled before it
-            self._thread.is_paused, self._keeps_cache = True, keep_cache
+            self._is_paused, self._keeps_cache = True, keep_cache
 
         await self._command(freeze)
         self.requests.set_paused(True)
 
     async def resume(self) -> None:
         def go_on() -> None:
-            self._thread.is_paused = self._keeps_cache = False
+            self._is_paused = self._keeps_cache = False
 
         await self._command(go_on)
         self.requests.set_paused(False)
 
     async def is_paused(self) -> bool:
-        return await self._command(lambda: self._thread.is_paused)
+        return await self._command(lambda: self._is_paused)
+
+    async def parameters(self) -> ServedParameters:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            digest = await asyncio.to_thread(self._base.digest_or_none)
+        return ServedParameters(shapes=self._shapes, base_digest=digest)
 
     async def join(self, info: WeightInitInfo) -> None:
-        check_membership(info)
         await self._wait_for_trainer(lambda: self._receiver.join(info))
 
     async def check(self, info: WeightUpdateInfo) -> None:
@@ -315,46 +321,6 @@ class EmbeddedEngine(Engine):
 
     async def serve(self, version: int) -> None:
         await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
-
-    async def _wait_for_trainer(self, command: Callable[[], None]) -> None:
-        """Run `command` in the engine thread; it has its own deadlines. What it raises as GrpoAsyncError is not a failure of the
-        engine."""
-
-        def attempt() -> GrpoAsyncError | None:
-            try:
-                command()
-            except GrpoAsyncError as error:
-                return error
-            return None
-
-        if (error := await asyncio.wrap_future(self._thread.call(attempt))) is not None:
-            raise error
-
-    async def _command(self, command: Callable[[], Result]) -> Result:
-        """Run `command` in the engine thread, before its next step.
-
-        Raises:
-            DeadlineError: the engine did not get to it in time.
-        """
-        future = self._thread.call(command)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await asyncio.wrap_future(future)
-        except TimeoutError as error:
-            raise DeadlineError(
-                "the engine to finish its step",
-                waited_s=self._timeout_s,
-                setting="inference.heartbeat_timeout_s",
-                hint="It is stuck, or the machine is too slow for prompts of this length.",
-            ) from error
-
-    def _end(self) -> None:
-        self.requests.gate.break_down(str(self.failure))
-        self._on_failure()
-
-    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(function, *arguments)
 
 
 def _hand_out(chunks: Sequence[tuple[RunningSequence, GenerateChunk]]) -> None:
