@@ -16,7 +16,7 @@ import typer.main
 
 from grpo_async.cli.app import app
 from grpo_async.config.loader import load_config
-from grpo_async.inference.server import ServerState
+from grpo_async.inference.fleet import ServerState
 from grpo_async.store.query import parse_query
 from grpo_async.tracking.events import EVENTS
 from scripts.reference import FOLDER, pages

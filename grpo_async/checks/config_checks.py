@@ -31,7 +31,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.monitor import why_hopeless
+from grpo_async.inference.fleet import why_hopeless
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host

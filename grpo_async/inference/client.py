@@ -35,8 +35,7 @@ from pydantic import ValidationError
 from grpo_async.errors import BadResponseError, ServerUnavailableError
 from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateRequest
 from grpo_async.inference.connect import authorization, error_for_status, trusted_certificates
-from grpo_async.inference.router import FencedError, Router, Servers
-from grpo_async.inference.server import Endpoint
+from grpo_async.inference.router import Endpoint, FencedError, Router, Servers
 from grpo_async.records import FinishReason, TaggedMessage, TurnRecord
 from grpo_async.tracking.timeline import SHORTEST_WAIT_S, Span, Track
 from grpo_async.utils.retry import RetryPolicy

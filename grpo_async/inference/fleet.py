@@ -1,11 +1,35 @@
 """The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
 
-    server.py    the states of one server       this file    every transition, and who is notified
-                                                monitor.py   asks the servers how they are, and judges
+    trainer (this file)                                  launcher (launcher.servers)
+
+    STARTING                                         <-- "starting"
+       | healthy                                          |
+    READY                                                 |
+       | weights pushed: mark_serving                --> server_serving
+    SERVING                                               |
+                                                     <-- "exited": the process has ended; before it ever served, the run ends
+    DOWN   fenced, from any of the above: dead,      --> restart_server: it is killed with all its processes
+       |   hung, a push failed                            | a wait, then it is started again: "starting"
+       |-- healthy, in a new incarnation: READY           |
+    GONE                                             <-- "given_up": too many restarts in a row; without another the run ends
+
+An incarnation has an `instance_id`, random for every start of a server. A server that this run has started is restarted when it is
+fenced, and is back only in a new incarnation: one that hung and wakes before it is killed must not be. One that others run is back
+when it answers again, but not at once if it failed several times without having served. A server that is fenced gets no requests,
+and those that it has go elsewhere.
+
+Each server is watched by a daemon thread, a loop over time: HTTP offers nothing to wait for that says "is still there".
+
+    STARTING, DOWN    asked /health, then the engine, then what it is
+    READY, SERVING    heartbeat through the engine, then what it is. One that fails:
+                        refused or reset, twice in a row           fenced at once: nobody listens anymore
+                        no answer within heartbeat_timeout_s       fenced, unless weights were loaded meanwhile: an engine that
+                                                                   loads them is silent, and a push has its own deadlines
+                        answers >= 400, /health says dead          fenced at once
+                        answers >= 400 for heartbeat_timeout_s     fenced, unless weights were loaded
 
 Invariant: only a server that was pushed the current weights in its present incarnation is SERVING. A record (`Server`) is of one
-incarnation; what concerns a record that is not the current one anymore changes nothing. A server that this run has started is
-restarted when it is fenced (`ask_restart`); one that others run is looked for until it answers again.
+incarnation; what concerns a record that is not the current one anymore changes nothing.
 
 All methods may be called from any thread. Listeners are called outside the lock, after every change of state.
 """
@@ -17,19 +41,23 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
+
+import httpx
 
 from grpo_async.config.server_sections import MAX_RESTART_DELAY_S, InferenceSection
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import BadResponseError, DeadlineError, InferenceError, RequestRejectedError, RunError
 from grpo_async.inference.api import ServerInfo
+from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
-from grpo_async.inference.monitor import Monitor
-from grpo_async.inference.server import Server, ServerFailure, ServerState
-
-__all__ = ["Fleet", "Server", "ServerCounters", "ServerFailure", "ServerState"]
+from grpo_async.inference.router import Endpoint
+from grpo_async.utils.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +65,54 @@ _READ_TIMEOUT_S = 2.0
 _MAX_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
 _MAX_RETURN_DELAY_S = 60.0
+_STARTING_INTERVAL_S = 0.1
+_MAX_QUESTION_S = 10.0
+"""To a server that serves nothing."""
+_END_TIMEOUT_S = 1.0
+
+
+ServerEvent = Literal["exited", "starting", "given_up"]
+"""What the launcher tells of the process of a server."""
+
+
+class ServerState(StrEnum):
+    """See the module."""
+
+    STARTING = "starting"  # has not answered yet, or was started again
+    READY = "ready"  # healthy, with old weights or those of its checkpoint
+    SERVING = "serving"  # has the current weights; gets requests
+    DOWN = "down"  # fenced
+    GONE = "gone"  # given up
+
+    @property
+    def is_member(self) -> bool:
+        """Whether weights can be pushed to it."""
+        return self in (ServerState.READY, ServerState.SERVING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Server(Endpoint):
+    """One server at one moment, in the incarnation `instance_id` (empty while that is not known). Every change of state makes a new
+    record, and nothing else does, so the same record means that nothing has happened."""
+
+    control: ServerControl
+    state: ServerState
+    since: float
+    """When the record was made, by the monotonic clock."""
+    info: ServerInfo | None = None
+    """As it said when it became READY; None while STARTING."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFailure:
+    """A server that was fenced. `recovery_s`: from then until it served again; None when it does not yet."""
+
+    index: int
+    name: str
+    reason: str
+    at: float
+    """By the monotonic clock."""
+    recovery_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +204,11 @@ class Fleet:
         self._loaded_at = -math.inf
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._monitor = Monitor(self, len(urls), inference)
+        self._is_closed = False
+        self._wanted = [threading.Event() for _ in urls]  # cuts the pause of a watch short
+        self._errors_since: dict[int, float] = {}  # heartbeats that are answered with errors
+        self._silent: set[int] = set()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to watch the servers."""
@@ -136,11 +216,19 @@ class Fleet:
         with self._lock:
             for tracked in self._tracked:
                 tracked.server = replace(tracked.server, since=now)
-        self._monitor.start()
+        for index in range(len(self._tracked)):
+            thread = threading.Thread(target=self._watch, args=(index,), name="server-monitor", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def close(self) -> None:
         """Stop watching and close every connection; takes about a second at most."""
-        self._monitor.close()
+        self._is_closed = True
+        for wanted in self._wanted:
+            wanted.set()
+        until = time.monotonic() + _END_TIMEOUT_S
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
         for server in self.servers():
             server.control.close()
 
@@ -149,7 +237,7 @@ class Fleet:
         self._listeners.append(listener)
 
     def subscribe_load(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every heartbeat that was answered, from a thread of the monitor; it must be quick and not raise."""
+        """Call `listener` after every heartbeat that was answered, from the thread of its server; be quick, do not raise."""
         self._load_listeners.append(listener)
 
     # What is there.
@@ -219,7 +307,20 @@ class Fleet:
     def read(self) -> ServerCounters:
         """What the servers have done since the fleet was started. Asks those that are up, 2 s at most; what is not answered
         counts as it was in its last answer."""
-        infos = self._monitor.infos(self.members(), timeout_s=_READ_TIMEOUT_S)
+        asked = {
+            server.index: in_thread(
+                partial(server.control.info, timeout_s=_READ_TIMEOUT_S, retries=0), name="server-info"
+            )
+            for server in self.members()
+            if server.index not in self._silent  # until its next heartbeat
+        }
+        answered = wait(asked.values(), timeout=2 * _READ_TIMEOUT_S).done
+        infos: dict[int, ServerInfo] = {}
+        for index, question in asked.items():
+            if question in answered and question.exception() is None:
+                infos[index] = question.result()
+            else:
+                self._silent.add(index)
         with self._lock:
             for index, info in infos.items():
                 self._tracked[index].note(info)
@@ -250,12 +351,8 @@ class Fleet:
                     raise RunError(f"every inference server was given up: {described}")
                 left_s = ends_at - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineError(
-                        f"an inference server to be up ({described})",
-                        waited_s=deadline_s,
-                        setting=setting,
-                        hint="See the servers' logs.",
-                    )
+                    what = f"an inference server to be up ({described})"
+                    raise DeadlineError(what, waited_s=deadline_s, setting=setting, hint="See the servers' logs.")
                 self._changed.wait(min(left_s, _STOP_INTERVAL_S))  # two things end it, and a wait can be for one only
         return False
 
@@ -273,11 +370,6 @@ class Fleet:
             with self._lock:
                 self._num_loading -= 1
                 self._loaded_at = time.monotonic()
-
-    def has_loaded_since(self, moment: float) -> bool:
-        """Whether servers were loading weights at any time since `moment`, by the monotonic clock."""
-        with self._lock:
-            return self._num_loading > 0 or self._loaded_at >= moment
 
     def mark_serving(self, servers: Sequence[Server], *, version: int) -> list[Server]:
         """These have the weights of `version`, in the incarnations of their records; requests may go to them. Returns those that
@@ -303,7 +395,7 @@ class Fleet:
         """Fence a server in this incarnation; it is restarted or looked for."""
         current = self.server(server.index)
         if current.instance_id == server.instance_id:
-            self.failed(current, reason)
+            self._failed(current, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
         """Never use this server again."""
@@ -315,7 +407,7 @@ class Fleet:
 
     def suspect(self, index: int) -> None:
         """A request to this server failed: ask it now, not only at its next heartbeat."""
-        self._monitor.ask_now(index)
+        self._wanted[index].set()
 
     def on_launcher_message(self, message: Mapping[str, Any]) -> None:
         """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
@@ -342,7 +434,91 @@ class Fleet:
                 f"the launcher reported {event!r} for a server; known events are exited, starting, given_up"
             )
 
-    # What the monitor finds. A record that is not the current one anymore is ignored.
+    # The watch of each server.
+
+    def _watch(self, index: int) -> None:
+        while True:  # `close` ends it, or the process
+            self._wanted[index].clear()
+            server = self.server(index)
+            if self._is_closed or server.state is ServerState.GONE:
+                return
+            try:
+                if server.state.is_member:
+                    self._heartbeat(server)
+                else:
+                    self._search(server)
+            except Exception:  # a watch that ends would leave a dead server unnoticed
+                if not self._is_closed:
+                    logger.exception("checking %s failed; it will be checked again", server.name)
+            interval_s = self._inference.heartbeat_interval_s
+            if self.server(index).state is ServerState.STARTING:
+                interval_s = min(interval_s, _STARTING_INTERVAL_S)
+            self._wanted[index].wait(interval_s)
+
+    def _search(self, server: Server) -> None:
+        """Ask a server that does not serve."""
+        is_healthy = False
+        try:
+            server.control.health(timeout_s=_MAX_QUESTION_S)
+            is_healthy = True
+            info = server.control.heartbeat(timeout_s=_MAX_QUESTION_S)
+        except InferenceError as error:
+            if self._is_closed:
+                return
+            if hopeless := why_hopeless(error, is_healthy=is_healthy):
+                self.give_up(server, hopeless)
+            else:
+                self.not_found(server, str(error))
+        else:
+            self._forget_errors(server)
+            self.found(server, info)
+
+    def _heartbeat(self, server: Server) -> None:
+        asked_at = time.monotonic()
+        try:
+            info = server.control.heartbeat(timeout_s=self._inference.heartbeat_timeout_s)
+        except InferenceError as error:
+            if not self._is_closed:
+                self._judge(server, error, asked_at)
+            return
+        self._forget_errors(server)
+        if info.instance_id != server.instance_id:
+            self.restarted(server, info)
+        elif not self._is_closed:
+            self.note(server, info)
+
+    def _judge(self, server: Server, error: InferenceError, asked_at: float) -> None:
+        """A heartbeat failed."""
+        timeout_s = self._inference.heartbeat_timeout_s
+        if isinstance(error.__cause__, httpx.TimeoutException):
+            self._silent.add(server.index)
+            if not self._has_loaded_since(asked_at):
+                self._failed(server, f"its engine did not answer for {timeout_s:g} s (inference.heartbeat_timeout_s)")
+            return
+        if not is_answer(error):
+            self._failed(server, f"its connection was lost: {error}")
+            return
+        try:
+            server.control.health(timeout_s=_MAX_QUESTION_S)
+        except InferenceError as death:
+            if is_answer(death):
+                self._failed(server, str(death))
+                return  # else the next heartbeat finds out
+        now = time.monotonic()
+        since = self._errors_since.setdefault(server.index, now)
+        if now - since > timeout_s and not self._has_loaded_since(asked_at):
+            self._failed(server, f"its engine has answered with errors for {now - since:.0f} s: {error}")
+
+    def _forget_errors(self, server: Server) -> None:
+        self._silent.discard(server.index)
+        self._errors_since.pop(server.index, None)
+
+    def _has_loaded_since(self, moment: float) -> bool:
+        """Whether servers were loading weights at any time since `moment`, by the monotonic clock."""
+        with self._lock:
+            return self._num_loading > 0 or self._loaded_at >= moment
+
+    # What a watch finds. A record that is not the current one anymore is ignored.
 
     def note(self, server: Server, info: ServerInfo) -> None:
         """A server that is up answers."""
@@ -382,7 +558,7 @@ class Fleet:
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
             if age_s > timeout_s:
-                self.failed(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
+                self._failed(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
@@ -391,7 +567,7 @@ class Fleet:
         self._fence(server, "it was restarted", ask=False)
         self.found(self.server(server.index), info)
 
-    def failed(self, server: Server, reason: str) -> None:
+    def _failed(self, server: Server, reason: str) -> None:
         """It is dead or hangs."""
         self._fence(server, reason, ask=True)
 
@@ -436,7 +612,7 @@ class Fleet:
             yield changed
         if changed:
             for index in changed:
-                self._monitor.ask_now(index)
+                self._wanted[index].set()
             for listener in self._listeners:
                 listener()
 
@@ -446,6 +622,21 @@ class Fleet:
         self.num_events += 1
         changed.append(tracked.server.index)
         self._changed.notify_all()
+
+
+def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
+    """What to change when it is useless to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
+    if isinstance(error, RequestRejectedError) and error.status in (401, 403):
+        return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
+    is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)
+    if is_healthy and (is_unknown or isinstance(error, BadResponseError)):
+        return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"its certificate was rejected ({error}); inference.tls.ca_certs names the PEM file of trusted certificates, and the "
+            "certificate has to include the address in the URL"
+        )
+    return ""
 
 
 def return_delay_s(num_failed: int) -> float:

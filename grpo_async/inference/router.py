@@ -25,11 +25,22 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from grpo_async.errors import DeadlineError, ServerUnavailableError
-from grpo_async.inference.server import Endpoint
 
 _MARGIN = 8
 _MAX_AFFINITIES = 16_384
 """Affinities remembered, the last used ones; far more than are in flight, so that one that is forgotten is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Endpoint:
+    """A server, as far as requests need it. Two of the same index and instance are the same server."""
+
+    index: int
+    name: str
+    url: str
+    instance_id: str = ""
+    """Which start of the server this is, random for each; sent with every request, so that no other one takes it. Empty: not
+    known, any takes it."""
 
 
 class Servers(Protocol):

@@ -1,6 +1,6 @@
 """The processes of the servers that a run starts: what dies or hangs is killed with all its processes and started again.
 
-inference.server draws the states of a server, and which of them this module receives or sends. The waits before a restart are
+inference.fleet draws the states of a server, and which of them this module receives or sends. The waits before a restart are
 `inference.restart_delay_s`, doubled for each further one in a row, a minute at most. A row ends when a server has served for ten
 minutes. A server keeps its URL.
 """
@@ -24,7 +24,7 @@ from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import count
 
 if TYPE_CHECKING:
-    from grpo_async.inference.server import ServerEvent
+    from grpo_async.inference.fleet import ServerEvent
 
     TellTrainer = Callable[[int, ServerEvent, str, int], None]
     """Gets index, event, detail, and the server's incarnation."""

@@ -8,7 +8,7 @@
     launcher -> trainer   {"kind": "stop"}
                           {"kind": "server", "index": 0, "event": "exited", "detail": "...", "incarnation": 1}
 
-`event` is an inference.server.ServerEvent. `incarnation` counts the starts of a server from 0; the client adds it to its
+`event` is an inference.fleet.ServerEvent. `incarnation` counts the starts of a server from 0; the client adds it to its
 messages, so that one that was under way during a restart is not taken to be about the new incarnation.
 
 Trainer end (`ControlClient`): two daemon threads, no torch; sending never blocks the training loop and never raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from grpo_async.inference.server import Endpoint
+from grpo_async.inference.router import Endpoint
 
 
 def endpoint(index: int, url: str, life: str = "first") -> Endpoint:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.inference.server import ServerEvent
+from grpo_async.inference.fleet import ServerEvent
 from grpo_async.launcher.children import ending_children
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.launcher.servers import RestartCount, SpawnedServers
