@@ -39,10 +39,10 @@ USED = {
     "vllm.v1.metrics.stats:SchedulerStats": "kv_cache_usage num_running_reqs num_waiting_reqs num_skipped_waiting_reqs",
     "vllm.renderers.base:BaseRenderer": "clear_mm_cache_async()",
     "vllm.outputs:RequestOutput": "outputs prompt_token_ids prompt_logprobs",
-    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason",
+    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason stop_reason",
     "vllm.logprobs:Logprob": "logprob",
-    "vllm.sampling_params:SamplingParams": "max_tokens temperature top_p top_k min_p repetition_penalty stop_token_ids ignore_eos "
-    "structured_outputs logprobs detokenize output_kind prompt_logprobs logprob_token_ids",
+    "vllm.sampling_params:SamplingParams": "max_tokens temperature top_p top_k min_p repetition_penalty stop stop_token_ids "
+    "ignore_eos structured_outputs logprobs include_stop_str_in_output detokenize output_kind prompt_logprobs logprob_token_ids",
     "vllm.sampling_params:StructuredOutputsParams": "json regex choice grammar",
     "vllm.sampling_params:RequestOutputKind": "DELTA FINAL_ONLY",
     "vllm.inputs:": "tokens_input(prompt_token_ids, cache_salt=)",
@@ -53,7 +53,7 @@ USED = {
     "vllm.config:ParallelConfig": "world_size world_size_across_dp data_parallel_index data_parallel_size",
     "vllm.config:SchedulerConfig": "max_num_seqs",
     "vllm.config:ModelConfig": "model dtype max_model_len hf_text_config enable_sleep_mode quantization "
-    "trust_remote_code tokenizer_revision get_vocab_size()",
+    "get_vocab_size()",
     "vllm.config:LoadConfig": "load_format",
     "vllm.config:": "set_current_vllm_config(vllm_config)",
     "vllm.model_executor.model_loader.reload:": "initialize_layerwise_reload(model) finalize_layerwise_reload(model, model_config)",

@@ -91,11 +91,8 @@ class GenerateRequest(ApiModel):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Generation ends with the token that completes one of these in the text of what it has sampled (without special tokens); all
-    of its tokens are part of the output, the last one whole, even where it has text beyond the string."""
-    num_sampled: int = Field(default=0, ge=0)
-    """So many of `token_ids`, the last ones, are what the same generation sampled before it was cut off: a stop string may begin
-    in them."""
+    """Generation ends with the token that completes one of these in the text of what this request has sampled (without special
+    tokens); all of its tokens are part of the output, the last one whole, even where it has text beyond the string."""
     ignore_eos: bool = False
     flush_interval_s: float = Field(default=4.0, ge=0.0)
     """What a broken connection loses at most; every chunk costs the client CPU time, whatever is in it. The client asks for less

@@ -259,7 +259,6 @@ class InferenceClient:
         if generation.token_ids:
             update["token_ids"] = [*request.token_ids, *generation.token_ids]
             update["max_tokens"] = request.max_tokens - len(generation.token_ids)
-            update["num_sampled"] = len(generation.token_ids)
         return request.model_copy(update=update) if update else request
 
     async def _stream(

@@ -14,8 +14,8 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -46,7 +46,6 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
-from grpo_async.servers.stop_strings import StopStrings
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError
 
@@ -56,7 +55,6 @@ _NDJSON = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-s
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=BaseModel)
-Answer = BaseModel | Mapping[str, Any]
 NextChunk = Callable[[], Awaitable[GenerateChunk]]
 
 
@@ -66,11 +64,10 @@ class Engine(ABC):
     Any method may raise EngineDeadError, and HTTPException for a call that cannot be made now.
     """
 
-    def __init__(self, description: ServerInfo, *, tokenizer_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, description: ServerInfo) -> None:
         self.requests = RequestTracker()
         self.description = description
         """What does not change while the server runs."""
-        self.stop_strings = StopStrings(description.model, tokenizer_options or {})
 
     @property
     @abstractmethod
@@ -85,6 +82,9 @@ class Engine(ABC):
     @abstractmethod
     def load(self) -> dict[str, Any]:
         """The fields of ServerInfo that the engine knows and that change. Does not wait for the engine."""
+
+    async def prepare_stop_strings(self) -> None:  # noqa: B027 - not every engine has to
+        """Called before a request that has some."""
 
     @abstractmethod
     def stream(self, request: GenerateRequest) -> AbstractAsyncContextManager[NextChunk]:
@@ -147,64 +147,60 @@ class RolloutApp:
         self._announced: WeightUpdateInfo | None = None  # by /start_weight_update
         self._is_whole = True  # False: a part of an update is loaded, or all of one that is not finished
         self._is_loaded = False  # all of one that is not finished
-        routes: list[tuple[str, str, Callable[[Request], Awaitable[Answer]]]] = [
-            ("GET", INFO_PATH, self._info),
-            ("GET", PARAMETERS_PATH, self._parameters),
-            ("POST", SCORE_PATH, self._score),
-            ("POST", "/pause", self._pause),
-            ("POST", "/resume", self._resume),
-            ("GET", "/is_paused", self._is_paused),
-            ("POST", "/sleep", self._sleep),
-            ("POST", "/wake_up", self._wake_up),
-            ("POST", "/init_weight_transfer_engine", self._join),
-            ("POST", "/start_weight_update", self._start_update),
-            ("POST", "/update_weights", self._update),
-            ("POST", "/finish_weight_update", self._finish_update),
-        ]
-        handlers: dict[Any, Any] = {HTTPException: _no_such_route}
+        gets = {
+            "/health": self._health,
+            INFO_PATH: self._info,
+            PARAMETERS_PATH: self._parameters,
+            "/is_paused": self._is_paused,
+        }
+        posts = {
+            SCORE_PATH: self._score,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/sleep": self._sleep,
+            "/wake_up": self._wake_up,
+            "/init_weight_transfer_engine": self._join,
+            "/start_weight_update": self._start_update,
+            "/update_weights": self._update,
+            "/finish_weight_update": self._finish_update,
+        }
+        kinds = (HTTPException, ValidationError, ClientDisconnect, EngineDeadError, GrpoAsyncError, Exception)
         self.app = Starlette(
             routes=[
-                Route("/health", self._health, methods=["GET"]),
-                Route(GENERATE_PATH, _Endpoint(self._generate), methods=["POST"]),
-                *(Route(path, _Endpoint(_answering(handler)), methods=[method]) for method, path, handler in routes),
+                *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
+                *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
+                Route(GENERATE_PATH, _Streaming(self._generate), methods=["POST"]),
             ],
-            exception_handlers=handlers,
+            exception_handlers=dict.fromkeys(kinds, _answer_error),
         )
 
     # ---- state ----
 
     async def _health(self, _: Request) -> Response:
         failure = self._engine.failure
-        return _json({"status": "ok"}) if failure is None else _json({"error": failure}, 503)
+        return JSONResponse({"status": "ok"}) if failure is None else JSONResponse({"error": failure}, 503)
 
-    async def _info(self, _: Request) -> ServerInfo:
+    async def _info(self, _: Request) -> Response:
         if self._engine.failure is not None:
             raise EngineDeadError(self._engine.failure)
         known = {"instance_id": self._requests.instance_id, "policy_version": self._engine.policy_version}
         counted = {"active_requests": self._requests.num_active, "busy_s": self._requests.busy_s}
-        return self._engine.description.model_copy(update=known | counted | self._engine.load())
+        return _json(self._engine.description.model_copy(update=known | counted | self._engine.load()))
 
     # ---- generation ----
 
     async def _generate(self, request: Request, send: Send) -> None:
         wanted = await _read(GenerateRequest, request)
-        mine, limit = self._requests.instance_id, self._engine.description.max_model_len
+        mine = self._requests.instance_id
         if wanted.instance_id not in ("", mine):
             raise HTTPException(
                 503,
                 f"this request is for server {wanted.instance_id}, but this is {mine}: it has restarted since",
             )
-        length = len(wanted.token_ids) + wanted.max_tokens
-        if length > limit:
-            raise HTTPException(
-                400,
-                f"{len(wanted.token_ids)} prompt tokens + max_tokens {wanted.max_tokens} = {length} is more than "
-                f"inference.max_model_len: {limit}",
-            )
-        self._check_vocabulary(wanted.token_ids)
-        self._check_vocabulary(wanted.stop_token_ids)
+        self._check_tokens(wanted.token_ids, f"prompt tokens + max_tokens {wanted.max_tokens}", extra=wanted.max_tokens)
+        self._check_tokens(wanted.stop_token_ids, "stop tokens")
         if wanted.stop:
-            await self._engine.stop_strings.load()
+            await self._engine.prepare_stop_strings()
         await self._while_connected(self._stream(wanted, send), request)
 
     async def _stream(self, request: GenerateRequest, send: Send) -> None:
@@ -218,16 +214,13 @@ class RolloutApp:
                 line = chunk.model_dump_json().encode() + b"\n"
                 await send({"type": "http.response.body", "body": line, "more_body": has_more})
 
-    async def _score(self, request: Request) -> ScoreAnswer:
+    async def _score(self, request: Request) -> Response:
         token_ids = (await _read(ScoreRequest, request)).token_ids
-        limit = self._engine.description.max_model_len
-        if len(token_ids) > limit:
-            raise HTTPException(400, f"{len(token_ids)} tokens to score are more than inference.max_model_len: {limit}")
-        self._check_vocabulary(token_ids)
+        self._check_tokens(token_ids, "tokens to score")
         answer = await self._while_connected(self._scored(token_ids), request)
         if not all(map(math.isfinite, answer.logprobs)):
             raise HTTPException(500, "the model's logits are not finite; the pushed weights are broken")
-        return answer
+        return _json(answer)
 
     async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:
         """Also while paused, but not on parts of two versions."""
@@ -242,15 +235,17 @@ class RolloutApp:
         finally:
             self._requests.num_active -= 1
 
-    def _check_vocabulary(self, token_ids: Sequence[int]) -> None:
-        size = self._engine.description.vocab_size
+    def _check_tokens(self, token_ids: Sequence[int], what: str, *, extra: int = 0) -> None:
+        size, limit = self._engine.description.vocab_size, self._engine.description.max_model_len
+        if len(token_ids) + extra > limit:
+            raise HTTPException(400, f"{len(token_ids)} {what} are more than inference.max_model_len: {limit}")
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = [token for token in token_ids if not 0 <= token < size]
             raise HTTPException(400, f"token ids {wrong[:5]} are outside the vocabulary of {size} tokens")
 
     # ---- pauses ----
 
-    async def _pause(self, request: Request) -> Answer:
+    async def _pause(self, request: Request) -> Response:
         wanted = PauseQuery.model_validate(dict(request.query_params))
         number = self._supersede_pause()
         self._requests.gate.close()
@@ -264,7 +259,7 @@ class RolloutApp:
             if number == self._pause_number and not self._requests.is_paused:
                 self._requests.gate.open()
             raise
-        return {"is_paused": True}
+        return JSONResponse({"is_paused": True})
 
     async def _drained(self, number: int, timeout_s: float) -> None:
         """Return when the engine has ended all requests. Not paused when this raises. `number`: of the /pause that wants it.
@@ -300,7 +295,7 @@ class RolloutApp:
             self._drain = None
         return self._pause_number
 
-    async def _resume(self, _: Request) -> Answer:
+    async def _resume(self, _: Request) -> Response:
         self._supersede_pause()
         async with self._lock:
             if not self._is_whole:
@@ -310,20 +305,20 @@ class RolloutApp:
                 )
             await self._engine.resume()
             self._requests.gate.open()
-        return {"is_paused": False}
+        return JSONResponse({"is_paused": False})
 
-    async def _is_paused(self, request: Request) -> Answer:
+    async def _is_paused(self, request: Request) -> Response:
         # a probe ends with its client, so that those of a hung engine do not pile up
-        return {"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)}
+        return JSONResponse({"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)})
 
-    async def _sleep(self, _: Request) -> Answer:
+    async def _sleep(self, _: Request) -> Response:
         self._supersede_pause()
         async with self._lock:
             await self._engine.sleep()
             self._requests.gate.close()
-        return {"is_paused": True}
+        return JSONResponse({"is_paused": True})
 
-    async def _wake_up(self, request: Request) -> Answer:
+    async def _wake_up(self, request: Request) -> Response:
         """Undo /sleep; also resumes."""
         async with self._lock:
             await self._engine.wake_up()
@@ -331,18 +326,18 @@ class RolloutApp:
 
     # ---- weight updates: join -> start -> update -> finish; from update to finish nothing is generated ----
 
-    async def _parameters(self, request: Request) -> ServedParameters:
-        return await unless_disconnected(self._engine.parameters(), request.receive)
+    async def _parameters(self, request: Request) -> Response:
+        return _json(await unless_disconnected(self._engine.parameters(), request.receive))
 
-    async def _join(self, request: Request) -> Answer:
+    async def _join(self, request: Request) -> Response:
         info = (await _read(InitBody, request)).init_info
         async with self._lock:
             self._has_group, self._announced = False, None
             await self._engine.join(info)
             self._has_group = True
-        return {}
+        return JSONResponse({})
 
-    async def _start_update(self, request: Request) -> Answer:
+    async def _start_update(self, request: Request) -> Response:
         info = (await _read(StartBody, request)).update_info
         async with self._lock:
             self._announced = None
@@ -350,9 +345,9 @@ class RolloutApp:
                 raise UpdateRefusedError(NO_GROUP)
             await self._engine.check(info)
             self._announced = info
-        return {}
+        return JSONResponse({})
 
-    async def _update(self, _: Request) -> Answer:
+    async def _update(self, _: Request) -> Response:
         async with self._lock:
             info, self._announced = self._announced, None
             if info is None:
@@ -366,9 +361,9 @@ class RolloutApp:
                 self._has_group = False
                 raise
             self._is_loaded = True
-        return {}
+        return JSONResponse({})
 
-    async def _finish_update(self, request: Request) -> Answer:
+    async def _finish_update(self, request: Request) -> Response:
         version = int((await _read(FinishBody, request)).weight_version)
         async with self._lock:
             if self._is_loaded:
@@ -379,7 +374,7 @@ class RolloutApp:
                     409,
                     f"there is no loaded update to serve as version {version}: POST /start_weight_update and /update_weights",
                 )
-        return {}
+        return JSONResponse({})
 
 
 # ---- HTTP ----
@@ -410,36 +405,15 @@ async def unless_disconnected(work: Awaitable[Result], receive: Receive) -> Resu
         watching.cancel()
 
 
-class _Endpoint:
-    """The plain ASGI app of one route: starlette's own wrappers cost a task group for each streamed answer.
+class _Streaming:
+    """A plain ASGI app: starlette's own wrappers cost a task group for each streamed answer."""
 
-    `answer` returns a response, or None when it has sent its own.
-    """
-
-    def __init__(self, answer: Callable[[Request, Send], Awaitable[Response | None]]) -> None:
+    def __init__(self, answer: Callable[[Request, Send], Awaitable[None]]) -> None:
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self._answer(Request(scope, receive), send)
-        except ClientDisconnect:
-            return  # nobody reads
-        except Exception as error:
-            status, message = _status_and_message(error)
-            if status is None:
-                logger.exception("%s %s failed", scope["method"], scope["path"])
-            elif status >= 500:
-                logger.warning("%s %s: %s", scope["method"], scope["path"], message)
-            response = _json({"error": message}, status or 500)
-        if response is not None:
-            await response(scope, receive, send)
-
-
-def _answering(handler: Callable[[Request], Awaitable[Answer]]) -> Callable[[Request, Send], Awaitable[Response]]:
-    async def answer(request: Request, _: Send) -> Response:
-        return _json(await handler(request))
-
-    return answer
+        with suppress(ClientDisconnect):  # nobody reads
+            await self._answer(Request(scope, receive), send)
 
 
 async def _read(kind: type[Body], request: Request) -> Body:
@@ -447,27 +421,25 @@ async def _read(kind: type[Body], request: Request) -> Body:
     return kind.model_validate_json(await request.body())
 
 
-def _json(content: Answer, status: int = 200) -> Response:
-    if isinstance(content, BaseModel):
-        return Response(content.model_dump_json(), status, media_type="application/json")
-    return JSONResponse(content, status)
+def _json(content: BaseModel) -> Response:
+    return Response(content.model_dump_json(), media_type="application/json")
 
 
-def _status_and_message(error: Exception) -> tuple[int | None, str]:
-    """None: nobody expected this error."""
+async def _answer_error(request: Request, error: Exception) -> Response:
+    status, message = 500, f"{type(error).__name__}: {error}"  # an error that nobody expected is logged by uvicorn
     match error:
         case HTTPException():
-            return error.status_code, error.detail
+            status, message = error.status_code, error.detail
+            if status in (404, 405):
+                message = f"{request.method} {request.url.path}: {message}"
         case ValidationError():
-            return 400, problems_of(error)
+            status, message = 400, problems_of(error)
         case UpdateRefusedError():
-            return 400, str(error)
+            status, message = 400, str(error)
         case EngineDeadError() | DeadlineError():
-            return 503, str(error)
+            status, message = 503, str(error)
         case GrpoAsyncError():
-            return 500, str(error)
-    return None, f"{type(error).__name__}: {error}"
-
-
-async def _no_such_route(request: Request, error: HTTPException) -> Response:
-    return _json({"error": f"{request.method} {request.url.path}: {error.detail}"}, error.status_code)
+            message = str(error)
+    if status >= 500 and not isinstance(error, ClientDisconnect):
+        logger.warning("%s %s: %s", request.method, request.url.path, message)
+    return JSONResponse({"error": message}, status)

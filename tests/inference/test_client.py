@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import BadResponseError, RequestRejectedError, ServerUnavailableError
-from grpo_async.inference import client as client_module
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
 from grpo_async.inference.router import FixedServers, Servers
@@ -86,25 +84,6 @@ def test_chunks_are_joined_and_each_token_keeps_its_version() -> None:
     assert set(server.requests[0]) == set(GenerateRequest.model_fields)  # so that no server default leaks in
 
 
-def test_lines_are_whole_however_the_bytes_arrive_and_the_connection_is_used_again() -> None:
-    whole = b"\n".join([line([5], finish=None), b"", line([6, 7])])
-
-    async def script(request: Request) -> AsyncIterator[bytes]:
-        for place in range(0, len(whole), 7):
-            yield whole[place : place + 7]
-
-    async def run(url: str) -> Generation:
-        async with _client(FixedServers([url])) as client:
-            for _ in range(2):
-                await client.generate(_request())
-            return await client.generate(_request())
-
-    with local_server(script) as server:
-        assert list(_run(run(server.url)).token_ids) == [5, 6, 7]
-        assert server.most_connections == 1  # for the three, one after the other
-        assert len(server.requests) == 3
-
-
 def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     """What a resume brings: 2 of 8 tokens are there."""
     partial = Generation(
@@ -120,7 +99,6 @@ def test_a_partial_generation_goes_on_and_only_new_tokens_are_told() -> None:
     assert list(generation.logprobs) == pytest.approx([-0.1, -0.2, -0.5])
     assert seen == [(1, 4)]
     assert (server.requests[0]["token_ids"], server.requests[0]["max_tokens"]) == ([1, 2, 5, 6], 6)
-    assert server.requests[0]["num_sampled"] == 2  # a stop string may begin in them
 
 
 def test_a_structured_output_that_is_broken_off_begins_anew_and_its_attempts_are_bounded() -> None:
@@ -178,13 +156,6 @@ def test_what_ends_in_the_middle_goes_on_from_the_tokens_received(end: bytes | E
     assert generation.finish_reason is FinishReason.STOP
     assert server.requests[1]["token_ids"] == [1, 2, 5, 6]
     assert server.requests[1]["max_tokens"] == 6  # 8 - 2
-
-
-def test_a_connection_that_breaks_after_the_last_token_ends_the_completion() -> None:
-    with local_server(_scripted([line([5, 6], finish=None), BreakOff()])) as server:
-        generation = _generate(server.url, max_tokens=2)
-    assert generation.finish_reason is FinishReason.LENGTH
-    assert len(server.requests) == 1
 
 
 @pytest.mark.parametrize("max_retries", [0, 2])
@@ -250,37 +221,6 @@ def test_silence_has_a_deadline_and_says_so() -> None:
             _generate(server.url, timeout_s=0.5, max_retries=0)
 
 
-def test_a_server_that_does_not_take_a_long_request_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_MAX_CONNECT_S", 0.2)
-    partial = Generation(token_ids=array("i", [123_456]) * 5_000_000)
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # the kernel accepts; nobody reads
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ServerUnavailableError, match=r"did not take the request within 0\.5 s"):
-            _generate(url, timeout_s=0.3, max_retries=0, max_tokens=10_000_000, partial=partial)
-
-
-def test_a_redirect_is_not_followed_since_it_would_take_the_token_along() -> None:
-    seen: list[bytes] = []
-
-    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        seen.append(await reader.readuntil(b"\r\n\r\n"))
-        writer.write(b"HTTP/1.1 307 X\r\nlocation: /elsewhere\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    async def run() -> Generation:
-        async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            async with _client(FixedServers([url]), max_retries=0) as client:
-                return await client.generate(_request())
-
-    with pytest.raises(ServerUnavailableError, match="without a finish reason"):
-        _run(run())
-    assert len(seen) == 1
-    assert b"authorization: bearer secret" in seen[0].lower()
-    assert b"accept-encoding" not in seen[0].lower()
-
-
 # Several servers.
 
 
@@ -328,21 +268,6 @@ def test_a_request_whose_server_is_fenced_goes_on_elsewhere_with_the_tokens_it_h
     (continuation,) = other.requests
     assert continuation["token_ids"] == [1, 2, 2, 3]
     assert continuation["max_tokens"] == 6
-
-
-def test_a_server_that_dies_is_reported_and_its_requests_go_to_another() -> None:
-    async def test(dying: LocalServer, other: LocalServer) -> Generation:
-        servers = ScriptedServers(dying.url, other.url)
-        async with _client(servers) as client, asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(client.generate(_request()))
-            await asyncio.to_thread(dying.wait_for, lambda: bool(dying.requests), "the request")
-            await asyncio.to_thread(dying.stop)
-        assert servers.suspected == [0]
-        return task.result()
-
-    with local_server(_holding(3)) as dying, local_server(_counting(3)) as other:
-        assert list(_run(test(dying, other)).token_ids) == [2, 3, 4, 5, 6, 7, 8, 9]
-        assert len(other.requests) == 1
 
 
 def test_with_no_server_left_a_request_waits_without_using_up_its_retries() -> None:

@@ -97,23 +97,6 @@ def test_the_requests_of_a_fenced_server_end_at_once_and_others_go_on() -> None:
     _run(test)
 
 
-def test_another_life_of_a_server_is_another_server() -> None:
-    async def test() -> None:
-        servers, router = _router("a")
-
-        async def restart() -> None:
-            async with router.lease("g1"):
-                servers.set(endpoint(0, "a", life="second"))
-                await asyncio.Event().wait()
-
-        with pytest.raises(FencedError):
-            await restart()
-        async with router.lease("g1") as server:
-            assert server.instance_id == "second"
-
-    _run(test)
-
-
 def test_a_request_waits_for_a_server_and_the_wait_has_a_deadline() -> None:
     async def test() -> None:
         _, router = _router(wait_timeout_s=0.05)

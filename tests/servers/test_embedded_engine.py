@@ -11,19 +11,15 @@ import torch
 from grpo_async.errors import ConfigError
 from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 from tests.servers.embedded_support import (
-    by_version,
     finish,
     generate,
     hand_out,
     load,
     make_request,
-    over_kept_cache,
-    perturbed,
     prompt,
     step,
     submit,
     teacher_forced,
-    with_weights,
     worst_error,
 )
 
@@ -53,12 +49,6 @@ def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(
     for request, output in zip(requests, outputs, strict=True):
         assert (output.finish_reason, len(output.token_ids)) == ("length", request.max_tokens)
         assert worst_error(model, request, output) < 1e-5
-
-
-def test_a_continued_request_goes_on_as_if_it_had_not_been_cut(model: Any) -> None:
-    [whole] = generate(_engine(model), make_request(prompt(9), seed=11, max_tokens=20))
-    [rest] = generate(_engine(model), make_request([*prompt(9), *whole.token_ids[:6]], seed=11, max_tokens=14))
-    assert rest.token_ids == whole.token_ids[6:]
 
 
 def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,38 +113,6 @@ def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> Non
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
-def test_new_weights_between_two_tokens_stamp_the_version_over_a_recomputed_or_a_kept_context(
-    tiny_model: Path, keep_cache: bool
-) -> None:
-    old = load(tiny_model)
-    weights = {version: perturbed(old, seed=version) for version in (1, 2)}
-    models = {0: old} | {version: with_weights(tiny_model, tensors) for version, tensors in weights.items()}
-    engine = _engine(load(tiny_model), num_slots=6)
-    requests = [make_request(prompt(20 + 7 * (i // 2), start=i // 2), seed=i, max_tokens=25) for i in range(4)]
-    running = [submit(engine, request)[1] for request in requests]
-    step(engine, 6)
-    for version, tensors in weights.items():
-        # the same prompt, while rows with keys and values of older weights hold it; one arrives before the update
-        new_requests = [make_request(prompt(20), seed=50 + i, max_tokens=4) for i in range(2)]
-        outputs = [submit(engine, new_requests[0])[1]]
-        engine.load_weights(tensors.items())
-        engine.serve(policy_version=version, keep_cache=keep_cache)
-        outputs.append(submit(engine, new_requests[1])[1])
-        step(engine, 6)
-        for request, output in zip(new_requests, outputs, strict=True):
-            assert output.versions == [version] * 4
-            assert worst_error(models[version], request, output) < 1e-5
-    finish(engine)
-    for request, output in zip(requests, running, strict=True):
-        assert output.versions == [0] * 6 + [1] * 6 + [2] * 13
-        case = models, request.token_ids, output.token_ids, output.versions
-        recomputed, kept = by_version(*case), over_kept_cache(*case)
-        expected, other = (kept, recomputed) if keep_cache else (recomputed, kept)
-        assert torch.allclose(expected, torch.tensor(output.logprobs), atol=1e-5)
-        assert (expected - other)[6:].abs().max() > 0.01  # the two ways can be told apart
-
-
-@pytest.mark.parametrize("keep_cache", [False, True])
 def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_engine(
     tiny_model: Path, keep_cache: bool
 ) -> None:
@@ -202,11 +160,6 @@ def test_scores_are_those_of_one_plain_forward_however_they_are_cut_and_touch_no
     assert max(num_logits) <= rows
     finish(engine)
     assert worst_error(model, request, running) < 1e-5
-
-
-def test_a_zero_flush_interval_sends_every_token_and_a_long_one_only_the_end(model: Any) -> None:
-    requests = [make_request(prompt(4), max_tokens=5, flush_interval_s=interval) for interval in (0.0, 60.0)]
-    assert [output.num_chunks for output in generate(_engine(model), *requests)] == [5, 1]
 
 
 def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_differs_or_raises(tiny_model: Path) -> None:

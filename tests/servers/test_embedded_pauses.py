@@ -219,29 +219,6 @@ def test_a_push_under_each_way_of_freezing_gives_exact_logprobs_and_stamps(
         assert worst_error(models[7], request, output) < 2e-5
 
 
-def test_a_drained_and_an_aborted_push_leave_no_token_of_new_weights_under_the_old_version(
-    server: Live, tiny_model: Path, model: Any
-) -> None:
-    with WeightPusher(server.url, None) as pusher:
-        pusher.connect()
-        models = {0: model}
-        for version, mode in ((1, "drain"), (2, "abort")):
-            weights = perturbed(model, seed=version)
-            models[version] = with_weights(tiny_model, weights)
-            requests = [make_request(prompt(16), seed=i, max_tokens=150) for i in range(NUM_SLOTS + 2)]
-            answers = server.ask(*requests)
-            _wait_for_tokens(server)
-            pusher.push(weights, version, mode=mode)  # type: ignore[arg-type]
-            for request, answer in zip(requests, answers, strict=True):
-                output = answer.result(20.0)
-                assert set(output.versions) <= {version - 1}
-                assert worst_error(models[version - 1], request, output) < 1e-5
-            request = make_request(prompt(16), seed=40, max_tokens=20)
-            output = server.generate(request)
-            assert set(output.versions) == {version}
-            assert worst_error(models[version], request, output) < 1e-5
-
-
 def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
     for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"timeout_s": "0"}, {"timeout_s": "nan"}, {"level": "1"}):
         response = server.post("/pause", **query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from grpo_async.inference.api import GenerateRequest
-from grpo_async.servers.embedded.sampler import SamplingBatch, filter_logits, mix_seeds, sample, uniforms
+from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 
 CPU = torch.device("cpu")
 PROBABILITIES = torch.tensor([0.5, 0.05, 0.3, 0.15])
@@ -46,30 +45,6 @@ def test_tokens_follow_the_tempered_distribution_over_seeds_and_over_positions(v
     assert torch.allclose(logprobs, expected.log()[tokens], atol=1e-6)
 
 
-def test_numbers_of_neighboring_seeds_and_positions_do_not_correlate() -> None:
-    states = mix_seeds(range(5000))
-    numbers = uniforms(states, np.zeros(5000, dtype=np.uint64))
-    assert numbers.min() >= 0.0
-    assert numbers.max() < 1.0
-    later = uniforms(states, np.ones(5000, dtype=np.uint64))
-    for other in (numbers[1:], later[:-1]):  # next seed, next position
-        assert abs(np.corrcoef(numbers[:-1], other)[0, 1]) < 4 / math.sqrt(5000)
-
-
-@pytest.mark.parametrize(
-    ("setting", "expected"),
-    [
-        ({"top_k": 2}, [0.625, 0.0, 0.375, 0.0]),  # 0.5 / 0.8, 0.3 / 0.8
-        ({"top_p": 0.6}, [0.625, 0.0, 0.375, 0.0]),  # 0.5 < 0.6 <= 0.5 + 0.3: the two most likely stay
-        ({"top_p": 0.5}, [1.0, 0.0, 0.0, 0.0]),  # the first alone reaches it
-        ({"min_p": 0.25}, [0.5 / 0.95, 0.0, 0.3 / 0.95, 0.15 / 0.95]),  # the floor is 0.25 x 0.5 = 0.125: 0.05 goes
-    ],
-)
-def test_a_filter_keeps_the_most_likely_and_renormalizes(setting: dict[str, float], expected: list[float]) -> None:
-    kept = filter_logits(PROBABILITIES.log()[None], _batch(setting)).softmax(-1)[0]
-    assert torch.allclose(kept, torch.tensor(expected))
-
-
 def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distribution() -> None:
     num_draws = 4000
     batch = _batch(*[{"seed": seed, "top_k": 3, "top_p": 0.8} for seed in range(num_draws)])
@@ -78,19 +53,6 @@ def test_a_filtered_token_is_never_drawn_and_logprobs_are_of_the_filtered_distri
     expected = torch.tensor([0.625, 0.0, 0.375, 0.0])
     assert torch.allclose(logprobs.exp(), expected[tokens], atol=1e-6)
     assert _chi_squared(tokens, expected + 1e-12) < 15.1  # 1 degree of freedom, one in 10 000
-
-
-def test_a_token_that_is_there_already_is_penalized_by_the_sign_of_its_logit_and_a_new_one_from_then_on() -> None:
-    logits = torch.tensor([[2.0, -1.0, 0.5, 1.8]])
-    batch = _batch({"repetition_penalty": 2.0, "temperature": 0.0}, tokens=[[0, 1, 0]])
-    token, logprob = sample(logits, batch, np.zeros(1, dtype=np.uint64))
-    assert token.item() == 3  # 2.0 / 2 = 1.0, -1.0 x 2 = -2.0
-    expected = torch.tensor([1.0, -2.0, 0.5, 1.8]).log_softmax(-1)
-    assert logprob.item() == pytest.approx(expected[3].item(), abs=1e-6)
-    batch.note(token)
-    token, logprob = sample(logits, batch, np.zeros(1, dtype=np.uint64))
-    expected = torch.tensor([1.0, -2.0, 0.5, 0.9]).log_softmax(-1)
-    assert (token.item(), logprob.item()) == (0, pytest.approx(expected[0].item(), abs=1e-6))
 
 
 def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:

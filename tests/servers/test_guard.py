@@ -48,10 +48,8 @@ def test_the_right_token_and_get_health_pass() -> None:
 
 def test_anything_else_is_refused_with_401_before_its_body_is_read() -> None:
     values = [b"", b"Bearer ", b"Bearer wrong", b"Bearer secre", b"Bearer secretx", b"Basic secret", b"secret"]
-    values += ["Bearer s\u00e9cret".encode(), b"Bearer \xff\xfe"]
     cases: list[Headers] = [[], [(b"x-authorization", b"Bearer secret")], [RIGHT, RIGHT]]
     cases += [[(b"authorization", value)] for value in values]
-    cases += [[RIGHT, (b"authorization", b"Bearer wrong")], [(b"authorization", b"Bearer wrong"), RIGHT]]
     for headers in cases:
         reached, sent = _ask(_http(headers=headers))
         assert not reached, headers
@@ -74,12 +72,3 @@ def test_a_websocket_needs_the_token_too_even_for_health() -> None:
     scope = {"type": "websocket", "path": "/health", "headers": []}
     assert _ask(scope) == (False, [{"type": "websocket.close", "code": 1008}])
     assert _ask({**scope, "headers": [RIGHT]}) == (True, [])
-
-
-def test_without_a_token_everything_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers allow that on loopback only; see their own tests."""
-    for value in (None, ""):
-        monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-        if value is not None:
-            monkeypatch.setenv(TOKEN_VARIABLE, value)
-        assert _ask(_http()) == (True, [])

@@ -1,89 +1,16 @@
-"""Settings of sampling in both engines: stop strings, whatever the tokens are and wherever a generation was cut off; filters."""
+"""Settings of sampling in both engines: stop strings and filters."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from starlette.exceptions import HTTPException
 
 from grpo_async.inference.sampling import find_stop
-from grpo_async.servers.stop_strings import StopStrings
 from tests.servers.embedded_support import Live, live, load, make_request
-from tests.support.chat_families import family
-
-TEXTS = (
-    "4\nQ: 3",
-    "grüße 🙂🙂 END",
-    "a  b\n\n\nhello END",
-    "hello world, 🙂 hello tool",
-    "\n\n",
-    "x Answer: y",
-    "ENEND.",
-)
-STOPS = (["\nQ:"], ["END"], ["🙂 E", "zz"], ["\n\n"], [" ", "Q"], [": ", "tool"], ["o w", "hello"], ["üß", "nswer"])
-
-
-def _found(tokenizer: Any, stop: Sequence[str], ids: Sequence[int], *, num_before: int, sizes: Sequence[int]) -> Any:
-    """What the servers find: tokens of the whole generation up to the one that completes a string, and the string. `num_before` of
-    them were sampled before a cut; the others come in parts of these sizes."""
-    strings = StopStrings("unused", {})
-    strings._load = lambda: tokenizer  # type: ignore[method-assign]
-    asyncio.run(strings.load())
-    given = [5, *ids[:num_before]]
-    watcher = strings.watch(make_request(given, stop=stop, num_sampled=num_before))
-    assert watcher is not None
-    begin = num_before
-    for size in sizes:
-        found = watcher.first(ids[begin : begin + size])
-        if found is not None:
-            return begin + found[0], found[1]
-        begin += size
-    return None
-
-
-@pytest.mark.parametrize("name", ["qwen3", "llama3", "mistral"])
-def test_the_first_token_whose_text_completes_a_string_is_found(name: str) -> None:
-    """Against the plain way: decode all tokens, after each one. Texts in tokens of any cut, letters of several tokens, special
-    tokens and blanks among them; parts of any size; and a beginning that is there from before a cut."""
-    tokenizer, chance = family(name), random.Random(name)
-    special = tokenizer.eos_token_id
-    num_found = num_straddling = 0
-    for text in TEXTS * 6:
-        ids: list[int] = []
-        for piece in _pieces(text, chance):
-            ids += tokenizer.encode(piece, add_special_tokens=False)
-            ids += [special] * (chance.random() < 0.1)
-        for stop in STOPS:
-            ends = [n for n in range(1, len(ids) + 1) if find_stop(_decoded(tokenizer, ids[:n]), stop)]
-            num_before = chance.randrange(ends[0] if ends else len(ids))
-            sizes = [chance.randint(1, 4) for _ in ids]
-            found = _found(tokenizer, stop, ids, num_before=num_before, sizes=sizes)
-            if not ends:
-                assert found is None, (text, stop)
-                continue
-            whole = _decoded(tokenizer, ids[: ends[0]])
-            place = find_stop(whole, stop)
-            assert place is not None
-            assert found == (ends[0], whole[slice(*place)]), (text, stop, num_before)
-            num_found += 1
-            num_straddling += find_stop(_decoded(tokenizer, ids[num_before : ends[0]]), stop) is None
-    assert num_found > 60
-    assert num_straddling > 4, "strings that begin before the cut"
-
-
-def _pieces(text: str, chance: random.Random) -> list[str]:
-    pieces = [""]
-    for letter in text:
-        pieces[-1] += letter
-        if chance.random() < 0.4:
-            pieces.append("")
-    return [piece for piece in pieces if piece]
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -96,23 +23,14 @@ def test_of_several_strings_the_one_that_ends_first_counts() -> None:
     assert find_stop("abc", ["x"]) is None
 
 
-def test_a_server_without_a_tokenizer_says_so_and_serves_requests_without_stop_strings() -> None:
-    strings = StopStrings("/nowhere/at/all", {})
-    assert strings.watch(make_request([1])) is None
-    with pytest.raises(HTTPException, match=r"stop: the model's tokenizer cannot be loaded") as caught:
-        asyncio.run(strings.load())
-    assert caught.value.status_code == 400
-
-
-def test_the_embedded_engine_stops_at_a_string_and_goes_on_where_it_was_cut_off(tiny_model: Path) -> None:
+def test_the_embedded_engine_stops_at_a_string(tiny_model: Path) -> None:
     model = load(tiny_model)
     with live(model, model_path=str(tiny_model)) as server:
         check_stop_strings(server, tiny_model)
 
 
 def check_stop_strings(server: Live | Any, folder: Path) -> None:
-    """Of either engine, whose tokens are greedy: cut exactly after the token that completes the string, nothing lost, nothing more,
-    also when the string begins before the place where the generation was cut off."""
+    """Of either engine, whose tokens are greedy: cut exactly after the token that completes the string."""
     from transformers import AutoTokenizer
 
     tokenizer, prompt = AutoTokenizer.from_pretrained(folder), [5, 6, 7, 8, 9, 10]
@@ -128,9 +46,6 @@ def check_stop_strings(server: Live | Any, folder: Path) -> None:
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.token_ids == free.token_ids[:num_kept]
     assert stopped.logprobs == pytest.approx(free.logprobs[:num_kept], abs=1e-4)
-    cut = num_kept - 1
-    again = _generated(server, [*prompt, *free.token_ids[:cut]], max_tokens=24 - cut, stop=[stop], num_sampled=cut)
-    assert (again.finish_reason, again.token_ids) == ("stop", free.token_ids[cut:num_kept])
     at_the_limit = _generated(server, prompt, max_tokens=num_kept, stop=[stop])
     assert (at_the_limit.finish_reason, len(at_the_limit.token_ids)) == ("stop", num_kept)
     missed = _generated(server, prompt, max_tokens=num_kept - 1, stop=[stop])

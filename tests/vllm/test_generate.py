@@ -36,15 +36,6 @@ def test_generate_streams_tokens_with_the_logprobs_of_the_sampled_distribution(
         assert completion.token_ids == logits.argmax(-1).tolist()
 
 
-def test_a_stop_token_is_the_last_token_of_the_output(vllm_server: VllmServer, version: int) -> None:
-    free = vllm_server.generate(PROMPT, max_tokens=16, temperature=0.0)
-    stop = free.token_ids[5]
-    stopped = vllm_server.generate(PROMPT, max_tokens=16, temperature=0.0, stop_token_ids=[stop])
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
-    assert len(stopped.logprobs) == len(stopped.token_ids)
-
-
 def test_a_stop_string_ends_generation_as_in_the_embedded_engine(
     vllm_server: VllmServer, version: int, tiny_model: Path
 ) -> None:
@@ -93,16 +84,6 @@ def test_tokens_arrive_while_the_request_is_still_running(vllm_server: VllmServe
     assert len(list(vllm_server.chunks(PROMPT, max_tokens=64, flush_interval_s=60.0))) == 1
 
 
-def test_a_prompt_in_the_prefix_cache_gives_the_same_logprobs(
-    vllm_server: VllmServer, model_a: Reference, version: int
-) -> None:
-    prompt = [20 + position % 200 for position in range(400)]  # more than two cache blocks of 128
-    for _ in range(3):
-        completion = vllm_server.generate(prompt, max_tokens=8)
-        expected = model_a.logprobs(prompt, completion.token_ids, temperature=1.0)
-        assert largest_difference(completion.logprobs, expected) < TOLERANCE
-
-
 def test_a_client_that_disconnects_aborts_its_request(vllm_server: VllmServer, version: int) -> None:
     before = vllm_server.info().generated_tokens
     stream = vllm_server.chunks(PROMPT, max_tokens=1000, flush_interval_s=0.0)
@@ -144,20 +125,6 @@ def test_a_busy_server_says_what_runs_what_waits_and_how_full_its_cache_is(vllm_
     usages = [info.kv_usage for info in full if info.kv_usage is not None]
     assert 0.0 < min(usages) <= max(usages) <= 1.0
     assert max(usages) > usages[0], "the cache fills while the requests grow"
-
-
-def test_what_users_code_sends_through_vllms_own_api_is_load_as_well(vllm_server: VllmServer) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
-    seen: list[ServerInfo] = []
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(vllm_server.client.post, "/v1/completions", json=body)
-        while not running.done():
-            seen.append(vllm_server.info())
-            time.sleep(0.02)
-        running.result().raise_for_status()
-    assert {info.active_requests for info in seen} == {0}
-    assert max(info.running_requests for info in seen) == 1
-    assert vllm_server.info().running_requests == 0
 
 
 def _running(server: VllmServer) -> int:

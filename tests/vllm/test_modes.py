@@ -120,27 +120,6 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
             assert largest_difference(new, wrong) > 100 * TOLERANCE
 
 
-def test_a_score_that_waits_in_the_queue_is_of_the_new_weights_alone(
-    vllm_server: VllmServer, model_b: Reference, version: int, pusher: WeightPusher
-) -> None:
-    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        running = [start([*PROMPT, 30 + number], 450) for number in range(MAX_NUM_SEQS)]
-        assert all(stream.began.wait(30) for stream in running)
-        scoring = pool.submit(vllm_server.score, LONG_PROMPT)
-        _wait_until_queued(vllm_server, 1)
-        for offset, mode in ((1, "keep"), (2, "abort")):
-            pusher.post("/pause", mode=mode, keep_cache="true")
-            assert not scoring.done()
-            if mode == "keep":
-                _exchange_weights(pusher, model_b, version + offset)
-                continue
-        pusher.post("/resume")
-        answer = scoring.result(60)
-    assert answer.policy_version == version + 1
-    expected = model_b.logprobs(LONG_PROMPT[:1], LONG_PROMPT[1:], temperature=1.0)
-    assert largest_difference(answer.logprobs, expected) < TOLERANCE
-
-
 def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:

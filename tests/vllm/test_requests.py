@@ -64,17 +64,6 @@ def test_missing_and_non_finite_logprobs_end_the_stream_with_an_error(logprobs: 
     assert "2 tokens with the logprobs" in error.error
 
 
-def test_a_flush_sends_what_there_is_at_once() -> None:
-    async def run() -> GenerateChunk:
-        stream = TokenStream(flush_interval_s=60.0)
-        stream.add([5], [-0.5], version=0, finish=None)
-        stream.flush()
-        return await stream.next_chunk()
-
-    chunk = _run(run())
-    assert (chunk.token_ids, chunk.finish_reason) == ([5], None)
-
-
 # ---- pauses ----
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -57,15 +56,6 @@ def test_scores_and_completions_do_not_touch_each_others_cache(
     assert largest_difference(vllm_server.score(prompt).logprobs, expected) < TOLERANCE
     vllm_server.generate([5], max_tokens=2)  # the counter is as of the newest step
     assert _prefix_cache_hits(vllm_server) == hits
-
-
-def test_many_scores_at_once_are_each_their_own(vllm_server: VllmServer, model_a: Reference, version: int) -> None:
-    sequences = [[20 + (position * (number + 1)) % 200 for position in range(40 + number)] for number in range(12)]
-    with ThreadPoolExecutor(len(sequences)) as pool:
-        answers = list(pool.map(vllm_server.score, sequences))
-    for tokens, answer in zip(sequences, answers, strict=True):
-        expected = model_a.logprobs(tokens[:1], tokens[1:], temperature=1.0)
-        assert largest_difference(answer.logprobs, expected) < TOLERANCE
 
 
 def _prefix_cache_hits(server: VllmServer) -> float:

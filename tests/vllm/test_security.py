@@ -81,19 +81,6 @@ def test_the_token_opens_every_path_of_ours_and_development_routes_are_not_there
     assert vllm_server.client.post("/collective_rpc", json={"method": "load_model"}).status_code == 404
 
 
-def test_a_websocket_asks_for_the_token(vllm_server: VllmServer) -> None:
-    handshake = {
-        "Connection": "Upgrade",
-        "Upgrade": "websocket",
-        "Sec-WebSocket-Version": "13",
-        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
-    }
-    with httpx.Client(base_url=vllm_server.url) as stranger:
-        for path in ("/v1/realtime", "/no_such_path", "/health"):
-            for token in ({}, {"Authorization": "Bearer wrong"}):
-                assert stranger.get(path, headers=handshake | token).status_code in (401, 403)
-
-
 def test_the_token_is_in_no_command_line_and_no_log(vllm_server: VllmServer) -> None:
     for process in vllm_server.processes():
         assert vllm_server.token not in " ".join(process.cmdline())

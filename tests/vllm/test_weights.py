@@ -128,24 +128,3 @@ def test_a_trainer_that_is_killed_leaves_the_old_weights_exactly_or_none_and_the
             restarted.push(model_b.parameters(), version + 1)
             assert_exact(model_b, LONG_PROMPT, held.result(60), version + 1)
     _assert_serves(vllm_server, model_b, version + 1)
-
-
-def test_an_update_of_a_server_that_is_not_paused_is_refused(
-    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
-) -> None:
-    pusher.start(model_b.parameters())
-    response = pusher.client.post("/update_weights")
-    assert response.status_code == 409
-    assert "/pause" in response.json()["error"]
-    _assert_serves(vllm_server, model_a, version)
-
-
-def test_joining_a_group_that_nobody_hosts_ends_at_its_deadline(
-    vllm_server: VllmServer, model_a: Reference, version: int
-) -> None:
-    info = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2, "key": "weights/0a"}
-    body = {"init_info": info | {"timeout_s": 3.0}}
-    response = vllm_server.client.post("/init_weight_transfer_engine", json=body)
-    assert response.status_code == 500
-    assert "worker 0" in response.json()["error"]
-    _assert_serves(vllm_server, model_a, version)

@@ -20,12 +20,6 @@ def _specs(*num_floats: int) -> list[ParameterSpec]:
     return [ParameterSpec(name=str(i), dtype_name="float32", shape=(n,)) for i, n in enumerate(num_floats)]
 
 
-def test_consecutive_parameters_share_a_bucket_up_to_its_size() -> None:
-    """100 + 120 bytes fit into 320, the next 300 do not."""
-    buckets = list(cut_into_buckets(_specs(25, 30, 75), 320))
-    assert [[spec.num_bytes for spec in bucket] for bucket in buckets] == [[100, 120], [300]]
-
-
 def test_a_large_parameter_is_a_bucket_of_its_own_whatever_fits() -> None:
     """Half a bucket: 40 floats of 80."""
     buckets = list(cut_into_buckets(_specs(5, 40, 5, 5, 39, 40), 320))
@@ -87,17 +81,9 @@ def test_each_difference_is_a_sentence() -> None:
     ]
 
 
-def test_a_name_that_comes_twice_is_said_once() -> None:
-    assert check_names([*_named(a=(2, 3), b=(4,)), *_named(b=(4,))], SERVED) == ["b is sent twice"]
-
-
 def test_a_tied_head_may_be_sent_or_not_whichever_side_knows_it() -> None:
     fits = _named(a=(2, 3), b=(4,))
     assert check_names(fits, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"]) == []
     assert check_names([*fits, *_named(**{"lm_head.weight": (2, 3)})], SERVED, ["lm_head.weight"]) == []
     wrong = [*fits, *_named(**{"lm_head.weight": (9, 3)})]
     assert len(check_names(wrong, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"])) == 1
-
-
-def test_a_server_that_does_not_know_its_parameters_cannot_be_compared() -> None:
-    assert check_names(_named(x=(1,)), {}) == []

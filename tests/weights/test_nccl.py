@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -97,14 +96,3 @@ def test_a_close_from_another_thread_ends_a_send_and_it_does_not_count_as_sent(m
     threading.Timer(0.1, trainer.close).start()
     with pytest.raises(GroupClosedError, match="closed during a broadcast"):
         trainer.send(trainer.buffer(8), timeout_s=LIMIT_S)()
-
-
-def test_the_watchdog_is_off_only_while_the_group_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's watchdog ends the whole process when a broadcast fails; the trainer's own groups keep theirs."""
-    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    with backends._without_watchdog():
-        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_async.config.server_sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
@@ -112,15 +109,6 @@ def test_the_mode_decides_how_servers_pause(mode: Any, pause: str, keep_cache: b
         assert server.calls["start"]["timeout_s"] == LIMIT_S
 
 
-def test_the_phases_run_on_all_servers_at_once() -> None:
-    """Server a answers each phase only when b has been asked too, and the other way round."""
-    push = _Push()
-    barriers = {phase: threading.Barrier(2) for phase in ("pause", "start", "finish", "resume")}
-    for server in push.servers:
-        server.barriers = barriers
-    push.run()
-
-
 def test_the_next_bucket_is_gathered_and_packed_while_one_is_sent_and_never_two_ahead() -> None:
     push = _Push()
     may_end = push.transport.may_end = {number: threading.Event() for number in range(3)}
@@ -197,33 +185,6 @@ def test_a_server_that_did_not_get_what_was_sent_has_failed_when_all_went_out() 
     failed = push.fail()
     assert push.transport.is_closed
     assert (failed.failures, failed.affected) == ({"a": NOT_ARRIVED_ANSWER}, {})
-
-
-def _gather_after_the_answer_of_a(push: _Push, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: dict[str, Any] = {}
-    start_calls, gather = push_module._start_calls, push.parameters.buckets
-
-    def noting_calls(servers: Any, call: Any, *, phase: str) -> Any:
-        calls = start_calls(servers, call, phase=phase)
-        if phase == "transfer":
-            answers.update(calls)
-        return calls
-
-    def buckets(bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
-        wait([answers["a"]], LIMIT_S)
-        yield from gather(bucket_bytes)
-
-    monkeypatch.setattr(push_module, "_start_calls", noting_calls)
-    push.parameters.buckets = buckets
-
-
-def test_a_server_that_refuses_the_update_has_failed_and_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    push = _Push(a={"transfer": REFUSED}, b={"transfer": NOT_ARRIVED_ANSWER})
-    _gather_after_the_answer_of_a(push, monkeypatch)
-    failed = push.fail()
-    assert (failed.failures, list(failed.affected)) == ({"a": REFUSED}, ["b"])
-    assert push.transport.sent == []
-    assert push.parameters.gathered == 3
 
 
 def _short(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> WeightsSection:

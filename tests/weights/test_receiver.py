@@ -94,12 +94,6 @@ def test_a_worker_without_memory_has_failed_itself(monkeypatch: pytest.MonkeyPat
     assert "closed" in events
 
 
-def test_joining_leaves_the_group_before(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    receiver = _receiver(monkeypatch, _Backend(events))
-    receiver.join(INIT)
-    assert events == ["closed"]
-
-
 @pytest.mark.parametrize("change", [{"dtype_names": ["float32", "float31", "float32"]}, {"shapes": [[4]]}])
 def test_what_cannot_be_an_update_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UpdateRefusedError, match=r"a dtype of .* and a shape per name"):

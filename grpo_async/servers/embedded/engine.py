@@ -27,22 +27,23 @@ from transformers.cache_utils import DynamicCache
 from grpo_async.chat.renderer import eos_ids
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateChunk, GenerateRequest
+from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
-from grpo_async.servers.stop_strings import StopWatcher
 
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
 _LENGTH_STEP = 32  # attention is computed over a multiple of this many positions
 _ADMIT_EVERY_STEPS = 4  # a prefill costs about a decode whatever its size, so a busy engine collects requests for one
+_STOP_MARGIN = 64  # tokens before those that a stop string can have
 _SCORED_ROWS = 256  # of logits at a time: 150 MB in float32 with a vocabulary of 150 000
 _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # nats; rounding stays far below
 
 
 class RunningSequence:
-    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error; `watcher`
-    finds its stop strings."""
+    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error; `decode`
+    makes text of tokens for its stop strings."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class RunningSequence:
         *,
         eos_ids: Sequence[int],
         sink: Callable[[GenerateChunk], None],
-        watcher: StopWatcher | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.request = request
         self.sink = sink
@@ -58,7 +59,7 @@ class RunningSequence:
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + request.max_tokens
         self.stop_ids = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else frozenset(eos_ids))
-        self.watcher = watcher
+        self.decode = decode
         self.prompt_key = tuple(request.token_ids[:-1])
         self.slot = -1  # -1: waiting or over
         # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
@@ -87,9 +88,18 @@ class RunningSequence:
             self.finish_reason = FinishReason.STOP
         elif len(self.tokens) == self.limit:
             self.finish_reason = FinishReason.LENGTH
-        if self.watcher is not None and (found := self.watcher.first([token])) is not None:
-            self.finish_reason, self.stop_reason = FinishReason.STOP, found[1]
+        if self.request.stop and (stop := self._stop_string()):
+            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
         return self.finish_reason is not None
+
+    def _stop_string(self) -> str:
+        """The one that the last token has completed; "" if none. A string has at most as many tokens as bytes; more are decoded, so
+        that the text does not begin in the middle of a letter."""
+        assert self.decode is not None
+        num_bytes = max(len(each.encode("utf-8", "surrogatepass")) for each in self.request.stop)
+        text = self.decode(self.tokens[max(self.prompt_len, len(self.tokens) - num_bytes - _STOP_MARGIN) :])
+        found = find_stop(text, self.request.stop)
+        return "" if found is None else text[slice(*found)]
 
     def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
         """What was sampled since the last chunk, all of it by `policy_version`."""

@@ -66,7 +66,9 @@ class EmbeddedEngine(Engine):
         tokenizer_options: Mapping[str, Any] | None = None,
     ) -> None:
         known = {"vocab_size": engine.vocab_size, "max_running_requests": engine.num_slots}
-        super().__init__(description.model_copy(update=known), tokenizer_options=tokenizer_options)
+        super().__init__(description.model_copy(update=known))
+        self._tokenizer_options = tokenizer_options or {}
+        self._tokenizer: Any = None
         self._engine = engine
         self._on_failure = on_failure
         self._timeout_s = timeout_s
@@ -219,6 +221,22 @@ class EmbeddedEngine(Engine):
 
     # ---- requests ----
 
+    async def prepare_stop_strings(self) -> None:
+        """Loads the tokenizer. Raises HTTPException: 400, there is none."""
+        from transformers import AutoTokenizer  # slow import
+
+        if self._tokenizer is not None:
+            return
+        try:
+            self._tokenizer = await asyncio.to_thread(
+                AutoTokenizer.from_pretrained, self.description.model, **self._tokenizer_options
+            )
+        except Exception as error:  # whatever transformers makes of a folder without a tokenizer
+            raise HTTPException(400, f"stop: the model's tokenizer cannot be loaded: {error}") from error
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         if 0.0 < request.temperature < _MIN_TEMPERATURE:
@@ -243,8 +261,7 @@ class EmbeddedEngine(Engine):
             if (error := added.exception()) is not None:
                 self._in_loop(take, GenerateChunk(error=str(error)))
 
-        watcher = self.stop_strings.watch(request)
-        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take, watcher=watcher)
+        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take, decode=self._decode)
         self.requests.enter(sequence)
         try:
             self._call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)

@@ -166,6 +166,8 @@ class EngineOutput:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str | None
+    stop_reason: str | None = None
+    """The stop string that ended it."""
     scores: Sequence[float] = ()
     """Of a score request only."""
 
@@ -241,8 +243,10 @@ def _sampling_params(request: GenerateRequest) -> Any:
         structured_outputs=StructuredOutputsParams(**request.structured_outputs)
         if request.structured_outputs
         else None,
+        stop=list(request.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(request.stop),
         logprobs=0,  # of the sampled token only
-        detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
 
@@ -256,7 +260,10 @@ def _engine_output(output: Any) -> EngineOutput | Exception:
     logprobs = [
         entry[token_id].logprob for token_id, entry in zip(token_ids, entries, strict=False) if token_id in entry
     ]
-    return EngineOutput(token_ids=token_ids, logprobs=logprobs, finish_reason=completion.finish_reason)
+    stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None  # else a stop token
+    return EngineOutput(
+        token_ids=token_ids, logprobs=logprobs, finish_reason=completion.finish_reason, stop_reason=stop
+    )
 
 
 def _score_output(output: Any, last: int) -> EngineOutput | Exception:
@@ -328,12 +335,6 @@ def describe(engine: Any) -> ServerInfo:
         per_request_seed=False,
         max_running_requests=config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
     )
-
-
-def tokenizer_options(engine: Any) -> dict[str, Any]:
-    """Of transformers' AutoTokenizer."""
-    config = engine.vllm_config.model_config
-    return {"revision": config.tokenizer_revision, "trust_remote_code": config.trust_remote_code}
 
 
 def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:

@@ -44,7 +44,7 @@ class VllmEngine(Engine):
     """`client` is vLLM's AsyncLLM, which nobody else pauses or updates."""
 
     def __init__(self, client: Any) -> None:
-        super().__init__(compat.describe(client), tokenizer_options=compat.tokenizer_options(client))
+        super().__init__(compat.describe(client))
         self._client = client
         self._is_asleep = False
         self._version = 0
@@ -92,24 +92,19 @@ class VllmEngine(Engine):
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         stream = TokenStream(flush_interval_s=request.flush_interval_s)
-        watcher = self.stop_strings.watch(request)
 
         def deliver(output: compat.EngineOutput | Exception) -> None:
             if isinstance(output, Exception):
                 stream.fail(f"the engine failed: {type(output).__name__}: {output}", version=self._version)
                 return
             self._num_generated_tokens += len(output.token_ids)
-            if watcher is not None and (found := watcher.first(output.token_ids)) is not None:
-                count, stop = found
-                stream.add(
-                    output.token_ids[:count],
-                    output.logprobs[:count],
-                    version=self._version,
-                    finish="stop",
-                    stop_reason=stop,
-                )
-            else:
-                stream.add(output.token_ids, output.logprobs, version=self._version, finish=output.finish_reason)
+            stream.add(
+                output.token_ids,
+                output.logprobs,
+                version=self._version,
+                finish=output.finish_reason,
+                stop_reason=output.stop_reason,
+            )
 
         self._streams.add(stream)
         try:
@@ -166,9 +161,7 @@ class VllmEngine(Engine):
         finally:
             has_ended = request not in self.requests.in_engine
             self.requests.leave(request)
-            if (
-                abort is not None and not has_ended
-            ):  # the client has left, or the stream ended with an error or stop of ours
+            if abort is not None and not has_ended:  # the client has left, or the stream ended with an error of ours
                 await abort()
 
     async def warm_up(self) -> None:
