@@ -77,13 +77,6 @@ def test_structured_outputs_have_their_form_and_logprobs_of_what_it_leaves(
         vllm_server.generate(PROMPT, max_tokens=4, structured_outputs={"regex": "("})
 
 
-def test_tokens_arrive_while_the_request_is_still_running(vllm_server: VllmServer, version: int) -> None:
-    lines = list(vllm_server.chunks(PROMPT, max_tokens=256, flush_interval_s=0.02))
-    assert len(lines) > 2
-    assert [line.finish_reason for line in lines] == [None] * (len(lines) - 1) + ["length"]
-    assert len(list(vllm_server.chunks(PROMPT, max_tokens=64, flush_interval_s=60.0))) == 1
-
-
 def test_a_client_that_disconnects_aborts_its_request(vllm_server: VllmServer, version: int) -> None:
     before = vllm_server.info().generated_tokens
     stream = vllm_server.chunks(PROMPT, max_tokens=1000, flush_interval_s=0.0)

@@ -87,13 +87,6 @@ def test_an_update_that_breaks_off_takes_its_group_with_it(monkeypatch: pytest.M
         next(receiver.receive(UPDATE))
 
 
-def test_a_worker_without_memory_has_failed_itself(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> None:
-    receiver = _receiver(monkeypatch, _Backend(events, breaks_at=0, error=torch.OutOfMemoryError("no memory")))
-    with pytest.raises(torch.OutOfMemoryError):
-        _load(receiver.receive(UPDATE), events)
-    assert "closed" in events
-
-
 @pytest.mark.parametrize("change", [{"dtype_names": ["float32", "float31", "float32"]}, {"shapes": [[4]]}])
 def test_what_cannot_be_an_update_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UpdateRefusedError, match=r"a dtype of .* and a shape per name"):
