@@ -46,8 +46,11 @@ from grpo_async.inference.api import (
     WeightUpdateInfo,
 )
 from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
+from grpo_async.utils.text import shortlist
 from grpo_async.utils.validation import problems_of
-from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError
+from grpo_async.weights.adapters import BaseWeights
+from grpo_async.weights.buckets import check_names
+from grpo_async.weights.receiver import NO_GROUP, UpdateRefusedError, parameter_specs
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,8 @@ class Engine(ABC):
         self.requests = RequestTracker()
         self.description = description
         """What does not change while the server runs."""
+        self.base = BaseWeights(description.model)
+        """What pushed adapters are added to."""
 
     @property
     @abstractmethod
@@ -112,9 +117,14 @@ class Engine(ABC):
     async def join(self, info: WeightInitInfo) -> None:
         """All workers join the trainer's weight group."""
 
-    @abstractmethod
     async def check(self, info: WeightUpdateInfo) -> None:
         """Raises UpdateRefusedError when this update does not fit the model."""
+        specs, served = parameter_specs(info), await self.parameters()
+        if info.base is not None and served.base_digest != info.base.digest:
+            raise UpdateRefusedError("these adapters have a different base model than this server")
+        find_problems = check_names if info.base is None else self.base.problems
+        if problems := find_problems(specs, served.shapes, served.optional):
+            raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 
     @abstractmethod
     async def load_update(self, info: WeightUpdateInfo) -> None:

@@ -32,10 +32,7 @@ from grpo_async.inference.api import (
 from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.request_tracker import EngineDeadError
-from grpo_async.utils.text import shortlist
-from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.buckets import check_names
-from grpo_async.weights.receiver import UpdateRefusedError, WeightReceiver, parameter_specs
+from grpo_async.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +70,7 @@ class EmbeddedEngine(Engine):
         self._on_failure = on_failure
         self._timeout_s = timeout_s
         self._receiver = WeightReceiver(device=engine.device)
-        self._base = BaseWeights(description.model)
-        self._parameters = engine.parameters()  # only dtype and shape are read
-        self._shapes = {name: list(tensor.shape) for name, tensor in self._parameters.items()}
+        self._shapes = {name: list(tensor.shape) for name, tensor in engine.parameters().items()}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = threading.Condition()
         self._commands: list[tuple[Callable[[], object], Future[object]]] = []
@@ -300,27 +295,11 @@ class EmbeddedEngine(Engine):
 
     async def parameters(self) -> ServedParameters:
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            digest = await asyncio.to_thread(self._base.digest_or_none)
+            digest = await asyncio.to_thread(self.base.digest_or_none)
         return ServedParameters(shapes=self._shapes, base_digest=digest)
 
     async def join(self, info: WeightInitInfo) -> None:
         await self._wait_for_trainer(lambda: self._receiver.join(info))
-
-    async def check(self, info: WeightUpdateInfo) -> None:
-        specs = parameter_specs(info)
-        if info.base is not None:
-            if info.base.digest != (await self.parameters()).base_digest:
-                raise UpdateRefusedError("these adapters have a different base model than this server")
-            problems = self._base.problems(specs, self._shapes)
-        else:
-            served = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._parameters.items()}
-            problems = check_names(specs, self._shapes) + [
-                f"{spec.name} has the dtype {spec.dtype_name}, but on the server {served[spec.name]}"
-                for spec in specs
-                if served.get(spec.name, spec.dtype_name) != spec.dtype_name
-            ]
-        if problems:
-            raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
@@ -328,7 +307,7 @@ class EmbeddedEngine(Engine):
             weights = self._receiver.receive(info)
             if info.base is not None:
                 dtype = getattr(torch, info.base.dtype_name)
-                weights = self._base.merge(weights, shapes=self._shapes, dtype=dtype, device=self._engine.device)
+                weights = self.base.merge(weights, shapes=self._shapes, dtype=dtype, device=self._engine.device)
             self._engine.load_weights(weights)
             waited_s = self._receiver.waited_s
             load_s = time.monotonic() - began - waited_s

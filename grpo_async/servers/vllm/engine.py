@@ -27,9 +27,7 @@ from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
 from grpo_async.servers.vllm import compat, patches
 from grpo_async.servers.vllm.token_stream import TokenStream
 from grpo_async.utils.text import shortlist
-from grpo_async.weights.adapters import BaseWeights
-from grpo_async.weights.buckets import check_names
-from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, parameter_specs
+from grpo_async.weights.receiver import UpdateFailedError
 
 logger = logging.getLogger("vllm.grpo_async")
 
@@ -52,7 +50,6 @@ class VllmEngine(Engine):
         self._num_generated_tokens = 0
         self._streams: set[TokenStream] = set()
         self._served: ServedParameters | None = None
-        self._base = BaseWeights(self.description.model)
         self._statistics = compat.watch_statistics(client)
         patches.salt_requests(client, lambda: self.salt)
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
@@ -227,7 +224,7 @@ class VllmEngine(Engine):
     async def parameters(self) -> ServedParameters:
         if self._served is None:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                self._served = await asyncio.to_thread(compat.served_parameters, self._client, self._base)
+                self._served = await asyncio.to_thread(compat.served_parameters, self._client, self.base)
             if not self._served.shapes:
                 logger.warning("cannot check the names of updates: vLLM loaded no safetensors files at start")
         return self._served
@@ -238,13 +235,7 @@ class VllmEngine(Engine):
     async def check(self, info: WeightUpdateInfo) -> None:
         if self._is_asleep:
             raise HTTPException(409, "the server sleeps: POST /wake_up first")
-        specs, served = parameter_specs(info), await self.parameters()
-        if info.base is not None and served.base_digest != info.base.digest:
-            raise UpdateRefusedError("these adapters have a different base model than this server")
-        find_problems = check_names if info.base is None else self._base.problems
-        problems = find_problems(specs, served.shapes, served.optional)
-        if problems:
-            raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
+        await super().check(info)
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         """One call of the engine core: no step runs between its first and its last parameter. A worker that fails for a reason of
