@@ -203,29 +203,6 @@ def test_an_update_needs_a_pause_and_serves_only_once_it_is_finished(server: Liv
     assert serves(server, with_weights(tiny_model, weights), version=4)
 
 
-def test_a_start_counts_for_the_group_that_it_was_made_in(server: Live) -> None:
-    """A trainer that joins anew begins anew, also when its group does not form."""
-    weights = dict(server.engine.parameters())
-    announced = {"update_info": _announcement(weights)}
-
-    def is_not_started() -> bool:
-        response = server.post("/update_weights")
-        return (response.status_code, "start_weight_update" in response.json()["error"]) == (409, True)
-
-    assert "init_weight_transfer_engine" in server.post("/start_weight_update", announced).json()["error"]
-    assert is_not_started()
-    with WeightPusher(server.url, None) as pusher:
-        pusher.connect()
-        pusher.start(weights)
-        pusher.connect()
-        assert is_not_started()
-        pusher.start(weights)
-        gone = {"init_info": _membership(timeout_s=0.5)}  # nobody listens there
-        assert server.post("/init_weight_transfer_engine", gone).status_code == 500
-        assert is_not_started()
-        assert server.post("/start_weight_update", announced).status_code == 400
-
-
 def _membership(*, port: int = 1, timeout_s: float) -> dict[str, Any]:
     return WeightInitInfo(
         master_address="127.0.0.1", master_port=port, rank_offset=1, world_size=2, timeout_s=timeout_s, key="weights/0a"

@@ -11,10 +11,8 @@ import ssl
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,22 +100,6 @@ class VllmServer:
     def score(self, token_ids: list[int]) -> ScoreAnswer:
         response = self.client.post(SCORE_PATH, json={"token_ids": token_ids}).raise_for_status()
         return ScoreAnswer.model_validate_json(response.content)
-
-    def begin_post(
-        self, pool: Executor, path: str, *, client: httpx.Client | None = None, **request: Any
-    ) -> Future[httpx.Response]:
-        """POST in a thread of `pool`; returns when the server has begun with it, so that it comes before whatever is sent now."""
-        sent = threading.Event()
-
-        def trace(event: str, _: object) -> None:
-            if event == "http11.send_request_body.complete":
-                sent.set()
-
-        answer = pool.submit((client or self.client).post, path, extensions={"trace": trace}, **request)
-        assert sent.wait(10)
-        for _ in range(2):  # the server's loop has seen our bytes before it answers what came later, twice to be sure
-            self.info()
-        return answer
 
     def engine_core(self) -> psutil.Process:
         """The process that runs the model's steps (with one worker, also the worker)."""

@@ -120,32 +120,6 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_wit
             assert largest_difference(new, wrong) > 100 * TOLERANCE
 
 
-def test_drain_lets_requests_end_with_the_old_weights_and_holds_new_ones_for_the_new(
-    vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
-) -> None:
-    prompts = [[*LONG_PROMPT, 30 + number] for number in range(MAX_NUM_SEQS + 1)]  # one of them queued in vLLM
-    engine = vllm_server.engine_core()
-    with _streams(vllm_server) as start, ThreadPoolExecutor(1) as pool:
-        engine.suspend()  # so that none ends before the pause, however slow this test is
-        try:
-            running = [start(prompt, 40) for prompt in prompts]
-            _wait_for_active(vllm_server, len(prompts))
-            pausing = vllm_server.begin_post(pool, "/pause", params={"mode": "drain", "timeout_s": "60"})
-            held = start(LONG_PROMPT, 24)
-            _wait_for_active(vllm_server, len(prompts) + 1)
-        finally:
-            engine.resume()
-        assert pausing.result(60).status_code == 200
-        assert all(stream.done.result(5).finish_reason == "length" for stream in running)
-        assert vllm_server.client.get("/is_paused").json() == {"is_paused": True}
-        assert not held.began.is_set()
-        _exchange_weights(pusher, model_b, version + 1)
-        pusher.post("/resume")
-        for stream in running:
-            assert_exact(model_a, stream.prompt, stream.done.result(), version)
-        assert_exact(model_b, LONG_PROMPT, held.done.result(30), version + 1)
-
-
 def test_abort_ends_requests_with_what_they_have_and_a_client_goes_on_exactly(
     vllm_server: VllmServer, model_a: Reference, model_b: Reference, version: int, pusher: WeightPusher
 ) -> None:

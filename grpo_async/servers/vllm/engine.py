@@ -51,7 +51,8 @@ class VllmEngine(Engine):
         self._streams: set[TokenStream] = set()
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
-        patches.salt_requests(client, lambda: self.salt)
+        # the number of updates and not the version, which may come again (a trainer that went back to a checkpoint)
+        patches.salt_requests(client, lambda: str(self._num_updates))
         patches.on_engine_death(client, lambda: self.requests.gate.break_down(_DEAD))
 
     @property
@@ -61,12 +62,6 @@ class VllmEngine(Engine):
     @property
     def policy_version(self) -> int:
         return self._version
-
-    @property
-    def salt(self) -> str:
-        """Of every request that enters the engine now. Versions may come again (a trainer that went back to a checkpoint), so
-        the number of updates is part of it."""
-        return f"{self._num_updates}:{self._version}"
 
     def load(self) -> dict[str, Any]:
         """An engine whose last requests are aborted makes no further step and says no more, so its statistics count only while
