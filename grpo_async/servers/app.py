@@ -152,7 +152,6 @@ class RolloutApp:
         self._requests = engine.requests
         self._lock = asyncio.Lock()  # pauses and weight updates change what the engine does: one at a time
         self._pause_number = 0
-        self._drain: asyncio.Task[None] | None = None
         self._has_group = False
         self._announced: WeightUpdateInfo | None = None  # by /start_weight_update
         self._is_whole = True  # False: a part of an update is loaded, or all of one that is not finished
@@ -257,7 +256,7 @@ class RolloutApp:
 
     async def _pause(self, request: Request) -> Response:
         wanted = PauseQuery.model_validate(dict(request.query_params))
-        number = self._supersede_pause()
+        self._pause_number = number = self._pause_number + 1
         self._requests.gate.close()
         try:
             if wanted.mode == "drain":
@@ -282,31 +281,23 @@ class RolloutApp:
                 return
             if self._requests.is_paused:  # by a trainer that is gone: frozen requests would never end
                 await self._engine.resume()
-        superseded = HTTPException(409, "another /pause or /resume came while requests were draining")
-        if number != self._pause_number:  # while this waited for the lock
-            raise superseded
-        self._drain = drain = asyncio.create_task(self._requests.wait_until_empty())
-        await asyncio.wait({drain}, timeout=timeout_s)
-        if drain.cancelled():
-            raise superseded
-        if not drain.done():
-            drain.cancel()
+        is_drained = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._requests.wait_until_empty()
+        except TimeoutError:
+            is_drained = False
+        if number != self._pause_number:
+            raise HTTPException(409, "another /pause or /resume came while requests were draining")
+        if not is_drained:
             raise HTTPException(
                 504,
                 f"{len(self._requests.in_engine)} requests in flight have not ended within {timeout_s:g} s, so the server is not "
                 "paused; raise weights.drain_timeout_s if this is expected",
             )
 
-    def _supersede_pause(self) -> int:
-        """End the draining of an earlier /pause, and return the number of this call."""
-        self._pause_number += 1
-        if self._drain is not None:
-            self._drain.cancel()
-            self._drain = None
-        return self._pause_number
-
     async def _resume(self, _: Request) -> Response:
-        self._supersede_pause()
+        self._pause_number += 1  # a /pause that is still draining has come to nothing
         async with self._lock:
             if not self._is_whole:
                 raise HTTPException(
@@ -322,7 +313,7 @@ class RolloutApp:
         return JSONResponse({"is_paused": await unless_disconnected(self._engine.is_paused(), request.receive)})
 
     async def _sleep(self, _: Request) -> Response:
-        self._supersede_pause()
+        self._pause_number += 1  # a /pause that is still draining has come to nothing
         async with self._lock:
             await self._engine.sleep()
             self._requests.gate.close()

@@ -119,7 +119,7 @@ def test_a_drain_that_takes_too_long_is_answered_504_and_does_not_pause(server: 
 def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails(server: Live) -> None:
     server.engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign]
     [answer] = server.ask(*_requests(1, max_tokens=500))
-    drain = server.pool.submit(server.post, "/pause", mode="drain")
+    drain = server.pool.submit(server.post, "/pause", mode="drain", timeout_s="2")
     _wait_for_closed_gate(server)
     assert server.post("/resume").status_code == 200
     assert (drain.result(10.0).status_code, "/resume" in drain.result().json()["error"]) == (409, True)
