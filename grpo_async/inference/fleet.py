@@ -57,7 +57,7 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import Endpoint
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from grpo_async.config.base import TransportKind
 from grpo_async.inference.api import WeightInitInfo
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import listening_store, own_address_towards
-from grpo_async.utils.threads import in_thread
 from grpo_async.utils.validation import problems_of
 
 NOT_FORMED = "the weight group did not form"

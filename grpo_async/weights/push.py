@@ -39,7 +39,7 @@ from grpo_async.inference.api import AdapterBase, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.utils.threads import in_thread
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights.backends import NOT_FORMED, Backend, Rendezvous, check_device
 from grpo_async.weights.buckets import ParameterSpec, pack
 from grpo_async.weights.receiver import NOT_ARRIVED
