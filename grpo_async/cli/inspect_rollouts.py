@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from grpo_async.cli.inspect import runs_and_query, sort_order
 from grpo_async.cli.options import EvaluationOption
+
+Found = TypeVar("Found")
 
 _TABLE_LIMIT = 40
 _WIDTH_OF_A_PIPE = 200  # tables cut texts to it
@@ -78,29 +81,60 @@ def inspect_rollouts(
       grpo-async inspect-rollouts quickstart "'python' IN tools and failed" --json | jq .summary.reward_mean
       grpo-async inspect-rollouts quickstart --web
     """
-    given = _given(context)
+    given = _given(context) | ({"QUERY"} if len(arguments) > 1 else set())
     for one in ("--group", "--rollout"):
-        for other in {"--group", "--rollout", "--sort", "--limit"} - {one}:
-            if {one, other} <= given:
+        for other in ("--group", "--rollout", "--sort", "--limit", "QUERY"):
+            if other != one and {one, other} <= given:
                 raise typer.BadParameter(f"{one} shows only one; leave out {other}", param_hint=other)
 
+    from rich.text import Text
+
+    from grpo_async.errors import RunError
+    from grpo_async.store.query import parse_query
     from grpo_async.store.table import RolloutTable
     from grpo_async.utils.console import stdout_console
-    from grpo_async.viewer.printing import Selection, show, write_json
+    from grpo_async.utils.safe_text import visible_line
+    from grpo_async.viewer import printing
+    from grpo_async.viewer.token_text import load_token_texts
 
-    runs, text = runs_and_query(arguments, evaluation, several=False)
-    selection = Selection(
-        text=text,
-        sort=sort_order(sort),
-        limit=(None if as_json else _TABLE_LIMIT) if limit is None else limit or None,
-        group_id=group,
-        rollout_id=rollout,
-    )
-    with RolloutTable.open(runs[0].rollouts) as table:
-        if as_json:
-            write_json(runs[0], table, selection, typer.echo)
+    (run,), text = runs_and_query(arguments, evaluation, several=False)
+    query, order = parse_query(text), sort_order(sort)
+    shown = (None if as_json else _TABLE_LIMIT) if limit is None else limit or None
+    console = stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE)
+    with RolloutTable.open(run.rollouts) as table:
+        num_stored = table.count().groups
+        if num_stored == 0:
+            raise RunError(f"{run.root} has no rollouts yet; the first appear with the first groups that are done")
+        if rollout is not None:
+            found, path = _named(table.rollout, rollout)
+            if as_json:
+                typer.echo(printing.rollout_json(found, path))
+            else:
+                console.print(printing.rollout_page(found, path, load_token_texts(run)))
+        elif group is not None:
+            row = _named(table.group, group)
+            if as_json:
+                typer.echo(printing.group_json(row, table.group_summary_at(row.seq)))
+            else:
+                console.print(printing.group_page(row))
+        elif as_json:
+            for summary in printing.groups(table, query, sort=order, limit=shown):
+                typer.echo(printing.group_json(table.group_at(summary.seq), summary))
         else:
-            show(runs[0], table, selection, stdout_console(width_of_a_pipe=_WIDTH_OF_A_PIPE))
+            rows = list(printing.groups(table, query, sort=order, limit=shown))
+            console.print(printing.group_table(rows, table.count(query).groups, num_stored))
+            for note in table.notes:
+                console.print(Text(f"note: {visible_line(note, 400)}", style="yellow"))
+
+
+def _named(read: Callable[[Any], Found], name: int | str) -> Found:
+    """What `read` finds by a name that the user gave; that there is none is the user's mistake."""
+    from grpo_async.errors import ConfigError, RunError
+
+    try:
+        return read(name)
+    except RunError as error:
+        raise ConfigError(f"{error}. Rollouts are named like g17-r3, the fourth of group 17") from error
 
 
 def _given(context: typer.Context) -> set[str]:

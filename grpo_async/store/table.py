@@ -454,7 +454,7 @@ class RolloutTable:
     def _hint(self, with_superseded: bool) -> str:
         if with_superseded or not self._index.metadata.superseded:
             return ""
-        return "; it may be superseded (a resume left it behind): ask for superseded ones to see it"
+        return "; a resume may have left it behind: export --superseded has what is superseded"
 
 
 # ------------------------------------------------------------------------------- SELECTs over the view `rollouts`

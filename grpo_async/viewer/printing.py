@@ -7,29 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.errors import ConfigError, RunError
-from grpo_async.records import GroupStatus, Origin, RolloutStatus, root_id
-from grpo_async.run_directory import RunDir
+from grpo_async.records import GroupStatus, Origin, RolloutStatus
 from grpo_async.store import GroupRow, RolloutRow
-from grpo_async.store.database import quote
 from grpo_async.store.export import printable
-from grpo_async.store.query import Query, both, parse_query
+from grpo_async.store.query import Query
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration, percent
 from grpo_async.viewer.format import call_text, call_tree, message_text, number, or_dash, prompt_of
 from grpo_async.viewer.token_colors import flag_names
-from grpo_async.viewer.token_text import TokenTexts, load_token_texts
+from grpo_async.viewer.token_text import TokenTexts
 
 _PROMPT_WIDTH = 60
 _COMPLETION_WIDTH = 400
@@ -47,100 +43,31 @@ _STATUS_STYLES: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What is asked for. `text` is a query, `sort` an order of the store ("" = newest first), `limit` None shows all."""
-
-    text: str = ""
-    sort: str = ""
-    limit: int | None = None
-    group_id: int | None = None
-    rollout_id: str | None = None
-
-    @property
-    def query(self) -> Query:
-        """The query, and only the group or rollout that was asked for."""
-        if self.rollout_id is not None:
-            return both(parse_query(self.text), parse_query(f"id={quote(root_id(self.rollout_id))}"))
-        if self.group_id is not None:
-            return both(parse_query(self.text), parse_query(f"group_id={self.group_id}"))
-        return parse_query(self.text)
+def groups(table: RolloutTable, query: Query, *, sort: str = "", limit: int | None = None) -> Iterator[GroupSummary]:
+    """The groups that the query holds for, read by pages. `sort`: an order of the store ("" = newest first); `limit` None: all."""
+    left, offset = math.inf if limit is None else limit, 0
+    while left > 0:
+        size = int(min(left, _PAGE))
+        page = table.group_page(query, sort=sort or "-seq", offset=offset, limit=size)
+        yield from page
+        if len(page) < size:
+            return
+        offset, left = offset + size, left - size
 
 
-def show(run: RunDir, table: RolloutTable, selection: Selection, console: Console) -> None:
-    """The table of groups and the notes of the store; with `group_id` or `rollout_id` a page about that one.
-
-    Raises:
-        ConfigError: the run has no such group or rollout, or the query leaves none of it.
-        RunError: the run has no rollouts yet.
-    """
-    num_stored, num_matching = _counts(run, table, selection)
-    if selection.rollout_id is not None:
-        group, rollout = table.rollout(selection.rollout_id)
-        console.print(rollout_page(group, rollout, load_token_texts(run)))
-    elif selection.group_id is not None:
-        console.print(group_page(table.group(selection.group_id)))
-    else:
-        console.print(group_table(list(_summaries(table, selection)), num_matching, num_stored))
-        for note in table.notes:
-            console.print(Text(f"note: {visible_line(note, 400)}", style="yellow"))
+def group_json(group: GroupRow, summary: GroupSummary) -> bytes:
+    """The stored row with a `summary`, as one line without its end."""
+    return _json_line({**orjson.loads(orjson.dumps(group)), "summary": summary})
 
 
-def write_json(run: RunDir, table: RolloutTable, selection: Selection, write: Callable[[bytes], Any]) -> None:
-    """One line per group: the stored row with a `summary`; with `rollout_id`, the rollout alone, with what its group is.
-
-    `write` gets lines without their end. Groups are read one by one: a store may be larger than the memory.
-
-    Raises:
-        ConfigError, RunError: as `show`.
-    """
-    _counts(run, table, selection)
-    if selection.rollout_id is not None:
-        group, rollout = table.rollout(selection.rollout_id)
-        known = {
-            "group_id": group.group_id,
-            "prompt_id": group.prompt_id,
-            "step": group.step,
-            "group_status": group.status,
-        }
-        write(_json_line({**known, **orjson.loads(orjson.dumps(rollout))}))
-        return
-    for summary in _summaries(table, selection):
-        row = table.group_at(summary.seq)
-        write(_json_line({**orjson.loads(orjson.dumps(row)), "summary": summary}))
+def rollout_json(group: GroupRow, rollout: RolloutRow) -> bytes:
+    """One rollout, with what its group is."""
+    known = {"group_id": group.group_id, "prompt_id": group.prompt_id, "step": group.step, "group_status": group.status}
+    return _json_line({**known, **orjson.loads(orjson.dumps(rollout))})
 
 
 def _json_line(content: dict[str, Any]) -> bytes:
     return printable(orjson.dumps(content).decode()).encode()
-
-
-def _summaries(table: RolloutTable, selection: Selection) -> Iterator[GroupSummary]:
-    left, offset = math.inf if selection.limit is None else selection.limit, 0
-    while left > 0:
-        limit = int(min(left, _PAGE))
-        page = table.group_page(selection.query, sort=selection.sort or "-seq", offset=offset, limit=limit)
-        yield from page
-        if len(page) < limit:
-            return
-        offset, left = offset + limit, left - limit
-
-
-def _counts(run: RunDir, table: RolloutTable, selection: Selection) -> tuple[int, int]:
-    """Groups of the store, and groups that the selection holds for; raises where the first, or what was named, is not there."""
-    num_stored = table.count().groups
-    if num_stored == 0:
-        raise RunError(f"{run.root} has no rollouts yet; the first appear with the first groups that are done")
-    num_matching = table.count(selection.query).groups
-    if num_matching == 0 and (selection.rollout_id is not None or selection.group_id is not None):
-        what = f"group {selection.group_id}"
-        if selection.rollout_id is not None:
-            shown = visible_line(selection.rollout_id, 60)
-            what = f"rollout '{shown}' (they are named like g17-r3: the fourth of group 17)"
-        others = " that the other options let through" if selection.text else ""
-        raise ConfigError(
-            f"{run.root} has no {what}{others} among its {num_stored} groups; without options it lists them"
-        )
-    return num_stored, num_matching
 
 
 # -- pages

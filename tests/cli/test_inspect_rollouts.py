@@ -132,14 +132,13 @@ def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
     ("arguments", "message"),
     [
         (["dmeo"], "there is no run 'dmeo'; did you mean 'demo'?"),
-        (["demo", "--group", "99"], "runs/demo has no group 99 among its 3 groups"),
+        (["demo", "--group", "99"], "there is no group 99 in runs/demo/rollouts"),
         (
             ["demo", "--rollout", "99"],
-            "runs/demo has no rollout '99' (they are named like g17-r3: the fourth of group 17) among its 3 groups",
+            "there is no rollout 99 in runs/demo/rollouts. Rollouts are named like g17-r3, the fourth of group 17",
         ),
-        (["demo", "--rollout", "99", "--json"], "runs/demo has no rollout '99'"),
-        (["demo", "--group", "99", "--json"], "runs/demo has no group 99"),
-        (["demo", "stale", "--group", "0"], "has no group 0 that the other options let through"),
+        (["demo", "--rollout", "99", "--json"], "there is no rollout 99"),
+        (["demo", "stale", "--group", "0"], "--group shows only one; leave out QUERY"),
         (["demo", "--group", "0", "--rollout", "0-1"], "--group shows only one; leave out --rollout"),
         (["demo", "--sort", "length,ength"], "--sort length,ength: groups have no "),
         (["demo", "--sort", "reward:up"], "--sort reward:up: write a field"),
