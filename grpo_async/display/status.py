@@ -21,13 +21,14 @@ from grpo_async.display.status_file import VERSION
 from grpo_async.display.summary import summary_rows
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Evidence, judge
-from grpo_async.findings.evidence import new_metrics
+from grpo_async.findings.evidence import MetricLog
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import print_rows
-from grpo_async.utils.files import GrowingFile, read_object
+from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, state_of
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import duration
+from grpo_async.viewer.runs import runs_below
 
 EXIT_CODES: Mapping[str, int] = {RUNNING: 0, FINISHED: 0, FAILED: 1, STOPPED: 3, KILLED: 4, SILENT: 4}
 """Of `grpo-async status`; 2 is a run that does not exist."""
@@ -73,15 +74,12 @@ def newest_run(runs: Path) -> RunDir:
     Raises:
         ConfigError: there is none.
     """
-    written = []
-    for path in runs.glob("*"):
-        with contextlib.suppress(OSError):  # it has none, or was removed meanwhile
-            written.append((RunDir(path).status.stat().st_mtime, path))
+    written = [run for run in runs_below(runs) if run.status.exists()]
     if not written:
         raise ConfigError(
             f"{runs} holds no run with a status; name a run directory, or start one: grpo-async train CONFIG"
         )
-    return RunDir(max(written)[1])
+    return written[0]
 
 
 def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
@@ -140,29 +138,13 @@ def _launcher(status: RunStatus) -> str:
     return f"pid {status.content.get('pid')} on {status.content.get('host')}"
 
 
-class MetricsTail:
-    """What metrics.jsonl says, as curves and last rewards; starts over when a resume has truncated the file."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path, self._forget)
-        self._forget()
-
-    def read(self) -> None:
-        """Read the new lines; a line that is not whole yet is read the next time."""
-        for metrics in new_metrics(self._file):
-            self.progress.add_past_step(metrics)
-
-    def _forget(self) -> None:
-        self.progress = Progress(max_steps=0)
-
-
 def watch(run_dir: RunDir, console: Console) -> RunStatus:
     """Show the run until it has ended (or Ctrl-C); returns what was said last. Without a terminal: one line per step.
 
     Raises:
         ConfigError, RunError: there is no status to be read.
     """
-    tail, status, pause = MetricsTail(run_dir.metrics), read_status(run_dir), threading.Event()
+    log, status, pause = MetricLog(run_dir.metrics), read_status(run_dir), threading.Event()
     shown = (-1, "")
     with contextlib.ExitStack() as stack:
         live = None
@@ -172,8 +154,7 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
             while True:  # until the run ends, or Ctrl-C
                 status = read_status(run_dir)
                 if live is not None:
-                    tail.read()
-                    live.update(_picture(status, tail, console), refresh=True)
+                    live.update(_picture(status, log, console), refresh=True)
                 else:
                     shown = _print_news(status, shown, console)
                 if status.state != RUNNING:
@@ -183,9 +164,11 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
             return status
 
 
-def _picture(status: RunStatus, tail: MetricsTail, console: Console) -> RenderableType:
+def _picture(status: RunStatus, log: MetricLog, console: Console) -> RenderableType:
     progress = Progress.of(status.content)
-    progress.curves, progress.rewards = tail.progress.curves, tail.progress.rewards
+    progress.rewards.clear()
+    for metrics in log.rows().values():
+        progress.add_past_step(metrics)
     width, height = console.size
     footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
     return dashboard(progress, run_name=str(status.content.get("run", "")), footer=footer, width=width, height=height)

@@ -6,9 +6,11 @@ contains: what cannot be read is left out, and the rest is used.
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Self
 
@@ -170,3 +172,26 @@ def new_metrics(file: GrowingFile) -> Iterator[Row]:
         row = numbers(parse_object(line))
         if "step" in row:
             yield row
+
+
+class MetricLog:
+    """metrics.jsonl. Safe in several threads.
+
+    A step that occurs twice (the run went on from an earlier checkpoint) counts as it was written last.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._rows: dict[int, Row] = {}
+        self._known: dict[tuple[str, ...], dict[str, int]] = {}
+        self._file = GrowingFile(path, self._rows.clear)
+
+    def rows(self) -> dict[int, Row]:
+        """The finite numbers of each step, ascending by step."""
+        with self._lock:
+            for row in new_metrics(self._file):
+                step = int(row["step"])
+                while self._rows and next(reversed(self._rows)) > step:
+                    self._rows.popitem()  # a step of a branch that was left
+                self._rows[step] = PackedRow(row, self._known)
+            return dict(self._rows)

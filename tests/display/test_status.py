@@ -22,7 +22,7 @@ from grpo_async.display import status as status_module
 from grpo_async.display.display import Display, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress
-from grpo_async.display.status import MetricsTail, print_status, read_status, watch
+from grpo_async.display.status import print_status, read_status, watch
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.findings import Finding, Severity
@@ -247,30 +247,13 @@ def test_the_summary_of_an_earlier_attempt_is_not_taken_for_this_one(run_dir: Ru
     assert "serving" not in text
 
 
-def test_the_tail_of_the_metrics_reads_each_line_once_and_begins_anew_after_a_resume(run_dir: RunDir) -> None:
-    tail = MetricsTail(run_dir.metrics)
-    tail.read()
-    assert tail.progress.curves["reward"].points == []
-    with run_dir.metrics.open("w") as file:
-        file.write('{"step": 1, "reward": 0.1}\n{"step": 2, "rew')
-        file.flush()
-        tail.read()
-        assert tail.progress.curves["reward"].points == [0.1]
-        file.write('ard": 0.2}\n')
-    for _ in range(2):
-        tail.read()
-        assert tail.progress.curves["reward"].points == [0.1, 0.2]
-    run_dir.metrics.with_name("other").write_text('{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.6}\n')
-    run_dir.metrics.with_name("other").replace(run_dir.metrics)
-    tail.read()
-    assert tail.progress.curves["reward"].points == [0.5, 0.6]
-
-
-def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     monkeypatch.setattr(status_module, "WATCH_INTERVAL_S", 0.02)  # what is watched is a file
     text = io.StringIO()
-    console = Console(file=text, width=100)
+    console = Console(file=text, width=100, height=30, force_terminal=is_terminal, _environ={})
     status = _Run(run_dir)
+    run_dir.metrics.write_text('{"step": 1, "reward": 0.125}\n')
 
     def shows(words: str) -> bool:
         return eventually(lambda: words in text.getvalue(), 20.0)
@@ -283,6 +266,7 @@ def test_watching_ends_with_the_run(run_dir: RunDir, monkeypatch: pytest.MonkeyP
         for step in (1, 2):
             status.step(step, 2, STEP)
             assert shows(f"step {step}/2")
+        assert shows("0.125 (all groups)" if is_terminal else "0.530 (all groups")  # of metrics.jsonl, of the events
     status.file.end("finished", exit_code=0, error=None)
     watching.join(20.0)
     assert not watching.is_alive()

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.findings.evidence import PackedRow, Row, new_metrics
+from grpo_async.findings.evidence import MetricLog
 from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.utils.files import GrowingFile, read_object
+from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.report.rollouts import RolloutOverview
@@ -37,29 +37,6 @@ Result = TypeVar("Result")
 
 class NotFoundError(ConfigError):
     """What an address names is not there."""
-
-
-class MetricLog:
-    """metrics.jsonl. Safe in several threads.
-
-    A step that occurs twice (the run went on from an earlier checkpoint) counts as it was written last.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
-        self._rows: dict[int, Row] = {}
-        self._known: dict[tuple[str, ...], dict[str, int]] = {}
-        self._file = GrowingFile(path, self._rows.clear)
-
-    def rows(self) -> dict[int, Row]:
-        """The finite numbers of each step, ascending by step."""
-        with self._lock:
-            for row in new_metrics(self._file):
-                step = int(row["step"])
-                while self._rows and next(reversed(self._rows)) > step:
-                    self._rows.popitem()  # a step of a branch that was left
-                self._rows[step] = PackedRow(row, self._known)
-            return dict(self._rows)
 
 
 class Source:
