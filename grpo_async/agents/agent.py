@@ -8,9 +8,10 @@ came of it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from grpo_async.agents.session import AgentSession
 from grpo_async.errors import GrpoAsyncError
@@ -41,9 +42,10 @@ class AgentResult:
     rewards: Mapping[str, float] = field(default_factory=dict)
 
 
-class Agent(Protocol):
+class Agent(ABC):
     """Makes rollouts by calling the model through a session."""
 
+    @abstractmethod
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
         """One rollout. When this ends, however it ends, nothing of the agent runs anymore (a thread excepted, which cannot be
         killed).
@@ -54,15 +56,14 @@ class Agent(Protocol):
         Raises:
             AgentError: it failed.
         """
-        ...
 
     def notes(self) -> list[str]:
         """What the user should know at startup."""
-        ...
+        return []
 
     async def aclose(self) -> None:
         """Let go of what the rollouts share."""
-        ...
+        return
 
 
 def read_result(raw: Any) -> AgentResult:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from grpo_async.agents.agent import AgentError, AgentResult, read_result
+from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
 from grpo_async.agents.subreaper import CANNOT_START
 from grpo_async.config.interaction_sections import AgentSection
@@ -57,8 +57,8 @@ _SANDBOX_MEMORY_MB = 2048
 _SANDBOX_REQUIRES = ("limits", "network", "filesystem", "processes")
 
 
-class CommandAgent:
-    """See the module's docstring; implements agents.agent.Agent.
+class CommandAgent(Agent):
+    """See the module's docstring.
 
     Args:
         command: the program and its arguments.
@@ -78,9 +78,6 @@ class CommandAgent:
 
     def notes(self) -> list[str]:
         return sandbox_notes(_SANDBOX_REQUIRES) if self._sandbox is not None else []
-
-    async def aclose(self) -> None:
-        """Nothing is kept between rollouts."""
 
     async def _run(self, stdin: bytes, session: AgentSession) -> str:
         """What it writes to stdout; raises AgentError."""

@@ -24,12 +24,10 @@ from aiohttp import web
 from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
 from grpo_async.agents.calls import AgentRefusal, refuse
 from grpo_async.agents.history import HistoryRenderer
-from grpo_async.agents.session import AgentSession, SessionSetup, closed
+from grpo_async.agents.session import AgentSession, Sessions, closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
-from grpo_async.inference.client import InferenceClient, OnTokens
-from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.tracking.timeline import NO_TRACK, Track
+from grpo_async.inference.client import InferenceClient
 from grpo_async.user_code.calls import read_number
 from grpo_async.utils.network import host_in_url
 
@@ -87,15 +85,12 @@ class AgentEndpoint:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        self._setup = SessionSetup(client, HistoryRenderer(renderer))
-        self._model = model
+        self.sessions = Sessions(client, HistoryRenderer(renderer), model)
+        """Those of the rollouts that are running: `AgentSession(endpoint.sessions, ...)` opens one, after `start`."""
         self._host, self._port = host, port
-        self._sessions: dict[str, AgentSession] = {}
         self._starting = asyncio.Lock()
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
-        self.base_url = ""
-        """Of OpenAI's API, ends in /v1; "" before `start`."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -114,7 +109,7 @@ class AgentEndpoint:
             if self._listener is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._server = _Server(
+            self._server = server = _Server(
                 self._handle,
                 request_factory=_make_request,
                 handler_cancellation=True,
@@ -129,51 +124,18 @@ class AgentEndpoint:
                     f"rollout.agent.host, port: cannot listen at {self._host}:{self._port}: {error.strerror or error}"
                 ) from error
             port = self._listener.sockets[0].getsockname()[1]
-            self.base_url = f"http://{host_in_url(self._host)}:{port}/v1"
+            self.sessions.serve = lambda listener: loop.create_server(server, sock=listener)
+            self.sessions.base_url = f"http://{host_in_url(self._host)}:{port}/v1"
 
     async def aclose(self) -> None:
         """Close all sessions, and every connection."""
-        for session in list(self._sessions.values()):
+        for session in list(self.sessions.by_key.values()):
             session.close()
         listener, self._listener = self._listener, None
         server, self._server = self._server, None
         if listener is not None and server is not None:
             listener.close()
             await server.shutdown(_END_TIMEOUT_S)
-
-    def open(
-        self,
-        rollout_id: str,
-        *,
-        settings: SamplingSettings,
-        seed: int,
-        affinity: str = "",
-        on_tokens: OnTokens | None = None,
-        track: Track = NO_TRACK,
-    ) -> AgentSession:
-        """A session for one rollout, after `start`; close it when its agent has ended. See `AgentSession` for the arguments."""
-        loop, server = asyncio.get_running_loop(), self._server
-        assert server is not None, "the endpoint was not started"
-        session = AgentSession(
-            self._setup,
-            base_url=self.base_url,
-            rollout_id=rollout_id,
-            settings=settings,
-            seed=seed,
-            model=self._model,
-            affinity=affinity,
-            on_tokens=on_tokens,
-            track=track,
-            on_close=self._forget,
-            serve=lambda listener: loop.create_server(server, sock=listener),
-        )
-        for key in (session.key, session.untrained_key):
-            self._sessions[key] = session
-        return session
-
-    def _forget(self, session: AgentSession) -> None:
-        for key in (session.key, session.untrained_key):
-            del self._sessions[key]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path.removeprefix("/v1")
@@ -192,7 +154,7 @@ class AgentEndpoint:
             body = await _body(request)
             if path == "/reward":
                 return _reward(session, body)
-            exchange = kind(body, str(body.get("model") or self._model), session.kept)
+            exchange = kind(body, str(body.get("model") or self.sessions.model), session.kept)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call)})
             reply = await session.complete(exchange.call, reply_id=exchange.id, is_trained=is_trained)
@@ -209,13 +171,19 @@ class AgentEndpoint:
         given = request.headers.get("authorization", "")
         key = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         key = key.strip()
-        session = self._sessions.get(key)
+        session = self.sessions.by_key.get(key)
         if session is None:
             raise closed()
         return session, key == session.key
 
     def _models(self, name: str) -> web.Response:
-        model = {"id": name or self._model, "object": "model", "created": 0, "owned_by": "grpo-async", "type": "model"}
+        model = {
+            "id": name or self.sessions.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "grpo-async",
+            "type": "model",
+        }
         listed = {"object": "list", "data": [model], "has_more": False}
         return _json(model if name else listed)
 

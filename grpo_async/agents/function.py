@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from grpo_async.agents.agent import AgentError, AgentResult, read_result
+from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
@@ -28,8 +28,8 @@ from grpo_async.utils.extras import needs
 SETTING = "rollout.agent.function"
 
 
-class FunctionAgent:
-    """See the module's docstring; implements agents.agent.Agent.
+class FunctionAgent(Agent):
+    """See the module's docstring.
 
     Args:
         max_concurrent: most calls at once, for the threads of a plain function.
@@ -65,9 +65,6 @@ class FunctionAgent:
         if isinstance(outcome.error, AgentError):
             raise outcome.error
         raise AgentError(f"the agent raised {outcome.summary}{outcome.place}") from outcome.error
-
-    def notes(self) -> list[str]:
-        return []
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._loop.close)

@@ -55,13 +55,25 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class SessionSetup:
-    """What all sessions of an endpoint share."""
+class Sessions:
+    """Those of an endpoint, and what they share.
+
+    Attributes:
+        renderer: of what agents send.
+        model: the name that answers carry.
+        base_url: of OpenAI's API, ends in /v1.
+        by_key: both keys of every session that is open.
+        serve: has the endpoint answer at a socket that listens already, for an agent that cannot reach its address.
+        warned: settings of sampling of which was said that they have no effect.
+    """
 
     client: InferenceClient
     renderer: HistoryRenderer
+    model: str = "policy"
+    base_url: str = ""
+    by_key: dict[str, AgentSession] = field(default_factory=dict)
+    serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None
     warned: set[str] = field(default_factory=set)
-    """Settings of sampling of which was said that they have no effect."""
 
     def warn_once(self, name: str) -> None:
         if name not in self.warned:
@@ -74,43 +86,34 @@ class SessionSetup:
 
 
 class AgentSession:
-    """See the module's docstring; `AgentEndpoint.open` makes it. Belongs to the rollout loop.
+    """See the module's docstring; open from now until `close`. Belongs to the rollout loop.
 
     Args:
-        setup: client and renderer.
-        base_url: of OpenAI's API, ends in /v1.
+        sessions: of the endpoint, which has started.
         rollout_id: of the rollout that it is.
         settings: sampling and limits.
         seed: of the rollout; every call has one of its own.
-        model: the name that answers carry.
         affinity: what its requests share with others, such as "group/rollout"; see inference.router.
         on_tokens: called as tokens arrive, those that are dropped later included.
         track: of the timeline.
-        on_close: called once.
-        serve: has the endpoint answer at a socket that listens already, for an agent that cannot reach its address.
     """
 
     def __init__(
         self,
-        setup: SessionSetup,
-        *,
-        base_url: str,
+        sessions: Sessions,
         rollout_id: str,
+        *,
         settings: SamplingSettings,
         seed: int,
-        model: str = "policy",
         affinity: str = "",
         on_tokens: OnTokens | None = None,
         track: Track = NO_TRACK,
-        on_close: Callable[[AgentSession], None] = lambda _: None,
-        serve: Callable[[socket.socket], Awaitable[asyncio.Server]] | None = None,
     ) -> None:
         self.key, self.untrained_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         """With the second one calls are answered, too, and trained nowhere: those of a judge, or of a simulated user."""
-        self.base_url = base_url
+        sessions.by_key |= {self.key: self, self.untrained_key: self}
         self.rollout_id = rollout_id
-        self.model = model
-        self.serve = serve
+        self.base_url, self.model, self.serve = sessions.base_url, sessions.model, sessions.serve
         self.is_closed = False
         self.is_out_of_budget = False
         """A call found no token left of the rollout's budget, or of its number of turns."""
@@ -120,14 +123,13 @@ class AgentSession:
         """Why the newest call that got no answer got none, where the inference servers are to blame."""
         self.kept: dict[Any, Any] = {}
         """What the APIs remember of this rollout."""
-        self._setup = setup
+        self._sessions = sessions
         self._settings = settings
         self._seed = seed
         self._affinity = affinity
         self._on_tokens = on_tokens
         self._track = track
-        self._on_close = on_close
-        self._history = History(setup.renderer)
+        self._history = History(sessions.renderer)
         self._numbers = itertools.count()
         self._num_sampled = 0
         self._tool_names: dict[str, None] = {}
@@ -235,7 +237,8 @@ class AgentSession:
         """Cancel what is under way; the key is not known from now on."""
         if not self.is_closed:
             self.is_closed = True
-            self._on_close(self)
+            for key in (self.key, self.untrained_key):
+                del self._sessions.by_key[key]
             for task in self._running:
                 task.cancel()
 
@@ -253,7 +256,7 @@ class AgentSession:
             raise closed()
         other = [name for name, value in call.sampling.items() if value != getattr(self._settings, name)]
         for name in (*(other if is_trained else ()), *call.ignored):
-            self._setup.warn_once(name)
+            self._sessions.warn_once(name)
         if call.tool_choice not in ("auto", "none"):
             raise refuse(
                 f"tool_choice {call.tool_choice!r} is not supported: a call that is forced is not sampled from the policy; "
@@ -293,7 +296,7 @@ class AgentSession:
         self._running.add(task)
         try:
             with self._track.span("generate", turn=number) as span:
-                generation = await self._setup.client.generate(
+                generation = await self._sessions.client.generate(
                     request, on_tokens=self._on_tokens, affinity=self._affinity
                 )
                 generation.note(span, self._track)
@@ -322,7 +325,7 @@ class AgentSession:
         settings: SamplingSettings,
     ) -> tuple[Answer, Reply]:
         """What was sampled, for the tree and for the client."""
-        chat = self._setup.renderer.chat
+        chat = self._sessions.renderer.chat
         calls: Sequence[ToolCall] = ()
         parse_error: str | None = None
         if not call.tools or call.tool_choice == "none":

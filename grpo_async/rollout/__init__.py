@@ -1,7 +1,8 @@
 """Generation. `source` is what the trainer sees: a thread that generates and scores, and a queue to take from.
 
-    worker -> producer (interface) -> conversation_producer -> conversation      our rollouts: turns, tools, environments
-                                   '-> function_producer -> function_output      the user's: with a `function_trainer`
+    worker -> OpenGroup (group.py) -> a producer: conversation        ours: turns, tools, environments
+                                                  agent_producer      the user's agent, over the endpoint
+                                                  function_producer   the user's function, with a `function_trainer`
 
 `worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
 what was generated, `error_log` counts what failed, `utils.seeds.seed_of` gives every request its own seed.

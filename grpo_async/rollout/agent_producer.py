@@ -126,7 +126,8 @@ class AgentProducer:
         rollout_id = f"{group.name}-r{index}"
         async with self._host.slots:  # those that have one have a time limit
             with self._tracks.span("rollout", rollout=rollout_id, group=group.name) as (track, span):
-                session = endpoint.open(
+                session = AgentSession(
+                    endpoint.sessions,
                     rollout_id,
                     settings=self._settings,
                     seed=seed_of(group.seed, index),

@@ -22,7 +22,7 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import AGENT_REWARD, Prompt
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
-from grpo_async.rollout.conversation_producer import ConversationProducer
+from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionSetup

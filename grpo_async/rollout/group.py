@@ -2,7 +2,7 @@
 
     worker -> OpenGroup -> GroupProducer.produce: completions -> scoring -> environments are given back
 
-Three producers: our conversations (conversation_producer), the user's agent (agent_producer), the user's function
+Three producers: our conversations (conversation), the user's agent (agent_producer), the user's function
 (function_producer). A rollout that fails raises nothing: it is a completion with status FAILED and its `error`.
 """
 

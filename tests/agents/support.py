@@ -18,7 +18,7 @@ from grpo_async.agents.apis import Exchange
 from grpo_async.agents.calls import Call, Reply
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.history import HistoryRenderer
-from grpo_async.agents.session import AgentSession, SessionSetup
+from grpo_async.agents.session import AgentSession, Sessions
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, OnTokens
@@ -140,9 +140,8 @@ def settings(**changes: Any) -> SamplingSettings:
 
 def make_session(policy: Any, on_tokens: OnTokens | None = None, **limits: Any) -> AgentSession:
     return AgentSession(
-        SessionSetup(policy, HistoryRenderer(policy.chat)),
-        base_url="http://127.0.0.1:1/v1",
-        rollout_id="g7-r0",
+        Sessions(policy, HistoryRenderer(policy.chat), base_url="http://127.0.0.1:1/v1"),
+        "g7-r0",
         settings=settings(**{"stop_token_ids": policy.chat.end_of_turn_ids, **limits}),
         seed=5,
         on_tokens=on_tokens,
@@ -155,7 +154,7 @@ async def serving(policy: FakePolicy, **limits: Any) -> AsyncIterator[tuple[Agen
     client: Any = policy
     async with AgentEndpoint(client, policy.chat, model="tiny") as endpoint:
         given = settings(stop_token_ids=policy.chat.end_of_turn_ids, **limits)
-        yield endpoint, endpoint.open("g7-r0", settings=given, seed=5)
+        yield endpoint, AgentSession(endpoint.sessions, "g7-r0", settings=given, seed=5)
 
 
 def system(text: str) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def test_a_key_is_of_one_rollout_until_it_ends() -> None:
                 with pytest.raises(anthropic.AuthenticationError) as refused:
                     await other.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "q"}])
                 assert refused.value.body["error"]["type"] == "authentication_error"  # type: ignore[index, call-overload]
-            assert endpoint._sessions == {}
+            assert endpoint.sessions.by_key == {}
 
     asyncio.run(main())
 
@@ -408,7 +408,7 @@ def test_256_agents_at_once() -> None:
         client: Any = policy
         async with AgentEndpoint(client, policy.chat) as endpoint:
             given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-            sessions = [endpoint.open(f"g0-r{n}", settings=given, seed=n) for n in range(256)]
+            sessions = [AgentSession(endpoint.sessions, f"g0-r{n}", settings=given, seed=n) for n in range(256)]
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
                 async def agent(session: AgentSession) -> None:

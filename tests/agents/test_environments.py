@@ -19,6 +19,7 @@ import pytest
 
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.environments import load_environment_agent, tasks
+from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutCompletion, RolloutStatus
@@ -199,7 +200,7 @@ def _play_in_turn(
             async with serving(policy) as (endpoint, _):
                 given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
                 for number, (row, _) in enumerate(rollouts):
-                    session = endpoint.open(f"g8-r{number}", settings=given, seed=number)
+                    session = AgentSession(endpoint.sessions, f"g8-r{number}", settings=given, seed=number)
                     result = await agent.run(dict(row), session)
                     found.append((result, session.completion(RolloutStatus.FINISHED)))
         finally:
@@ -320,7 +321,7 @@ def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_
         try:
             async with serving(policy) as (endpoint, first):
                 given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-                sessions = [first, endpoint.open("g7-r1", settings=given, seed=6)]
+                sessions = [first, AgentSession(endpoint.sessions, "g7-r1", settings=given, seed=6)]
                 results = await asyncio.gather(*(agent.run(dict(row), session) for session in sessions))
                 assert len(_children("basket_taskset")) == (0 if has_own_server else 1)
                 return results, [session.completion(RolloutStatus.FINISHED) for session in sessions]
@@ -425,7 +426,7 @@ def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_wit
                 first = asyncio.create_task(agent.run(dict(ROW), session))
                 await until(lambda: bool(policy.served), within_s=60.0)  # it has its session of the environment
                 with pytest.raises(AgentError, match=r"max_concurrent_envs.*rollout\.agent\.max_concurrent"):
-                    await agent.run(dict(ROW), endpoint.open("g7-r1", settings=given, seed=6))
+                    await agent.run(dict(ROW), AgentSession(endpoint.sessions, "g7-r1", settings=given, seed=6))
                 policy.gate.set()
                 assert (await first).reward == 1.0
         finally:

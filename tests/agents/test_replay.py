@@ -15,6 +15,7 @@ from typing import Any
 import openai
 
 from grpo_async.agents.endpoint import AgentEndpoint
+from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient
@@ -111,7 +112,9 @@ async def _converse(url: str, chat: ChatRenderer, received: list[int]) -> Rollou
         given = settings(
             temperature=TEMPERATURE, stop_token_ids=chat.end_of_turn_ids, max_model_len=1024, max_turn_tokens=30
         )
-        session = endpoint.open("g0-r0", settings=given, seed=3, on_tokens=lambda count, _: received.append(count))
+        session = AgentSession(
+            endpoint.sessions, "g0-r0", settings=given, seed=3, on_tokens=lambda count, _: received.append(count)
+        )
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key) as agent:
             messages: list[Any] = [{"role": "user", "content": "hello world"}]
             for _ in range(3):

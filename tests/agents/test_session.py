@@ -172,7 +172,7 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
 
     async def main() -> None:
         session = make_session(policy)
-        session._setup.client = Down()  # type: ignore[assignment]
+        session._sessions.client = Down()  # type: ignore[assignment]
         with pytest.raises(AgentRefusal, match="nobody is there") as caught:
             await ask(session, user("q"))
         assert caught.value.status == 503

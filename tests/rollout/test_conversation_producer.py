@@ -12,7 +12,7 @@ from grpo_async.config.interaction_sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
-from grpo_async.rollout.conversation_producer import ConversationProducer, with_environment_text
+from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.group import OpenGroup
 from grpo_async.tools import Tool

@@ -15,8 +15,7 @@ from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutCompletion
-from grpo_async.rollout.function_output import read_output, turn_boundaries
-from grpo_async.rollout.function_producer import FunctionProducer
+from grpo_async.rollout.function_producer import FunctionProducer, read_output, turn_boundaries
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from tests.rollout import trl_style_rollout_function as trl_style
 from tests.rollout.fakes import EOS, FakeClient, FakeRenderer, ScriptedClient, open_group, stop

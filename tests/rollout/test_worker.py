@@ -27,7 +27,7 @@ from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup
 from grpo_async.rewards import RewardFunction
-from grpo_async.rollout.conversation_producer import ConversationProducer
+from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.group import OpenGroup, describe
 from grpo_async.rollout.metrics import group_metrics
