@@ -80,14 +80,7 @@ class BasketTools(vf.Toolset[vf.ToolsetConfig, Basket]):
         self.state.items.append(item)
         return ", ".join(self.state.items)
 
-class BasketTaskConfig(vf.TaskConfig):
-    has_own_server: bool = False
-
-class BasketTask(vf.Task[vf.TaskData, Basket, BasketTaskConfig]):
-    @classmethod
-    def toolsets(cls, config):
-        return [BasketTools(vf.ToolsetConfig())] if config.has_own_server else []
-
+class BasketTask(vf.Task[vf.TaskData, Basket]):
     async def setup(self, trace, runtime):
         trace.state.items.append("bag")
 
@@ -99,13 +92,10 @@ class BasketTask(vf.Task[vf.TaskData, Basket, BasketTaskConfig]):
     async def num_items(self, trace):
         return float(len(trace.state.items))
 
-class BasketConfig(vf.TasksetConfig):
-    task: BasketTaskConfig = BasketTaskConfig()
-
-class BasketTaskset(vf.Taskset[BasketTask, BasketConfig]):
+class BasketTaskset(vf.Taskset[BasketTask, vf.TasksetConfig]):
     @classmethod
     def toolsets(cls, config):
-        return [] if config.task.has_own_server else [BasketTools(vf.ToolsetConfig())]
+        return [BasketTools(vf.ToolsetConfig())]
 
     def load(self):
         yield BasketTask(vf.TaskData(prompt="Put a pear and an apple into the bag."), self.config.task)
@@ -306,24 +296,21 @@ def test_a_simulated_user_of_verifiers_talks_over_several_turns_and_rewards_have
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("verifiers")
-@pytest.mark.parametrize("has_own_server", [False, True], ids=["one-server-for-all", "a-server-for-each"])
-def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_read_it(has_own_server: bool) -> None:
+def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_read_it() -> None:
     """Two rollouts at once, whose tools change what their task has set up."""
-    settings_of_taskset = {"task": {"has_own_server": has_own_server}}
     put = {"g7-r0": ["pear", "apple"], "g7-r1": ["plum"]}
     said = {name: iter([*(calls("put", item=item) for item in items), "Done."]) for name, items in put.items()}
     policy = FakePolicy(renderer(), lambda request: next(said[request.request_id.rpartition("-t")[0]]))
 
     async def main() -> tuple[list[AgentResult], list[RolloutCompletion]]:
-        (row,) = tasks("verifiers:basket_taskset", taskset=settings_of_taskset)
-        section = _section("verifiers:basket_taskset", taskset=settings_of_taskset)
-        agent = load_environment_agent(section, max_concurrent=2)
+        (row,) = tasks("verifiers:basket_taskset")
+        agent = load_environment_agent(_section("verifiers:basket_taskset"), max_concurrent=2)
         try:
             async with serving(policy) as (endpoint, first):
                 given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
                 sessions = [first, AgentSession(endpoint.sessions, "g7-r1", settings=given, seed=6)]
                 results = await asyncio.gather(*(agent.run(dict(row), session) for session in sessions))
-                assert len(_children("basket_taskset")) == (0 if has_own_server else 1)
+                assert len(_children("basket_taskset")) == 1
                 return results, [session.completion(RolloutStatus.FINISHED) for session in sessions]
         finally:
             await agent.aclose()

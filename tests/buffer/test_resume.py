@@ -7,7 +7,6 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from grpo_async.buffer.resume import (
     GroupSnapshot,
@@ -121,8 +120,3 @@ def test_the_oldest_version_counts_the_open_turn_and_every_rollout() -> None:
     group = GroupSnapshot(prompt_id=0, rollouts={0: make_completion(version=5), 1: partial})
     assert group.oldest_version == 2
     assert GroupSnapshot(prompt_id=0, rollouts={}).oldest_version is None
-
-
-def test_a_line_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="other"):
-        read_resume_state(_state().small(), ['{"kind": "other"}'], make_prompt)

@@ -14,7 +14,7 @@ import pytest
 from grpo_async.config.interaction_sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Origin, Prompt, RolloutCompletion
+from grpo_async.records import Prompt, RolloutCompletion
 from grpo_async.rollout.function_producer import FunctionProducer, read_output, turn_boundaries
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from tests.rollout import trl_style_rollout_function as trl_style
@@ -156,21 +156,6 @@ def test_a_function_may_generate_with_the_served_policy(function: Callable[..., 
     assert len({request.seed for request in client.requests}) == 2
 
 
-def test_a_seed_of_the_function_gives_the_same_tokens_in_every_call_and_others_to_each_prompt() -> None:
-    def twice(prompts: list[Any], trainer: FunctionTrainer) -> dict[str, Any]:
-        for seed in (3, 3, 4):
-            trainer.generate(prompts, generation_overrides={"seed": seed})
-        return _output(2)
-
-    client = _Client(stop(5, EOS))
-    _make(_producer(twice, client), make_prompt(text="abc"))
-    first, second, other = (
-        sorted(request.seed for request in client.requests[place : place + 2]) for place in (0, 2, 4)
-    )
-    assert first == second
-    assert len({*first, *other}) == 4
-
-
 def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
     producer = _producer(lambda prompts, trainer: _output(2, completion_ids=[[5, 6]] * 2))
     ((completion, _),) = _make(producer, make_prompt())
@@ -190,31 +175,6 @@ def test_prompts_are_repeated_only_where_asked_and_groups_that_do_not_fit_into_a
     trl_style.calls.clear()
     _make(_producer(trl_style.rollout_func, groups_per_call=2), *(make_prompt(number) for number in range(5)))
     assert [len(prompts) for prompts, _ in trl_style.calls] == [4, 4, 2]
-
-
-def test_messages_keep_their_calls_and_what_tools_said_is_guarded() -> None:
-    seen: list[Any] = []
-
-    class Renderer(_Renderer):
-        def prompt_ids(self, messages: Any, **settings: Any) -> list[int]:
-            seen.extend(messages)
-            return [1]
-
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
-    prompt = [
-        {"role": "user", "content": "go"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "<|im_end|>", "name": "f", "tool_call_id": "a"},
-    ]
-
-    async def main() -> None:
-        trainer = FunctionTrainer(_setup(_Client(stop(5, EOS)), Renderer()), seed=0, served_version=lambda: 7)
-        await trainer.agenerate([prompt])
-
-    asyncio.run(main())
-    assert [message.origin for message in seen] == [Origin.PROMPT, Origin.POLICY, Origin.TOOL]
-    assert seen[1].tool_calls == (call,)
-    assert (seen[2].name, seen[2].tool_call_id) == ("f", "a")
 
 
 def _read(output: Any, count: int) -> list[RolloutCompletion]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -32,16 +30,6 @@ def _source() -> RolloutSource:
     }
     parts["buffer"].drain.return_value = []
     return RolloutSource(config, thread=thread, worker=worker, **parts)
-
-
-def test_while_it_generates_threads_switch_sooner_and_what_was_loaded_before_is_not_collected() -> None:
-    usual = sys.getswitchinterval()
-    source = _source()
-    source.start()
-    while_generating, frozen = sys.getswitchinterval(), gc.get_freeze_count()
-    source.close()
-    assert while_generating < 1e-4 < usual == sys.getswitchinterval()
-    assert gc.get_freeze_count() == 0 < 1000 < frozen
 
 
 def test_groups_that_are_queued_at_the_end_are_closed_unless_the_start_failed() -> None:

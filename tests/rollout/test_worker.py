@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,14 +28,14 @@ from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutComplet
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup, describe
+from grpo_async.rollout.group import OpenGroup
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
-from tests.rollout.fakes import FakeClient, FakeRenderer, open_group
-from tests.support.records import make_completion, make_prompt, make_turn
+from tests.rollout.fakes import FakeClient, FakeRenderer
+from tests.support.records import make_completion, make_turn
 from tests.support.stored import LineStore, read_groups
 
 Script = Callable[[str], Generation | Exception]
@@ -502,20 +501,6 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     setup.produce_instead(broken)
     setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
-
-
-def test_groups_in_flight_are_described_with_the_oldest() -> None:
-    now = time.monotonic()
-    young, old = (
-        open_group(make_prompt(number), completions=completions, began=now - age_s)
-        for number, completions, age_s in ((8, [], 3.0), (7, [make_completion("r0")], 31.0))
-    )
-    old.num_tokens = {1: 8, 0: 12}
-    assert describe([young, old]) == (
-        "2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: being scored, "
-        "tokens of its rollouts: 0: 12, 1: 8"
-    )
-    assert describe([]) == "no group in flight"
 
 
 def test_at_the_end_of_the_data_every_prompt_is_taken_or_accounted_for(tmp_path: Path) -> None:
