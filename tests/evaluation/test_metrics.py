@@ -14,7 +14,7 @@ from tests.support.records import make_completion, make_prompt
 
 def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), **columns: str) -> ScoredGroup:
     answers = answers or [None] * len(rewards)
-    texts = ["hm" if answer is None else rf"\boxed{{{answer}}}" for answer in answers]
+    texts = ["It is hard to say.\nMaybe seven." if answer is None else rf"\boxed{{{answer}}}" for answer in answers]
     completions = [make_completion(f"r{number}", text=text) for number, text in enumerate(texts)]
     return _scored(completions, rewards, **columns)
 
