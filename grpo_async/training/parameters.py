@@ -213,7 +213,7 @@ class ShardedParameters:
     Args:
         model: the Hugging Face model inside the policy.
         wire_dtype: dtype in which parameters are sent, as the server serves them. Buffers keep their own.
-        device: where buckets are wanted (WeightTransport.device).
+        device: where buckets are wanted: on the CPU for gloo, else on the own GPU.
 
     Raises:
         ConfigError: fused parameters that cannot be taken apart.

@@ -154,7 +154,7 @@ class _Stub:
         for module, name, fake in (
             (connections_module, "Fleet", lambda urls, **_: self.fleet),
             (lead_module, "build_rollout_side", side),
-            (lead_module, "WeightTransport", lambda kind, **given: self._transport(given["private"])),
+            (lead_module, "WeightTransport", lambda *_, **__: self._transport()),
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda run_dir, step: self._state(step)),
@@ -169,8 +169,7 @@ class _Stub:
         if step != saved_step:
             self.events.append(f"save {step}")
 
-    def _transport(self, private: Path) -> SimpleNamespace:
-        self.meets_in = private
+    def _transport(self) -> SimpleNamespace:
         return SimpleNamespace(close=lambda: self.closed.append("weight group"))
 
     def _state(self, step: int) -> CheckpointState:
@@ -227,7 +226,6 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
     stub = _Stub(monkeypatch)
     config = make_config(tmp_path, training={"max_steps": 9})
     _lead(config, resume_step=3)
-    assert stub.meets_in == config.run_path, "the launcher's folder, which it removes whoever is killed"
     assert stub.events == [
         "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight", "evaluate 3",
         "start generating", "take 3",
