@@ -258,7 +258,7 @@ def push_weights(
     def call_all(
         phase: str, call: Callable[[ServerControl], None], *, deadline_s: float = timeout_s, setting: str = _SETTING
     ) -> None:
-        with clock.time(phase):
+        with clock.part(phase):
             calls = _start_calls(servers, call, phase=phase)
             failures = _failed_calls(calls, phase=phase, deadline_s=deadline_s + GRACE_S, setting=setting)
         if failures:
@@ -278,12 +278,12 @@ def push_weights(
         paused_at = time.monotonic() if mode == "drain" else started
         with loading():
             if not transport.members:
-                with clock.time("connect"):
+                with clock.part("connect"):
                     transport.connect(servers)
             update = transport.describe(parameters.specs)
             call_all("start", lambda server: server.start_weight_update(update, timeout_s=timeout_s))
             before_gather(transport.bucket_bytes)
-            with clock.time("transfer"):
+            with clock.part("transfer"):
                 _transfer(parameters, version, servers, transport, timeout_s, clock)
             call_all("finish", lambda server: server.finish_weight_update(version, timeout_s=timeout_s))
         call_all("resume", lambda server: server.resume(timeout_s=timeout_s))
@@ -316,7 +316,7 @@ class _Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def time(self, name: str, track: str = TRACK) -> Iterator[None]:
+    def part(self, name: str, track: str = TRACK) -> Iterator[None]:
         began = time.monotonic()
         with self._timeline.span(name, track):
             yield
@@ -353,13 +353,13 @@ def _transfer(
     try:
         buckets = parameters.buckets(transport.bucket_bytes)
         while has_more:
-            with clock.time("gather"):
+            with clock.part("gather"):
                 tensors = next(buckets, None)
                 has_more = tensors is not None
                 packed = transport.pack(tensors) if tensors is not None and failure is None else None
             if failure is not None:
                 continue
-            with clock.time("send", f"{TRACK}/send"):
+            with clock.part("send", f"{TRACK}/send"):
                 try:
                     in_flight()  # within the transport's deadline
                     sent_at = time.monotonic()
