@@ -34,10 +34,8 @@ class RewardServer:
     otherwise: Answer = lengths
     bodies: list[dict[str, Any]] = field(default_factory=list)
     authorizations: list[str | None] = field(default_factory=list)
-    clients: set[tuple[str, int]] = field(default_factory=set)  # addresses that asked: one for each connection
     running: int = 0
     most_running: int = 0
-    num_connections: Callable[[], int] = lambda: 0
 
 
 @contextmanager
@@ -54,8 +52,6 @@ def reward_server() -> Iterator[RewardServer]:
             body = json.loads(await request.body())
             state.bodies.append(body)
             state.authorizations.append(request.headers.get("authorization"))
-            assert request.client is not None
-            state.clients.add((request.client.host, request.client.port))
             await asyncio.sleep(0.01)  # so that requests overlap
             result = (state.script.pop(0) if state.script else state.otherwise)(body)
         finally:
@@ -83,7 +79,6 @@ def reward_server() -> Iterator[RewardServer]:
     server = Server(
         uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
     )
-    state.num_connections = lambda: len(server.server_state.connections)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="reward-server")
     thread.start()
     try:

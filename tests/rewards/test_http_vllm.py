@@ -79,8 +79,8 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def _values(address: str, kind: str, prompt: Any, completions: list[Any], **arguments: Any) -> list[float | None]:
-    given = {"url": f"{address}/{kind}", "format": kind, **arguments}
+def _values(address: str, prompt: Any, completions: list[Any]) -> list[float | None]:
+    given = {"url": f"{address}/classify", "format": "classify", "use_activation": False}
     (reward,) = load_rewards([RewardSection(function="grpo_async.rewards.http:remote_reward", arguments=given)])
     count = len(completions)
     return asyncio.run(reward.score([prompt] * count, completions, [[1]] * count, {})).values
@@ -98,28 +98,25 @@ def _logits(folder: Path, texts: list[str]) -> list[float]:
 
 def test_scores_of_text_and_messages_are_those_of_transformers(address: str, reward_model: Path) -> None:
     expected = _logits(reward_model, [PROMPT + completion for completion in COMPLETIONS])
-    for kind in ("classify", "pooling"):
-        values = _values(address, kind, PROMPT, COMPLETIONS, use_activation=False)
-        assert values == pytest.approx(expected, abs=1e-4)
+    values = _values(address, PROMPT, COMPLETIONS)
+    assert values == pytest.approx(expected, abs=1e-4)
     prompt = [{"role": "user", "content": "one and one?"}]
     completions = [[{"role": "assistant", "content": completion}] for completion in COMPLETIONS]
     texts = [
         f"<|im_start|>user\none and one?<|im_end|>\n<|im_start|>assistant\n{completion}<|im_end|>\n"
         for completion in COMPLETIONS
     ]
-    values = _values(address, "classify", prompt, completions, use_activation=False)
+    values = _values(address, prompt, completions)
     assert values == pytest.approx(_logits(reward_model, texts), abs=1e-4)
     assert len(set(values)) == 3
 
 
-def test_pairs_are_scored_and_a_tool_call_is_accepted(address: str) -> None:
-    values = _values(address, "score", PROMPT, COMPLETIONS)
-    assert len({round(value or 0.0, 6) for value in values}) == 3
+def test_a_tool_call_is_accepted(address: str) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     turn = [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "1", "name": "f", "tool_call_id": "abcdefghi"},
         {"role": "assistant", "content": "two."},
     ]
-    (value,) = _values(address, "classify", [{"role": "user", "content": "one and one?"}], [turn])
+    (value,) = _values(address, [{"role": "user", "content": "one and one?"}], [turn])
     assert value is not None
