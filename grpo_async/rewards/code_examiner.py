@@ -6,13 +6,14 @@ import os
 import sys
 
 from grpo_async.rewards.code_peer import (
-    CANDIDATE_MODULE,
-    TESTS_MODULE,
-    Peer,
+    Candidate,
+    Handle,
     PeerGone,
+    Pipes,
     RefusedError,
-    Remote,
+    encode,
     read_json,
+    serve,
     text_of,
 )
 
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+TESTS_MODULE = "tests_of_the_row"
+CANDIDATE_MODULE = "candidate"
 _FUNCTION: type[Any] = type(lambda: None)
-_MODULE = type(sys)
 
 
 def run_candidate(descriptors: tuple[int, int]) -> None:
     """Main function of the candidate's process: import its code, then do what the examiner asks."""
-    peer = Peer(descriptors, is_examiner=False)
-    module = _MODULE(CANDIDATE_MODULE)
+    pipes = Pipes(descriptors)
+    module = type(sys)(CANDIDATE_MODULE)
     sys.modules[CANDIDATE_MODULE] = module
 
     def load(wanted: list[str]) -> dict[str, Any]:
@@ -37,9 +39,8 @@ def run_candidate(descriptors: tuple[int, int]) -> None:
         exec(compile(source, "candidate.py", "exec", dont_inherit=True), module.__dict__)
         return {name: vars(module)[name] for name in wanted if name in vars(module)}
 
-    peer.encode(load)  # object number 1
     try:
-        peer.serve()
+        serve(pipes, load)
     except PeerGone:
         os._exit(0)
 
@@ -54,10 +55,10 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
     work = read_json(sys.stdin.read())
     verdicts = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is not a verdict
-    peer = Peer(descriptors, is_examiner=True, may_be_nan=work["may_be_nan"])
+    peer = Candidate(Pipes(descriptors), may_be_nan=work["may_be_nan"])
 
     def tell(*line: Any) -> None:
-        verdicts.write("[" + ",".join([peer.encode(item) for item in line]) + "]\n")
+        verdicts.write("[" + ",".join([encode(item, repr) for item in line]) + "]\n")
         verdicts.flush()
 
     tell("started")
@@ -75,7 +76,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
 class _Examination:
     """Runs the tests of one row."""
 
-    def __init__(self, peer: Peer, work: dict[str, Any], tell: Callable[..., None]) -> None:
+    def __init__(self, peer: Candidate, work: dict[str, Any], tell: Callable[..., None]) -> None:
         self._peer, self._work, self._tell = peer, work, tell
         self._names: dict[str, Any] = {}
 
@@ -104,7 +105,7 @@ class _Examination:
     def _load(self) -> None:
         """The tests' global names: those of the candidate that they ask for, modules, then what the row's setup defines."""
         wanted = self._work["names"]
-        theirs = self._peer.ask("call", 1, (wanted,))
+        theirs = self._peer.ask("call", 0, arguments=(wanted,))
         if type(theirs) is not dict or not any(name in theirs for name in wanted):
             raise NameError(f"the code defines none of {wanted}")
         names = self._names
@@ -146,7 +147,7 @@ def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 def _finish(result: Any) -> None:
     """An async test is run; a generator would have tested nothing."""
     kind = type(result)
-    if issubclass(kind, Remote):
+    if kind is Handle:
         return
     if hasattr(kind, "__await__"):
         import asyncio

@@ -134,17 +134,17 @@ _ATTACKS = {
     "writes answers": "import os\ndef add(a, b):\n    for n in range(3, 50):\n        try:\n"
     "            os.write(n, b'[\"value\",true,[]]\\n' * 9)\n        except OSError: pass\n    return -7",
     "goes on writing": "import os, threading\ndef write():\n    while True:\n        for n in range(3, 50):\n            try:\n"
-    "                os.write(n, b'[\"value\",[\"yours\",1],[]]\\n')\n            except OSError: pass\n"
+    "                os.write(n, b'[\"value\",[\"object\",1],[]]\\n')\n            except OSError: pass\n"
     "threading.Thread(target=write, daemon=True).start()\ndef add(a, b): return -7",
     "asks the examiner": "import os\ndef add(a, b):\n    for n in range(3, 50):\n"
     "        for ask in ('call', 'get', 'set', 'other'):\n"
     "            for number in (0, 1, 2):\n                try:\n"
     "                    os.write(n, f'[\"ask\",\"{ask}\",{number},[\"__globals__\"],[]]\\n'.encode())\n"
     "                except OSError: pass\n    return -7",
-    "patches the peer": "from grpo_async.rewards import code_peer\ncode_peer.Peer.encode = lambda *a: '[\"yours\",1]'\n"
+    "patches the peer": "from grpo_async.rewards import code_peer\ncode_peer.encode = lambda *a: '[\"object\",1]'\n"
     "def add(a, b): return -7",
     "an endless number": "from grpo_async.rewards import code_peer\nimport sys\nsys.set_int_max_str_digits(0)\n"
-    "code_peer.Peer.encode = lambda *a: '[\"int\",\"' + 'f' * (1 << 20) + '\"]'\ndef add(a, b): return -7",
+    "code_peer.encode = lambda *a: '[\"int\",\"' + 'f' * (1 << 20) + '\"]'\ndef add(a, b): return -7",
     "looks for the expected": "import sys, gc\ndef add(a, b):\n    wanted = a + b\n    f = sys._getframe()\n    seen = []\n"
     "    while f:\n        seen += [v for v in f.f_code.co_consts if v == wanted]\n        f = f.f_back\n"
     "    text = '== ' + str(wanted)\n"
@@ -192,19 +192,7 @@ _WITH_A_TEST_OF_THEIR_OWN = {
         "class C:\n    def __enter__(s): return -7\n    def __exit__(s, *e): return True\ndef f(): return C()",
         "with f() as x:\n    assert x == 333",
     ),
-    "a callback's assertion, caught": (
-        "def f(g):\n    try: g(-7)\n    except AssertionError: pass",
-        "def g(x):\n    assert x == 333\nf(g)",
-    ),
-    "what a callback's assertion says": (
-        "def f(g):\n    try: g(0)\n    except AssertionError as e: return int(str(e))",
-        "def g(x):\n    assert x == 333, 333\ntry:\n    x = f(g)\nexcept Exception:\n    x = 0\nassert x == 333",
-    ),
     "an emptied argument": ("def f(xs):\n    xs.clear()\n    return 0", "xs = [1, 2]\nassert f(xs) == sum(xs)"),
-    "a method of the tests, replaced": (
-        "def f(c): c.matches = lambda x: True",
-        "class C:\n    def matches(self, x): return x == 333\nc = C()\nf(c)\nassert c.matches(-7)",
-    ),
     "the class of the expected": (
         "class P:\n    def __init__(s, x): s.x = 0\n    def __eq__(s, o): return True\ndef f(): return P(1)",
         "assert f() == P(333)",
@@ -277,5 +265,7 @@ def test_a_refused_test_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "grpo_async"):
         for _ in range(2):
             assert _score("class P: pass", ["assert P() == P()"]) == 0.0
-    (record,) = caplog.records
-    assert "==" in record.getMessage()
+    assert _score("def f(g, x): return g(x)", ["assert f(lambda x: x + 1, 3) == 4"]) == 0.0
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "==" in first
+    assert "hands a function to the tested code" in second
