@@ -6,7 +6,7 @@
                                         `- run_in: process  `workers` (killed on timeout)
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
-text:number_match, format:think_format, length:soft_overlong, length:cosine_length, code:code_tests,
+text:number_match, format:think_format, length:soft_overlong, code:code_tests,
 reasoning_gym:task_score, http:remote_reward; and `model: NAME` in place of a function is model:model_reward.
 
 `check.check_reward` tries a function on good and bad completions: `grpo-async check-reward`.

@@ -167,14 +167,6 @@ ArgumentCheck = Callable[[Mapping[str, Any]], None]
 """Raises ValueError("NAME: what is wrong"). An argument without a default may be missing; that is reported elsewhere."""
 
 
-def whole_number(arguments: Mapping[str, Any], name: str, default: int) -> int:
-    """The argument `name`; ValueError if it is not a whole number above 0."""
-    value = arguments.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: {value!r} must be a whole number of at least 1")
-    return value
-
-
 def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:
     """Mark a reward function with the check of its arguments, which `load_rewards` calls with the section's `arguments`. Without it
     a wrong pattern would fail every group of the run.

@@ -99,6 +99,8 @@ EVALUATED: Mapping[str, Callable[[str], bool]] = {
 }
 _NO_ANSWERS = ("", "?")
 _FULL_SCORE = 0.99
+_MAX_ANSWER_CHARS = 8192
+_ANSWER_TIMEOUT_S = 5.0  # in the main thread of a worker process
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 _logged: set[tuple[str, str]] = set()  # (task, what happened): logged once in a process
@@ -122,10 +124,6 @@ def task_score(
     *,
     answer_from: AnswerFrom = "after_thinking",
     binarize: bool = False,
-    floor: float = 0.0,
-    max_answer_chars: int = 8192,
-    answer_timeout_s: float = 5.0,
-    log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
     r"""What the row's task pays for the answer, from 0.0 to 1.0.
@@ -140,72 +138,51 @@ def task_score(
         answer_from: after_thinking: all text after `</think>`. boxed: the last \boxed{} of it. tag: the last
             <answer>...</answer> of it. A completion without box or tag gets 0.0.
         binarize: 1.0 for the full score and 0.0 for anything less.
-        floor: a lower score counts as 0.0.
-        max_answer_chars: a longer answer gets 0.0 unread.
-        answer_timeout_s: time for one answer in `run_in: process`, then it gets 0.0.
-        log_metric: gets the fractions of answers that were refused unread and for which the scorer failed.
     """
     if answer_from not in ("after_thinking", "boxed", "tag"):
         raise ValueError(f"answer_from must be after_thinking, boxed or tag, got {answer_from!r}")
-    scorers: dict[str, _Scorer] = {}  # one for each row, and a group's completions have one row
+    scorers = {data: _Scorer(name, data) for name, data in set(zip(task, task_data, strict=True))}
     scores: list[float | None] = []
-    num_refused = num_failed = 0
-    for completion, name, data in zip(completions, task, task_data, strict=True):
-        if data not in scorers:
-            scorers[data] = _Scorer(name, data, answer_timeout_s)
-        scorer = scorers[data]
+    for completion, data in zip(completions, task_data, strict=True):
         answer = _answer(after_thinking(final_text(completion)), answer_from)
-        score: float | None = 0.0
-        if answer is not None and not (len(answer) <= max_answer_chars and scorer.may_read(answer)):
-            num_refused += 1
-        elif answer is not None:
-            score = scorer.score(answer)
-            num_failed += score is None
-        paid = score if score is not None and score >= floor and score > scorer.paid_for_nothing else 0.0
+        paid = 0.0 if answer is None else scorers[data].pay(answer)
         scores.append(float(paid >= _FULL_SCORE) if binarize else paid)
-    if log_metric is not None and scores:
-        log_metric("task_score/refused", num_refused / len(scores))
-        log_metric("task_score/failed", num_failed / len(scores))
     return scores
 
 
 class _Scorer:
     """The scorer of one row."""
 
-    def __init__(self, task: str, task_data: str, timeout_s: float) -> None:
+    def __init__(self, task: str, task_data: str) -> None:
         data = ast.literal_eval(task_data)
         self._task = task
         self._entry: dict[str, Any] = data["entry"]
         self._score_answer = _scorer_of(task, repr(data["config"]))
-        self._timeout_s = timeout_s
-        self.paid_for_nothing = max(self.score(text, quiet=True) or 0.0 for text in _NO_ANSWERS)
+        self._paid_for_nothing = max(self._score(text, quiet=True) for text in _NO_ANSWERS)
 
-    def may_read(self, answer: str) -> bool:
-        """False for code where the scorer would run it. The known answer may always be read."""
-        check = EVALUATED.get(self._task)
-        return check is None or answer == self._entry["answer"] or check(answer)
+    def pay(self, answer: str) -> float:
+        """From 0 to 1. Code that the scorer would run pays nothing; the known answer may always be read."""
+        is_safe = EVALUATED.get(self._task, lambda text: True)
+        if len(answer) > _MAX_ANSWER_CHARS or not (answer == self._entry["answer"] or is_safe(answer)):
+            return 0.0
+        score = self._score(answer)
+        return score if score > self._paid_for_nothing else 0.0
 
-    def score(self, answer: str, *, quiet: bool = False) -> float | None:
-        """From 0 to 1; None if the scorer raised, ran out of time or returned no finite number."""
+    def _score(self, answer: str, *, quiet: bool = False) -> float:
+        """0 where the scorer raised, ran out of time or returned no finite number."""
         try:
-            with _time_limit(self._timeout_s):
+            with _time_limit():
                 score = float(self._score_answer(answer, self._entry))
+            if not math.isfinite(score):
+                raise ValueError(f"it returned {score}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises: the answer cannot be read
-            if not quiet:
-                self._log_once(type(error).__name__, error)
-            return None
-        if not math.isfinite(score):
-            if not quiet:
-                self._log_once("no finite number", score)
-            return None
+            kind = (self._task, type(error).__name__)
+            if not quiet and kind not in _logged:
+                _logged.add(kind)
+                text = "the scorer of %s failed (%s: %s): such answers get 0, which is logged once"
+                logger.warning(text, *kind, error)
+            return 0.0
         return min(1.0, max(0.0, score))
-
-    def _log_once(self, what: str, detail: object) -> None:
-        if (self._task, what) not in _logged:
-            _logged.add((self._task, what))
-            logger.warning(
-                "the scorer of %s failed (%s: %s): such answers get 0, which is logged once", self._task, what, detail
-            )
 
 
 @functools.lru_cache(maxsize=256)
@@ -228,17 +205,17 @@ def _answer(text: str, answer_from: AnswerFrom) -> str | None:
 
 
 @contextlib.contextmanager
-def _time_limit(timeout_s: float) -> Iterator[None]:
+def _time_limit() -> Iterator[None]:
     """Raise _OutOfTimeError in the block when the time is over; only in the main thread, where signals work."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def on_alarm(*_: object) -> None:
-        raise _OutOfTimeError(f"took longer than {timeout_s:g} s")
+        raise _OutOfTimeError(f"took longer than {_ANSWER_TIMEOUT_S:g} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    signal.setitimer(signal.ITIMER_REAL, _ANSWER_TIMEOUT_S)
     try:
         yield
     finally:

@@ -75,7 +75,6 @@ def test_missing_columns_and_environments_are_known_before_the_run() -> None:
         ("text:regex_match", {"pattern": 3}, "rewards.0.arguments.pattern: 3 is not a regular expression"),
         ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
         ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
-        ("length:cosine_length", {"max_completion_tokens": 8, "correctness": "code"}, "correctness: 'code' is not one"),
     ],
 )
 def test_arguments_that_would_fail_every_group_are_refused_at_the_start(

@@ -60,7 +60,6 @@ def test_text_around_the_answer_is_worth_less_until_the_answer_is_taken_out() ->
     (partly,) = _scores("gcd", loose, row=1)
     assert partly == pytest.approx(len(answer) / len(loose))  # what the library pays for an answer inside other text
     assert _scores("gcd", loose, row=1, binarize=True) == [0.0]
-    assert _scores("gcd", loose, row=1, floor=0.5) == [0.0]
     assert _scores("gcd", loose, row=1, answer_from="boxed") == [1.0]
     assert _scores("gcd", f"<answer>5555</answer> <answer> {answer}\n</answer>", row=1, answer_from="tag") == [1.0]
 
@@ -78,14 +77,10 @@ def test_an_exception_pays_nothing_and_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reasoning_gym, "_logged", set())
-    metrics: dict[str, float] = {}
     with caplog.at_level(logging.WARNING):
-        assert _scores("prime_factorization", "garbage", "more", log_metric=metrics.__setitem__) == [0.0, 0.0]
-    assert [record.getMessage() for record in caplog.records] == [
-        "the scorer of prime_factorization failed (ValueError: invalid literal for int() with base 10: 'garbage'): "
-        "such answers get 0, which is logged once"
-    ]
-    assert metrics == {"task_score/refused": 0.0, "task_score/failed": 1.0}
+        assert _scores("prime_factorization", "garbage", "more") == [0.0, 0.0]
+    (record,) = caplog.records
+    assert "the scorer of prime_factorization failed (ValueError: invalid literal for int()" in record.getMessage()
 
 
 def test_what_text_without_an_answer_gets_is_not_paid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,21 +88,6 @@ def test_what_text_without_an_answer_gets_is_not_paid(monkeypatch: pytest.Monkey
     assert task_score(["6", "5", "4"], ["t"] * 3, [DATA] * 3) == [1.0, 0.06, 0.0]
     _fake(monkeypatch, lambda answer, entry: 1.0)
     assert task_score(["6", "garbage"], ["t"] * 2, [DATA] * 2) == [0.0, 0.0]
-
-
-def test_a_long_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-
-    def scorer(answer: str, entry: Any) -> float:
-        read.append(answer)
-        return float(answer.startswith("6"))
-
-    _fake(monkeypatch, scorer)
-    metrics: dict[str, float] = {}
-    given = ["6" * 10, "6" * 11]
-    assert task_score(given, ["t"] * 2, [DATA] * 2, max_answer_chars=10, log_metric=metrics.__setitem__) == [1.0, 0.0]
-    assert "6" * 11 not in read
-    assert metrics == {"task_score/refused": 0.5, "task_score/failed": 0.0}
 
 
 def test_a_scorer_that_computes_for_ever_is_stopped_in_the_main_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +98,9 @@ def test_a_scorer_that_computes_for_ever_is_stopped_in_the_main_thread(monkeypat
         return float(answer == "6")
 
     _fake(monkeypatch, scorer)
+    monkeypatch.setattr(reasoning_gym, "_ANSWER_TIMEOUT_S", 0.2)
     started = time.monotonic()
-    assert task_score(["loop", "6"], ["t"] * 2, [DATA] * 2, answer_timeout_s=0.2) == [0.0, 1.0]
+    assert task_score(["loop", "6"], ["t"] * 2, [DATA] * 2) == [0.0, 1.0]
     assert time.monotonic() - started < 10.0
 
 

@@ -16,10 +16,8 @@ from grpo_async.sandbox.inside import seccomp
 from grpo_async.sandbox.restrictions import NAMES, Findings
 
 Find = Callable[[frozenset[str]], Findings]
-_ALL = frozenset({"cpu", "memory", "file", "connect", "read", "write", "processes", "threads", "daemon", "signal"})
-_NOTHING = Findings(
-    mechanisms=frozenset(), passed=_ALL | {"directory", "together"}, refused={"seccomp": "no such call"}
-)
+_ALL = frozenset({"cpu", "memory", "file", "connect", "read", "write", "processes", "signal", "totals"})
+_NOTHING = Findings(mechanisms=frozenset(), passed=_ALL, refused={"seccomp": "no such call"})
 
 
 def _has_user_namespaces() -> bool:
