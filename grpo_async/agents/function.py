@@ -19,10 +19,10 @@ from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.interaction_sections import AgentSection
 from grpo_async.errors import ConfigError
-from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async
-from grpo_async.user_code.loop import BlockedLoopError, UserLoop
+from grpo_async.user_code.calls import Caller, CallError, UserCall, is_async
+from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
+from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.extras import needs
 
 SETTING = "rollout.agent.function"
@@ -40,31 +40,19 @@ class FunctionAgent(Agent):
         self._section = section
         self._loop = UserLoop("async agents")  # one for all: an HTTP client that they share belongs to one loop
         threads = ThreadRunner("agent", max_threads=max_concurrent)
-        self._caller = TimedCaller(threads, section.timeout_s, loop=self._loop)
+        self._caller = Caller(threads, section.timeout_s, loop=self._loop)
         self._clients = OpenAiClients(timeout_s=section.timeout_s)
 
     async def run(self, row: Mapping[str, Any], session: AgentSession) -> AgentResult:
         client = AgentClient(session, self._clients, is_async=is_async(self._function))
         call = UserCall(partial(self._function, row, client), self._section.arguments, finish=read_result)
-        limit = f"rollout.agent.timeout_s = {self._section.timeout_s:g} s"
         try:
-            outcome = await self._caller.run(call)
-        except BlockedLoopError as error:
-            raise AgentError(
-                f"the agent did not end within {limit}, and holds its event loop at {error.where}; an async function must await "
-                "what takes time, so use AsyncOpenAI (`client.openai`), or write it as a plain `def`"
-            ) from error
-        except TimeoutError as error:
-            raise AgentError(f"the agent did not end within {limit}; raise that if it is expected") from error
-        except ThreadsExhaustedError as error:
-            raise AgentError(
-                f"{error}; give the agent's own calls time limits, or make it a `command`: processes are killed"
-            ) from error
-        if not isinstance(outcome, Raised):
-            return outcome
-        if isinstance(outcome.error, AgentError):
-            raise outcome.error
-        raise AgentError(f"the agent raised {outcome.summary}{outcome.place}") from outcome.error
+            return await self._caller.run(call)
+        except CallError as error:
+            if isinstance(error.error, AgentError):
+                raise error.error from error.error.__cause__
+            hint = "; raise `rollout.agent.timeout_s` if that is expected" if error.is_timeout else ""
+            raise AgentError(f"the agent {error.problem}{hint}") from error.origin
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._loop.close)

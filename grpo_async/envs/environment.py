@@ -19,8 +19,7 @@ from grpo_async.envs.kind import EnvironmentKind
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.tools.results import ToolError, encodable, joined_parts
 from grpo_async.tools.tool import ASYNC_LOOP, Tool
-from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall, read_number, shown
-from grpo_async.user_code.loop import BlockedLoopError
+from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCall, read_number, shown
 from grpo_async.user_code.threads import InstanceThread
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class Environment:
         """Why the instance can no longer be used."""
         self._kind = kind
         self._thread = thread
-        self._caller = TimedCaller(thread, kind.timeout_s, loop=ASYNC_LOOP)
+        self._caller = Caller(thread, kind.timeout_s, loop=ASYNC_LOOP)
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
         self._running: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()  # held as long as a call runs
@@ -132,11 +131,11 @@ class Environment:
             return None
         return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
 
-    async def run(self, call: UserCall[Result]) -> Result | Raised:
+    async def run(self, call: UserCall[Result]) -> Result:
         """Run one call of the instance, after those that already run; this makes the instance the caller of its tools.
 
         Raises:
-            TimeoutError: it took too long; the instance is broken.
+            CallError: it raised, or took too long: then the instance is broken.
             EnvironmentCallError: the instance was broken before.
         """
         lock = self._lock  # the next lease has another one
@@ -146,6 +145,7 @@ class Environment:
             self._refuse_if_broken()
         # A task of its own: it goes on where the caller is cancelled. Event loops hold their tasks weakly.
         task = self._running = asyncio.create_task(self._run(call))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting anymore
         task.add_done_callback(lambda _: lock.release())
         return await asyncio.shield(task)  # the call has a limit
 
@@ -192,24 +192,23 @@ class Environment:
 
     async def _call(self, method: str, call: UserCall[Result]) -> Result:
         try:
-            result = await self.run(call)
-        except TimeoutError as error:
-            raise EnvironmentCallError(self.name, self.broken or f"`{method}` took too long") from error
-        if isinstance(result, Raised):
-            # A sentence of ours (`_reward`) as it is; a user's error with its kind.
-            message = str(result.error) if isinstance(result.error, (_BadResultError, ToolError)) else result.summary
-            verb = "returned" if isinstance(result.error, _BadResultError) else "raised"
-            raise EnvironmentCallError(self.name, f"`{method}` {verb} {message}") from result.error
-        return result
+            return await self.run(call)
+        except CallError as error:
+            problem = f"`{method}` {error.problem}"
+            if isinstance(error.error, _BadResultError):
+                problem = f"`{method}` returned {error.error}"
+            elif error.is_timeout:
+                problem = self.broken or problem
+            raise EnvironmentCallError(self.name, problem) from error.origin
 
-    async def _run(self, call: UserCall[Result]) -> Result | Raised:
+    async def _run(self, call: UserCall[Result]) -> Result:
         try:
             return await self._caller.run(call)
-        except TimeoutError as error:
-            method = getattr(call.function, "__name__", "a call")
-            hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
-            held = f" ({error})" if isinstance(error, BlockedLoopError) else ""
-            self.broken = f"`{method}` took longer than {self.timeout_s:g} s{held}; {hint}"
+        except CallError as error:
+            if error.is_timeout:
+                method = getattr(call.function, "__name__", "a call")
+                hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
+                self.broken = f"`{method}` {error.problem}; {hint}"
             raise
         except asyncio.CancelledError:  # the loop ends
             self.broken = self.broken or "a call was cut off"

@@ -1,9 +1,8 @@
 """Reward functions, in TRL's signature: `function` finds, checks and calls them, the rest are built in.
 
     config section -> load_rewards -> RewardFunction.score(...) -> RewardOutcome
-                                        |- async function   on the event loop
-                                        |- run_in: thread   `user_code.threads` (abandoned on timeout)
-                                        `- run_in: process  `workers` (killed on timeout)
+
+Where the function runs, and what ends a call that takes too long: `grpo_async.user_code.calls`.
 
 Built in, as `grpo_async.rewards.MODULE:FUNCTION`: math:math_answer, text:exact_match, text:regex_match,
 text:number_match, format:think_format, length:soft_overlong, code:code_tests,

@@ -38,22 +38,15 @@ class RewardError(GrpoAsyncError):
     Args:
         name: name of the reward function.
         problem: what happened, with which value, and what to do.
+        is_lost: it took too long, or its process ended.
     """
 
-    def __init__(self, name: str, problem: str) -> None:
-        self.name, self.problem = name, problem
-        super().__init__(name, problem)  # both, so that the error survives pickling on its way out of a worker process
+    def __init__(self, name: str, problem: str, is_lost: bool = False) -> None:
+        self.name, self.problem, self.is_lost = name, problem, is_lost
+        super().__init__(name, problem, is_lost)  # all, so that the error survives pickling out of a worker process
 
     def __str__(self) -> str:
         return reward_failure(self.name, self.problem)
-
-
-class RewardTimeoutError(RewardError):
-    """A call took longer than the function's `timeout_s`."""
-
-
-class WorkerDiedError(RewardError):
-    """The worker process of a call ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +90,53 @@ class RewardRequest:
                 f"rewards need one entry per completion in every list, got {len(self.completions)} completions and {lengths}"
             )
 
+    def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
+        """The call of `function` that this asks for; TypeError where the signature cannot be read."""
+        extra_columns: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            values = list(values)
+            if len(values) != len(self.completions):
+                raise ValueError(
+                    f"log_extra({column!r}) got {len(values)} values for {len(self.completions)} completions"
+                )
+            extra_columns[column] = values
+
+        def log_metric(name: str, value: float) -> None:
+            if math.isfinite(number := float(value)):
+                metrics.setdefault(name, []).append(number)
+            else:
+                logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
+
+        def finish(raw: Any) -> RewardOutcome:
+            try:
+                numbers = read_numbers(raw, len(self.completions), of="completion")
+            except ValueError as error:
+                raise RewardError(self.name, str(error)) from error
+            means = {name: sum(values) / len(values) for name, values in metrics.items()}
+            return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
+
+        parameters = read_parameters(function)
+        offered: dict[str, Any] = {
+            **{column: list(values) for column, values in self.columns.items()},
+            **self.arguments,
+            # Fresh outer lists: a function that pops from them does not disturb the other functions.
+            "prompts": list(self.prompts),
+            "completions": list(self.completions),
+            "completion_ids": list(self.completion_ids),
+            "trainer_state": self.trainer_state,
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        if self.environments is not None:
+            offered[ENVIRONMENTS] = list(self.environments)
+        chosen = parameters.choose(offered)
+        for alias, name in ALIASES.items():
+            if alias in parameters.names and alias not in chosen:
+                chosen[alias] = offered[name]
+        return UserCall(function, chosen, finish)
+
 
 def read_parameters(function: RewardCallable) -> Parameters:
     """What `function` takes; TypeError says why it cannot be called with keywords only."""
@@ -110,54 +150,6 @@ def read_parameters(function: RewardCallable) -> Parameters:
     if not parameters.names and not parameters.takes_any:
         raise TypeError("it takes no keyword arguments; a reward is `f(completions, **kwargs) -> list of floats`")
     return parameters
-
-
-def call_of(function: RewardCallable, request: RewardRequest) -> UserCall[RewardOutcome]:
-    """The call of `function` that `request` asks for; TypeError where the signature cannot be read."""
-    extra_columns: dict[str, list[Any]] = {}
-    metrics: dict[str, list[float]] = {}
-
-    def log_extra(column: str, values: Sequence[Any]) -> None:
-        values = list(values)
-        if len(values) != len(request.completions):
-            raise ValueError(
-                f"log_extra({column!r}) got {len(values)} values for {len(request.completions)} completions"
-            )
-        extra_columns[column] = values
-
-    def log_metric(name: str, value: float) -> None:
-        if math.isfinite(number := float(value)):
-            metrics.setdefault(name, []).append(number)
-        else:
-            logger.warning("log_metric(%r) got %s; left out, for it would spoil the mean", name, number)
-
-    def finish(raw: Any) -> RewardOutcome:
-        try:
-            numbers = read_numbers(raw, len(request.completions), of="completion")
-        except ValueError as error:
-            raise RewardError(request.name, str(error)) from error
-        means = {name: sum(values) / len(values) for name, values in metrics.items()}
-        return RewardOutcome(values=numbers, extra_columns=extra_columns, metrics=means)
-
-    parameters = read_parameters(function)
-    offered: dict[str, Any] = {
-        **{column: list(values) for column, values in request.columns.items()},
-        **request.arguments,
-        # Fresh outer lists: a function that pops from them does not disturb the other functions.
-        "prompts": list(request.prompts),
-        "completions": list(request.completions),
-        "completion_ids": list(request.completion_ids),
-        "trainer_state": request.trainer_state,
-        "log_extra": log_extra,
-        "log_metric": log_metric,
-    }
-    if request.environments is not None:
-        offered[ENVIRONMENTS] = list(request.environments)
-    chosen = parameters.choose(offered)
-    for alias, name in ALIASES.items():
-        if alias in parameters.names and alias not in chosen:
-            chosen[alias] = offered[name]
-    return UserCall(function, chosen, finish)
 
 
 # ------------------------------------------------------------------------------ arguments that are checked before the start

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from grpo_async.findings import Finding, Severity
 from grpo_async.findings.finding import worst_first
 from grpo_async.records import Prompt
-from grpo_async.rewards.call import RewardError, RewardTimeoutError, WorkerDiedError
+from grpo_async.rewards.call import RewardError
 from grpo_async.rewards.function import RewardFunction
 from grpo_async.rewards.text import last_boxed
 
@@ -105,11 +105,14 @@ def _same_shape(text: str) -> str:
 class Seen:
     """What was seen of one function. A `value` is a score, None (not applicable), or the text of an error."""
 
-    values: list[tuple[int, str, float | str | None]] = field(default_factory=list)  # (row, kind, value)
-    seconds: list[float] = field(default_factory=list)  # beside `values`
+    values: list[tuple[int, str, float | str | None, float]] = field(
+        default_factory=list
+    )  # (row, kind, value, seconds)
     unstable: set[int] = field(default_factory=set)  # rows with a score that changes from call to call
     dependent: set[int] = field(default_factory=set)  # rows with a score that depends on the others of its call
-    group_errors: dict[str, int] = field(default_factory=dict)  # of calls whose completions are fine alone -> row
+    group_errors: dict[str, list[int]] = field(
+        default_factory=dict
+    )  # of calls whose completions are fine alone -> rows
     num_lost: int = 0  # calls that took too long or ended their process
 
 
@@ -153,7 +156,7 @@ async def _observe(
                 {column: [value] * len(texts) for column, value in prompt.columns.items()},
             )
         except RewardError as error:
-            seen.num_lost += isinstance(error, (RewardTimeoutError, WorkerDiedError))
+            seen.num_lost += error.is_lost
             return error.problem.splitlines()[0]
         return outcome.values
 
@@ -175,8 +178,7 @@ async def _observe(
                 seconds = min(
                     seconds, (await alone(row, text))[1]
                 )  # the first may have met a cold cache or a busy machine
-            seen.values.append((row, kind, value))
-            seen.seconds.append(seconds)
+            seen.values.append((row, kind, value, seconds))
             time_left_s -= seconds
             if not isinstance(value, str) and time_left_s > 0.0:
                 fine[text] = value
@@ -185,7 +187,7 @@ async def _observe(
             continue
         together = await call(row, texts)
         if isinstance(together, str):
-            seen.group_errors.setdefault(together, row)
+            seen.group_errors.setdefault(together, []).append(row)
             continue
         tolerance = _ROUNDING * _range([value for value in fine.values() if value is not None])
         for text, value in zip(texts, together, strict=True):
@@ -212,81 +214,96 @@ def _range(values: Sequence[float]) -> float:
 def report(seen: Seen, *, name: str, place: str, timeout_s: float, slow_s: float, asks_for_gold: bool) -> RewardReport:
     """Scores and findings of what was seen of the function `name`, which runs in `place` (event loop, thread, process)."""
     best: dict[str, dict[int, float]] = defaultdict(dict)  # kind -> row -> score
-    for row, kind, value in seen.values:
+    for row, kind, value, _ in seen.values:
         if isinstance(value, float):
             best[kind][row] = max(value, best[kind].get(row, value))
-    findings = [
-        *_failures(seen, place),
-        *_values(seen, best, asks_for_gold),
-        *_stability(seen),
-        *_slowness(seen, place, timeout_s, slow_s),
-    ]
+    limit_s = min(slow_s, 0.5 * timeout_s)
+    findings = [*_faults(seen, place, timeout_s, limit_s), *_values(seen, best, asks_for_gold)]
+    seconds = [entry[3] for entry in seen.values]
     return RewardReport(
         name=name,
         place=place,
         num_calls=len(seen.values),
-        num_failed=sum(isinstance(value, str) for *_, value in seen.values),
+        num_failed=sum(isinstance(entry[2], str) for entry in seen.values),
         scores={
             kind: Scores(lowest=min(rows.values()), mean=statistics.fmean(rows.values()), highest=max(rows.values()))
             for kind, rows in best.items()
         },
-        median_s=statistics.median(seen.seconds or [0.0]),
-        longest_s=max(seen.seconds, default=0.0),
+        median_s=statistics.median(seconds or [0.0]),
+        longest_s=max(seconds, default=0.0),
         findings=worst_first(findings),
     )
 
 
-def _failures(seen: Seen, place: str) -> Iterator[Finding]:
+def _faults(seen: Seen, place: str, timeout_s: float, slow_s: float) -> Iterator[Finding]:
+    """What goes wrong whatever the scores are worth."""
     by_error: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for row, kind, value in seen.values:
+    for row, kind, value, _ in seen.values:
         if isinstance(value, str):
             by_error[value].append((row, kind))
     fix = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
     if seen.num_lost and place != "process":
         fix += " Set `run_in: process`: in the trainer's own process it cannot be ended, and may hold the run."
     for error, where in by_error.items():
-        yield _finding(
-            "fails", Severity.ERROR, f"It {error}.", fix, [row for row, _ in where], [kind for _, kind in where]
-        )
-    for error, row in seen.group_errors.items():
+        rows, kinds = [row for row, _ in where], [kind for _, kind in where]
+        yield _finding("fails", Severity.ERROR, f"It {error}.", fix, rows, kinds)
+    for error, rows in seen.group_errors.items():
         title = f"Completions that are fine one by one fail in one call: it {error}."
         fix = "A group is scored in one call; look for code that takes the number of completions for granted."
-        yield _finding("fails", Severity.ERROR, title, fix, [row])
+        yield _finding("fails", Severity.ERROR, title, fix, rows)
     if seen.num_lost >= _MAX_LOST:
         title = f"It took longer than its timeout_s, or ended its process, {seen.num_lost} times."
         yield _finding("fails", Severity.ERROR, title, "The rest was not tried.")
+    if seen.unstable:
+        title = "The same completion gets different scores from call to call."
+        fix = (
+            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgments."
+        )
+        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.unstable))
+    if seen.dependent:
+        title = "The score of a completion depends on the other completions of the call."
+        fix = "Fine if it ranks within a group on purpose; else look for state or for a mix-up of their order."
+        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.dependent))
+    slow = [(s, row, kind) for row, kind, value, s in seen.values if s > slow_s and not isinstance(value, str)]
+    if slow:
+        seconds, _, kind = max(slow)
+        fix = f"A group is scored in one call, so its completions share timeout_s = {timeout_s:g}."
+        if place != "process":
+            fix += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
+        title = f"It is slow: `{kind}` took {seconds:.1f} s."
+        yield _finding("slow", Severity.WARNING, title, fix, [row for _, row, _ in slow], [kind for *_, kind in slow])
 
 
 def _values(seen: Seen, best: Mapping[str, Mapping[int, float]], asks_for_gold: bool) -> Iterator[Finding]:
-    scored = [value for *_, value in seen.values if not isinstance(value, str)]
+    """What the scores are worth."""
+    scored = [value for _, _, value, _ in seen.values if not isinstance(value, str)]
     numbers = [value for value in scored if value is not None]
-    if not scored:
-        return
     if not numbers:
-        title = f"It returned None (not applicable) for all {len(scored)} completions."
-        yield _finding("values", Severity.WARNING, title, "Check the column that says which rows it applies to.")
+        if scored:
+            title = f"It returned None (not applicable) for all {len(scored)} completions."
+            yield _finding("values", Severity.WARNING, title, "Check the column that says which rows it applies to.")
         return
     tolerance = _ROUNDING * _range(numbers)
     golds, wrongs = best.get(GOLD, {}), best.get(WRONG, {})
     is_blind = bool(wrongs) and all(abs(golds.get(row, 0.0) - value) <= tolerance for row, value in wrongs.items())
+    worst = Severity.ERROR if asks_for_gold and is_blind else Severity.WARNING
     if not tolerance:
-        severity = Severity.ERROR if asks_for_gold and is_blind else Severity.WARNING
         fix = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
-        yield _finding("values", severity, f"It gives every completion the same score ({numbers[0]:g}).", fix)
+        yield _finding("values", worst, f"It gives every completion the same score ({numbers[0]:g}).", fix)
         return
-    none_for_gold = sorted({row for row, kind, value in seen.values if kind == GOLD and value is None} - golds.keys())
-    if none_for_gold:
+    without = sorted({row for row, kind, value, _ in seen.values if kind == GOLD and value is None} - golds.keys())
+    if without:
         title = "It returned None for the right answer, in every form."
         fix = "If it should apply to these rows, check their gold answers: it cannot read them."
-        yield _finding("values", Severity.WARNING, title, fix, none_for_gold)
-    if is_blind:
-        title = "It does not tell right from wrong: another answer of the same shape gets the same score."
-        fix = "Right for a format or length reward; give it a small weight next to one that judges the answer."
-        if asks_for_gold:
-            fix = "It asks for the gold column, so it should look at it; check what it compares."
-        yield _finding("values", Severity.ERROR if asks_for_gold else Severity.NOTE, title, fix)
+        yield _finding("values", Severity.WARNING, title, fix, without)
+    if not is_blind:
+        yield from _comparisons(golds, best, tolerance)
         return
-    yield from _comparisons(golds, best, tolerance)
+    title = "It does not tell right from wrong: another answer of the same shape gets the same score."
+    fix = "Right for a format or length reward; give it a small weight next to one that judges the answer."
+    if asks_for_gold:
+        fix = "It asks for the gold column, so it should look at it; check what it compares."
+    yield _finding("values", Severity.ERROR if asks_for_gold else Severity.NOTE, title, fix)
 
 
 def _comparisons(
@@ -325,35 +342,6 @@ def _comparisons(
             )
         title = f"It pays `{kind}`: on row {row} it got {rows[row]:g}, {how}."
         yield _finding("pays", severity, title, fix, sorted(like_gold or paid))
-
-
-def _stability(seen: Seen) -> Iterator[Finding]:
-    if seen.unstable:
-        title = "The same completion gets different scores from call to call."
-        fix = (
-            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgments."
-        )
-        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.unstable))
-    if seen.dependent:
-        title = "The score of a completion depends on the other completions of the call."
-        fix = "Fine if it ranks within a group on purpose; else look for state or for a mix-up of their order."
-        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.dependent))
-
-
-def _slowness(seen: Seen, place: str, timeout_s: float, slow_s: float) -> Iterator[Finding]:
-    limit_s = min(slow_s, 0.5 * timeout_s)
-    slow = [
-        (seconds, row, kind)
-        for (row, kind, value), seconds in zip(seen.values, seen.seconds, strict=True)
-        if seconds > limit_s and not isinstance(value, str)
-    ]
-    if slow:
-        seconds, _, kind = max(slow)
-        fix = f"A group is scored in one call, so its completions share timeout_s = {timeout_s:g}."
-        if place != "process":
-            fix += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
-        title = f"It is slow: `{kind}` took {seconds:.1f} s."
-        yield _finding("slow", Severity.WARNING, title, fix, [row for _, row, _ in slow], [kind for *_, kind in slow])
 
 
 def _finding(

@@ -297,10 +297,9 @@ class Handle:
     def __ne__(self, other: object) -> bool:
         return True if other is None else _refuse(self, "!=")
 
-    def __exit__(self, *error: object) -> bool:
+    def __exit__(self, *error: object) -> None:
         """The candidate learns of no error, and never silences one."""
         _ask(self, "special", "__exit__", None, None, None)
-        return False
 
 
 def _ask(handle: Handle, what: str, name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -400,7 +399,7 @@ class Candidate:
         if tag == "object":
             return Handle(self, number)
         name, base_name = rest
-        base = _BUILTINS.get(base_name)
+        base: Any = _BUILTINS.get(base_name)
         # Never a way out of the process: SystemExit and KeyboardInterrupt of the candidate are failures like others.
         is_error = isinstance(base, type) and issubclass(base, Exception)
         if is_error and name == base_name:

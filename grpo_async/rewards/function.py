@@ -25,16 +25,14 @@ from grpo_async.rewards.call import (
     RewardError,
     RewardOutcome,
     RewardRequest,
-    RewardTimeoutError,
     TrainerState,
-    call_of,
     read_parameters,
 )
-from grpo_async.rewards.workers import WorkerPool
-from grpo_async.user_code.calls import Raised, TimedCaller, is_async, own_name, unwrap_partial
-from grpo_async.user_code.loop import BlockedLoopError, UserLoop
+from grpo_async.user_code.calls import Caller, CallError, is_async, own_name, unwrap_partial
+from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
-from grpo_async.user_code.threads import ThreadRunner, ThreadsExhaustedError
+from grpo_async.user_code.threads import ThreadRunner
+from grpo_async.user_code.workers import WorkerPool
 
 
 class RewardFunction:
@@ -80,7 +78,7 @@ class RewardFunction:
         self._arguments = dict(arguments or {})
         self._setting = setting
         self._loop = loop or UserLoop(f"reward-{self.name}")
-        self._caller = TimedCaller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
+        self._caller = Caller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
         loads = getattr(unwrap_partial(function), LOADED_FIRST, False)
         if run_in == "process" or loads:
@@ -90,7 +88,10 @@ class RewardFunction:
                 name=self.name, prompts=(), completions=(), completion_ids=(), arguments=self._arguments
             )
             self._pool = WorkerPool(
-                self.name, reference, num_workers=1 if loads else num_workers, first=nothing if loads else None
+                f"reward-{self.name}",
+                reference,
+                num_workers=1 if loads else num_workers,
+                first=nothing if loads else None,
             )
 
     def __repr__(self) -> str:
@@ -168,30 +169,20 @@ class RewardFunction:
         lack = self.lack(columns, has_environments=environments is not None)
         if lack is not None:
             raise RewardError(self.name, lack)
-        too_long = f"took longer than {self.timeout_s:g} s for {len(completions)} completions"
         try:
             if self._pool is not None:
-                return await self._pool.run(dataclasses.replace(request, environments=None), self.timeout_s)
-            result = await self._caller.run(call_of(self._function, request))
-        except BlockedLoopError as error:
-            raise RewardTimeoutError(
-                self.name,
-                f"{too_long}, and holds its event loop at {error.where}; an async function must `await` what takes time: "
-                f"write it as a plain `def`, or set `{self._setting}.run_in: process`",
-            ) from error
-        except TimeoutError as error:
-            raise RewardTimeoutError(
-                self.name, f"{too_long}; raise `{self._setting}.timeout_s` if this is expected"
-            ) from error
-        except ThreadsExhaustedError as error:
-            raise RewardError(
-                self.name, f"{error}; set `run_in: process` for it: worker processes are killed on timeout"
-            ) from error
-        if not isinstance(result, Raised):
-            return result
-        if isinstance(result.error, RewardError):
-            raise result.error
-        raise RewardError(self.name, f"raised {result.summary}{result.place}") from result.error
+                outcome: RewardOutcome = await self._pool.run(
+                    dataclasses.replace(request, environments=None), self.timeout_s
+                )
+                return outcome
+            return await self._caller.run(request.call(self._function))
+        except CallError as error:
+            if isinstance(error.error, RewardError):
+                raise error.error from error.error.__cause__
+            hint = f"; raise `{self._setting}.timeout_s` if this is expected" if error.is_timeout else ""
+            if error.error is None and self._pool is None:
+                hint += f", or set `{self._setting}.run_in: process`: worker processes are killed on timeout"
+            raise RewardError(self.name, f"{error.problem}{hint}", error.is_lost) from error.origin
 
     def close(self) -> None:
         """End the worker processes and the event loop, if any. Safe to call twice."""

@@ -5,14 +5,13 @@ In a thread it runs without that limit, and only the reward's own `timeout_s` ho
 
 A guard keeps expressions from sympy that would keep it busy forever: `\boxed{9^{9^{9^{9}}}}`, `99999999!`, a set of 3000. Such a
 power is one C call: it holds the interpreter, so that no time limit inside the process ends it, and a policy needs one sample of
-it. What the guard refuses is compared as text or structure only. Sizes are estimated in decimal digits:
+it. What the guard refuses is compared as text only. Sizes are estimated in decimal digits:
 digits(b^e) = log10(b) x |e|; 9^9^9: 0.95 x 387420489, refused; 2^2^3: 0.3 x 8 = 2.4.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import math
 import re
@@ -31,15 +30,13 @@ if importlib.util.find_spec("math_verify") is None:
 _EXPRESSION_TIMEOUT_S = 5
 _MAX_TEXT = 1500  # characters of one answer
 _MAX_DIGITS = 5000.0
-_MAX_LOG10 = 300.0  # of a float
-_MAX_NODES = 600
-_MAX_TERMS = 10_000.0  # of a sum or product with numbers as limits
 _MAX_DEPTH = 60  # of braces; the LaTeX parser's time grows much faster than this
 # Possessive (`++`) and anchored, so that a text of 200k digits is read once and not 200k times.
 _POWERS = re.compile(
     r"(?<![0-9.])[0-9]++(?:\.[0-9]++)?(?:\s*+(?:\^|\*\*)\s*+[({]?\s*+-?[0-9]++(?:\.[0-9]++)?\s*+[)}]?)++"
 )
 _FACTORIALS = re.compile(r"(?<![0-9])([0-9]++)\s*+\)*+!")
+_LARGE_EXPONENT = re.compile(r"(?:\^|\*\*)\s*+[({]*+\s*+-?[0-9]{5}")  # also the end of a sum
 _BINOMIAL_OF_MANY = re.compile(r"binom[^a-z]{0,40}?[0-9]{5}")
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 
@@ -104,8 +101,6 @@ def _score(text: str, gold: str, require_boxed: bool) -> float | None:
         return float(boxed is not None and boxed == gold)
     given_text = final if boxed is None else rf"$\boxed{{{boxed}}}$"
     given_parsed = math_verify.parse(given_text, parsing_timeout=timeout_s)
-    if not all(_is_small(expression) for expression in (*wanted, *given_parsed)):
-        return float(any(given == right for given in given_parsed for right in wanted))
     return float(math_verify.verify(wanted, given_parsed, timeout_seconds=timeout_s))
 
 
@@ -132,10 +127,12 @@ def _unwrapped_text(text: str) -> str:
 
 
 def _is_small_text(text: str) -> bool:
-    """Whether no chain of powers (`9^9^9`, `9**9**9`), factorial or binomial of plain numbers in `text` is enormous, and its
-    braces are not too deep: math-verify evaluates those already while it reads them.
+    """Whether no chain of powers (`9^9^9`, `9**9**9`), exponent, factorial or binomial in `text` is enormous, and its braces are
+    not too deep: math-verify evaluates those already while it reads them.
     """
-    if _BINOMIAL_OF_MANY.search(text) or _depth(text) > _MAX_DEPTH:
+    if _LARGE_EXPONENT.search(text) or _BINOMIAL_OF_MANY.search(text) or _depth(text) > _MAX_DEPTH:
+        return False
+    if text.count("!") > 2:  # ((9!)!)!
         return False
     for chain in _POWERS.finditer(text):
         numbers = [float(number[:400]) for number in _NUMBER.findall(chain[0])]
@@ -150,16 +147,6 @@ def _is_small_text(text: str) -> bool:
     return all(len(found[1]) <= 4 and _factorial_digits(float(found[1])) <= _MAX_DIGITS for found in factorials)
 
 
-def _is_small(expression: Any) -> bool:
-    """Whether a sympy expression (or text, or anything else that math-verify returns) is small enough to be evaluated."""
-    import sympy
-
-    if not isinstance(expression, sympy.Basic):
-        return True
-    num_nodes = sum(1 for _ in itertools.islice(sympy.preorder_traversal(expression), _MAX_NODES + 1))
-    return num_nodes <= _MAX_NODES and _size(expression)[0] <= _MAX_DIGITS
-
-
 def _depth(text: str) -> int:
     """Deepest nesting of braces; those that are never closed count too."""
     depth = deepest = 0
@@ -170,48 +157,6 @@ def _depth(text: str) -> int:
         elif character == "}":
             depth = max(0, depth - 1)
     return deepest
-
-
-def _size(node: Any) -> tuple[float, float]:
-    """On the safe side: most decimal digits that `node`, or anything inside it, has when evaluated; and log10 of |node|, at most
-    300, 0 for letters. They differ: a fraction has digits on both sides. 2^3 -> (0.9, 0.9), 1/1000 -> (3, -3)."""
-    import sympy
-
-    if isinstance(node, sympy.Rational):
-        above, below = _log10(abs(node.p)), _log10(node.q)
-        return max(above, below), min(above - below, _MAX_LOG10) if node.p else 0.0
-    if isinstance(node, sympy.Float):
-        return 17.0, min(_log10(abs(float(node))), _MAX_LOG10) if node else 0.0
-    inside = [_size(argument) for argument in node.args]
-    digits, magnitudes = [size for size, _ in inside], [magnitude for _, magnitude in inside]
-    largest, magnitude = max(digits, default=1.0), max(magnitudes, default=0.0)
-    if isinstance(node, sympy.Pow):
-        power = 10.0 ** magnitudes[1]
-        is_root = node.exp.is_Rational and abs(node.exp) <= 1
-        largest = largest if is_root else max(largest, digits[0] * power)
-        magnitude = max(magnitudes[0], 0.0) * power
-    elif isinstance(node, (sympy.factorial, sympy.factorial2, sympy.gamma, sympy.subfactorial, sympy.binomial)):
-        magnitude = _factorial_digits(10.0**magnitude)
-        largest = max(largest, magnitude)
-    elif isinstance(node, (sympy.Sum, sympy.Product)):
-        num_terms = _num_terms(node)
-        largest = math.inf if num_terms > _MAX_TERMS else largest * num_terms
-    elif isinstance(node, sympy.Add):
-        largest, magnitude = sum(digits), magnitude + math.log10(len(inside))
-    elif isinstance(node, sympy.Mul):
-        largest, magnitude = sum(digits), sum(magnitudes)
-    return largest, min(magnitude, _MAX_LOG10)
-
-
-def _num_terms(node: Any) -> float:
-    import sympy
-
-    terms = 1.0
-    for limits in node.limits:
-        bounds = limits[1:]
-        if len(bounds) == 2 and all(isinstance(bound, sympy.Integer) for bound in bounds):
-            terms *= min(abs(float(bounds[1] - bounds[0])) + 1.0, 1e300)
-    return terms
 
 
 def _log10(number: float) -> float:

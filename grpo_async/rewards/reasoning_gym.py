@@ -31,72 +31,74 @@ if importlib.util.find_spec("reasoning_gym") is None:
 
 logger = logging.getLogger(__name__)
 
-_MAX_INTEGER = 10**15
-_MAX_EXPONENT = 100  # 9**9**9 would compute until the time limit
-
-_ELEMENTARY = """
-    sin cos tan cot sec csc asin acos atan acot sinh cosh tanh coth asinh acosh atanh
-    exp log ln sqrt Abs erf
-"""
-_FUNCTIONS = frozenset(_ELEMENTARY.split())
-_SUMS = (ast.Add, ast.Sub, ast.UAdd, ast.USub)
+_FUNCTIONS = frozenset(
+    "sin cos tan cot sec csc asin acos atan acot sinh cosh tanh coth asinh acosh atanh exp log ln sqrt Abs erf".split()  # noqa: SIM905
+)
 _PRODUCTS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.BitXor)
 _COLLECTIONS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+_PARTS = (
+    ast.Expression,
+    ast.Name,
+    ast.expr_context,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Pow,
+    ast.Add,
+    ast.Sub,
+    ast.UAdd,
+    ast.USub,
+)
+_WORDS = re.compile(r"[\w\s,'\"\[\]-]*")
+_MAX_INTEGER, _MAX_EXPONENT = 10**15, 100  # 9**9**9 would compute until the time limit
 
 
-def is_harmless_literal(text: str) -> bool:
-    """Whether `eval` of the text does no more than build lists, text and numbers, or raises. "[[0, 1], [1, 0]]" and "0 1" (no
-    Python) are harmless, "[0] * 10**9" and "print()" are not."""
-    tree = _parsed(text)
-    if tree is None:
-        return True  # `eval` raises too
-    allowed = (ast.Expression, ast.Constant, ast.Name, ast.expr_context, ast.BinOp, ast.UnaryOp, *_SUMS, *_COLLECTIONS)
-    return all(isinstance(node, allowed) for node in ast.walk(tree))
+def is_harmless(text: str) -> bool:
+    """Whether evaluating the text does no more than build lists, text, numbers and formulas of elementary functions, or raises.
 
-
-def is_formula(text: str) -> bool:
-    """Whether the text is a formula of numbers, names, + - * / ** and elementary functions: "(8 - 2)*4", "x**2/2 + sin(x) + C".
-    What Python cannot parse is none: sympy rewrites text such as "f()!" before it evaluates it."""
-    tree = _parsed(text)
-    return tree is not None and "#" not in text and all(_is_part_of_formula(node) for node in ast.walk(tree))
-
-
-def _parsed(text: str) -> ast.Expression | None:
+    "[[0, 1], [1, 0]]", "x**2/2 + sin(x) + C" and "0 1" (no Python) are harmless; "[0] * 10**9", "print()" and "x.diff" are not, nor
+    is "f()!", which sympy rewrites before it evaluates it.
+    """
     try:
-        return ast.parse(text.strip(), mode="eval")  # `eval` takes leading whitespace, ast.parse does not
+        nodes = list(
+            ast.walk(ast.parse(text.strip(), mode="eval"))
+        )  # `eval` takes leading whitespace, ast.parse does not
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return _WORDS.fullmatch(text) is not None and not re.search("[0-9]{16}", text)
+    has_items = any(isinstance(n, _COLLECTIONS) or isinstance(getattr(n, "value", None), str) for n in nodes)
+    return "#" not in text and all(_is_harmless(node, has_items) for node in nodes)
 
 
-def _is_part_of_formula(node: ast.AST) -> bool:
+def _is_harmless(node: ast.AST, has_items: bool) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
     if isinstance(node, ast.Constant):
-        return type(node.value) is float or (type(node.value) is int and node.value <= _MAX_INTEGER)
+        return isinstance(node.value, (str, float)) or (isinstance(node.value, int) and node.value <= _MAX_INTEGER)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return _is_small_exponent(node.right)
-    parts = (ast.Expression, ast.Name, ast.expr_context, ast.BinOp, ast.UnaryOp, ast.Pow, *_SUMS, *_PRODUCTS)
-    return isinstance(node, parts)
-
-
-def _is_small_exponent(exponent: ast.expr) -> bool:
-    """No power and no large number in it."""
-    for node in ast.walk(exponent):
-        if isinstance(node, ast.Pow):
-            return False
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > _MAX_EXPONENT:
-            return False
-    return True
+        exponent, base = list(ast.walk(node.right)), list(ast.walk(node.left))
+        numbers = [part.value for part in exponent if isinstance(part, ast.Constant)]
+        is_small = all(isinstance(number, int | float) and number <= _MAX_EXPONENT for number in numbers)
+        return (
+            is_small
+            and not any(isinstance(part, (ast.Pow, ast.Mult)) for part in exponent)
+            and ast.Pow not in map(type, base)
+        )
+    if isinstance(node, _PRODUCTS):
+        return not has_items  # a list or text many times over
+    return isinstance(node, (*_PARTS, *_COLLECTIONS))
 
 
 # Tasks whose scorer evaluates the answer; tests/rewards/test_reasoning_gym.py compares the list with the library's source.
-EVALUATED: Mapping[str, Callable[[str], bool]] = {
-    **dict.fromkeys(("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"), is_harmless_literal),
-    **dict.fromkeys(
-        ("simple_integration", "intermediate_integration", "polynomial_multiplication", "puzzle24", "countdown"),
-        is_formula,
-    ),
-}
+EVALUATED = (
+    "string_insertion",
+    "spiral_matrix",
+    "binary_matrix",
+    "n_queens",
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+    "puzzle24",
+    "countdown",
+)
 _NO_ANSWERS = ("", "?")
 _FULL_SCORE = 0.99
 _MAX_ANSWER_CHARS = 8192
@@ -162,8 +164,8 @@ class _Scorer:
 
     def pay(self, answer: str) -> float:
         """From 0 to 1. Code that the scorer would run pays nothing; the known answer may always be read."""
-        is_safe = EVALUATED.get(self._task, lambda text: True)
-        if len(answer) > _MAX_ANSWER_CHARS or not (answer == self._entry["answer"] or is_safe(answer)):
+        is_safe = self._task not in EVALUATED or answer == self._entry["answer"] or is_harmless(answer)
+        if len(answer) > _MAX_ANSWER_CHARS or not is_safe:
             return 0.0
         score = self._score(answer)
         return score if score > self._paid_for_nothing else 0.0

@@ -34,8 +34,8 @@ from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutS
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
 from grpo_async.rollout.group import OpenGroup
 from grpo_async.tracking.timeline import NO_TIMELINE, Slots
-from grpo_async.user_code.calls import Raised, TimedCaller, UserCall
-from grpo_async.user_code.loop import BlockedLoopError, UserLoop
+from grpo_async.user_code.calls import Caller, CallError, UserCall
+from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import ThreadRunner
 
 ASYNC_LOOP = UserLoop("async rollout function")
@@ -76,7 +76,7 @@ class FunctionProducer:
         self._section = section
         self._groups_per_call = groups_per_call
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
-        self._caller = TimedCaller(threads, section.timeout_s, loop=ASYNC_LOOP)
+        self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
         self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # for async functions too
         self._waiting: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -143,19 +143,17 @@ class FunctionProducer:
         try:
             with self._tracks.span("rollout function", groups=names, rollouts=len(ids)):
                 outcome = await self._caller.run(call)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the rollout function to return {len(ids)} rollouts",
-                waited_s=self._section.timeout_s,
-                setting="rollout_function.timeout_s",
-                hint=f"It is blocking its event loop at {error.where}." if isinstance(error, BlockedLoopError) else "",
-            ) from error
+        except CallError as error:
+            if error.is_timeout:
+                what = f"the rollout function to return {len(ids)} rollouts"
+                setting = "rollout_function.timeout_s"
+                hint = f"It {error.problem}."
+                raise DeadlineError(what, waited_s=self._section.timeout_s, setting=setting, hint=hint) from error
+            if isinstance(error.error, Exception):
+                raise error.error from error.error.__cause__
+            raise RunError(f"the rollout function {error.problem}") from error.origin
         finally:
             trainer.close()
-        if isinstance(outcome, Raised):
-            if isinstance(outcome.error, Exception):
-                raise outcome.error
-            raise RunError(f"the rollout function raised {outcome.summary}") from outcome.error
         duration_s = time.monotonic() - began
         completions = (replace(completion, total_duration_s=duration_s) for completion in outcome)
         return [list(itertools.islice(completions, group.size)) for group in groups]

@@ -16,8 +16,8 @@ from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
-from grpo_async.user_code.calls import Raised, Result, TimedCaller, UserCall
-from grpo_async.user_code.loop import BlockedLoopError, UserLoop
+from grpo_async.user_code.calls import Caller, CallError, Raised, Result, UserCall
+from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve_function
 from grpo_async.user_code.threads import ThreadRunner
 
@@ -30,14 +30,11 @@ ASYNC_LOOP = UserLoop("async tools")
 """One for all of them and for async methods of environments: an HTTP client or a lock that two share belongs to one loop."""
 
 
-class Caller(Protocol):
-    """What runs a tool's calls: a TimedCaller, or the environment that the tool belongs to."""
+class _Caller(Protocol):
+    """What runs a tool's calls: a Caller, or the environment that the tool belongs to."""
 
-    @property
-    def timeout_s(self) -> float: ...
-
-    async def run(self, call: UserCall[Result]) -> Result | Raised:
-        """Raises TimeoutError, or a GrpoAsyncError where the call cannot be made at all."""
+    async def run(self, call: UserCall[Result]) -> Result:
+        """CallError: it raised, or took too long; another GrpoAsyncError: it cannot be made at all."""
         ...
 
 
@@ -69,7 +66,7 @@ class Tool:
         self,
         function: Callable[..., Any],
         spec: ToolSpec,
-        caller: Caller,
+        caller: _Caller,
         *,
         fixed: Mapping[str, Any] | None = None,
         serial_key: Hashable | None = None,
@@ -93,7 +90,7 @@ class Tool:
         """
         spec = build_spec(function, hidden=set(arguments or {}))
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
-        return cls(function, spec, TimedCaller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
+        return cls(function, spec, Caller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
 
     def __repr__(self) -> str:
         return f"Tool({self.name!r})"
@@ -115,20 +112,18 @@ class Tool:
         """
         checked = check_arguments(self._spec.arguments, self._spec.parameters, arguments)
         try:
-            result = await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
-        except TimeoutError as error:
-            problem = f"no answer within {self._caller.timeout_s:g} s"
-            held = f"; it holds its event loop at {error.where}" if isinstance(error, BlockedLoopError) else ""
-            self._failures.write(self.name, "TimeoutError", f"{problem}{held}")
-            raise ToolTimeoutError(problem) from error
+            return await self._caller.run(UserCall(self.function, {**checked, **self._fixed}, as_text))
+        except CallError as error:
+            origin = error.origin
+            raised = Raised(origin)
+            if error.error is None:
+                self._failures.write(self.name, type(origin).__name__, error.problem)
+                raise (ToolTimeoutError if error.is_timeout else ToolError)(error.problem) from origin
+            self._failures.write(self.name, type(origin).__name__, f"{raised.summary}\n{raised.trace.rstrip()}")
+            raise ToolError(str(origin) if isinstance(origin, ToolError) else raised.summary) from origin
         except GrpoAsyncError as error:
             self._failures.write(self.name, type(error).__name__, str(error))
             raise ToolError(str(error)) from error
-        if not isinstance(result, Raised):
-            return result
-        self._failures.write(self.name, type(result.error).__name__, f"{result.summary}\n{result.trace.rstrip()}")
-        message = str(result.error) if isinstance(result.error, ToolError) else result.summary
-        raise ToolError(message) from result.error
 
 
 def load_tools(sections: Sequence[ToolSection]) -> list[Tool]:

@@ -1,8 +1,13 @@
 """One call of a user's function: off the event loop if it is a plain one, on it if it is async, always with a time limit.
 
-What the function raises comes back as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an event loop
-ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep) blocks
-its own loop and not the run's: rewards share one, tools and environments another, rollout functions a third (`loop`).
+    await Caller(...).run(UserCall(function, arguments)) -> its result, or a CallError that says what happened
+      |- async function   on an event loop of its own kind     `loop`     cancelled on timeout, abandoned if it blocks
+      |- plain function   in a thread                          `threads`  abandoned on timeout
+      `- WorkerPool.run   in a process                         `workers`  killed on timeout
+
+What the function raises leaves its thread or loop as a value (`Raised`): a SystemExit or KeyboardInterrupt that is raised into an
+event loop ends the loop. Context variables of the caller are seen by the function. An async function that blocks (time.sleep)
+blocks its own loop and not the run's: rewards share one, tools and environments another, rollout functions a third.
 """
 
 from __future__ import annotations
@@ -18,12 +23,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import MAX_REWARD
-from grpo_async.user_code.loop import UserLoop
-from grpo_async.user_code.threads import InstanceThread, ThreadRunner
+from grpo_async.user_code.loop import BlockedLoopError, UserLoop
+from grpo_async.user_code.threads import InstanceThread, ThreadRunner, ThreadsExhaustedError
 from grpo_async.utils.text import clipped
 
 Result = TypeVar("Result")
+
+
+class CallError(GrpoAsyncError):
+    """A call of a user's function gave no result.
+
+    Attributes:
+        problem: what happened, as the end of a sentence that begins with the function: "raised KeyError: 'a' (mine.py, line 7)".
+        error: what it raised; None where it did not end, could not be called, or raised what cannot leave its process.
+        is_timeout: it took too long.
+        is_lost: it took too long, or its process ended.
+    """
+
+    def __init__(
+        self, problem: str, *, error: BaseException | None = None, is_timeout: bool = False, is_lost: bool = False
+    ) -> None:
+        self.problem, self.error = problem, error
+        self.is_timeout, self.is_lost = is_timeout, is_timeout or is_lost
+        super().__init__(problem)
+
+    @property
+    def origin(self) -> BaseException:
+        """What to raise an error of our own `from`."""
+        return self.error or self
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +110,7 @@ class UserCall(Generic[Result]):
     async def attempt_async(self) -> Result | Raised:
         """Call on the running loop. Raises only CancelledError, when this task is cancelled."""
         try:
-            return self.finish(await self.function(**self.arguments))  # TimedCaller cancels it
+            return self.finish(await self.function(**self.arguments))  # Caller cancels it
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -91,7 +120,7 @@ class UserCall(Generic[Result]):
             return Raised(error)
 
 
-class TimedCaller:
+class Caller:
     """Makes calls with a time limit.
 
     Args:
@@ -107,14 +136,24 @@ class TimedCaller:
         self._loop = loop or UserLoop("async calls")
         self.timeout_s = timeout_s
 
-    async def run(self, call: UserCall[Result]) -> Result | Raised:
-        """Raises:
-        TimeoutError: it took longer; a thread is abandoned, a coroutine cancelled. BlockedLoopError: it blocks its own loop.
-        ThreadsExhaustedError: too many abandoned threads are still running.
-        """
-        if not call.is_async:
-            return await self._threads.run(call.attempt, self.timeout_s)
-        return await self._loop.run(call.attempt_async, self.timeout_s)
+    async def run(self, call: UserCall[Result]) -> Result:
+        """CallError: it raised, took too long (a thread is abandoned, a coroutine cancelled), or cannot be called."""
+        too_long = f"took longer than {self.timeout_s:g} s"
+        try:
+            if call.is_async:
+                result = await self._loop.run(call.attempt_async, self.timeout_s)
+            else:
+                result = await self._threads.run(call.attempt, self.timeout_s)
+        except BlockedLoopError as error:
+            why = f"holds its event loop at {error.where}; an async function must `await` what takes time"
+            raise CallError(f"{too_long}, and {why}", is_timeout=True) from error
+        except TimeoutError as error:
+            raise CallError(too_long, is_timeout=True) from error
+        except ThreadsExhaustedError as error:
+            raise CallError(f"cannot be called: {error}") from error
+        if isinstance(result, Raised):
+            raise CallError(f"raised {result.summary}{result.place}", error=result.error) from result.error
+        return result
 
 
 _LIBRARIES = (

@@ -59,7 +59,7 @@ def test_an_is_done_that_raises_fails_that_rollout_and_spares_the_instance() -> 
 def test_an_async_method_that_blocks_holds_no_rollout_but_its_own() -> None:
     async def use(environment: Environment) -> None:
         with pytest.raises(
-            EnvironmentCallError, match=r"its event loop is held at .*sample_environments.py:\d+ in reset"
+            EnvironmentCallError, match=r"holds its event loop at .*sample_environments.py:\d+ in reset"
         ):
             await environment.reset({})
         samples.gate.set()

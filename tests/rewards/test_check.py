@@ -62,7 +62,7 @@ def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
         ("dies", "It lost its worker process, which ended with exit code 7 during the call."),
         (
             "catastrophic",
-            "It took longer than 0.5 s for 1 completions; raise `rewards.0.timeout_s` if this is expected.",
+            "It took longer than 0.5 s; raise `rewards.0.timeout_s` if this is expected.",
         ),
     ],
 )
@@ -115,8 +115,8 @@ def test_the_right_answer_is_tried_in_every_form_beside_a_wrong_one_of_its_shape
 
 def _find(rows: Sequence[dict[str, float | None]], *, asks_for_gold: bool = False) -> Sequence[Finding]:
     """`rows`: score by kind of completion."""
-    values = [(row, kind, value) for row, scores in enumerate(rows) for kind, value in scores.items()]
-    seen = Seen(values=list(values), seconds=[0.0] * len(values))
+    values = [(row, kind, value, 0.0) for row, scores in enumerate(rows) for kind, value in scores.items()]
+    seen = Seen(values=list(values))
     return report(seen, name="f", place="thread", timeout_s=10.0, slow_s=1.0, asks_for_gold=asks_for_gold).findings
 
 

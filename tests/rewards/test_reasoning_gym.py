@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.data.reasoning_gym_child import as_literal
 from grpo_async.rewards import reasoning_gym
-from grpo_async.rewards.reasoning_gym import EVALUATED, is_formula, is_harmless_literal, task_score
+from grpo_async.rewards.reasoning_gym import EVALUATED, is_harmless, task_score
 
 GARBAGE = ["", " ", "garbage", "?", "!!", "\x00", "((((", "é", "no idea \n at all", "x" * 8192]
 
@@ -186,14 +186,12 @@ def test_garbage_is_worth_nothing_in_all_tasks() -> None:
         "(y := 1)",
     ],
 )
-def test_code_is_neither_a_literal_nor_a_formula(text: str) -> None:
-    assert not is_harmless_literal(text)
-    assert not is_formula(text)
+def test_code_is_not_harmless(text: str) -> None:
+    assert not is_harmless(text)
 
 
 def test_lists_text_and_formulas_pass() -> None:
-    harmless = ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", "{}", "", "(((("]
-    assert [text for text in harmless if not is_harmless_literal(text)] == []
+    harmless = ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", ""]
     formulas = [
         "(8 - 2) * 4",
         "x**2/2 + sin(2*x) + C",
@@ -202,11 +200,12 @@ def test_lists_text_and_formulas_pass() -> None:
         " 1 + 1 ",
         "x**(1/2)",
         "2**-3",
+        "x**2*y**3",
     ]
-    assert [text for text in formulas if not is_formula(text)] == []
+    assert [text for text in (*harmless, *formulas) if not is_harmless(text)] == []
 
 
-def test_what_would_compute_for_ever_or_is_rewritten_by_sympy_is_no_formula() -> None:
-    texts = ["9**9**9", "9**(9**9)", "2**1000000", "2**(50*99999)", "9" * 5000, "x!", "print(1)!", "0.2[1]", "24 # 1 2 3 4",
-             "'a'", "sin(x, evaluate=1)", "x.diff", "1 2", "", "True", "a if b else c"]  # fmt: skip
-    assert [text for text in texts if is_formula(text)] == []
+def test_what_would_compute_for_ever_or_is_rewritten_by_sympy_is_not_harmless() -> None:
+    texts = ["9**9**9", "9**(9**9)", "2**1000000", "2**(50*99999)", "9" * 5000, "x!", "print(1)!", "24 # 1 2 3 4",
+             "sin(x, evaluate=1)", "x.diff", "(print)(1)", "'a' * 999999999", "[[0]][0](1)", "2 ** 99.9e9", "9**9**-9"]  # fmt: skip
+    assert [text for text in texts if is_harmless(text)] == []

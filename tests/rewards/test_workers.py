@@ -32,7 +32,7 @@ def test_a_call_past_its_time_limit_is_killed_and_the_next_one_works() -> None:
     async def use(reward: RewardFunction) -> Any:
         await score(reward, ["warm"])
         (worker,) = _workers()
-        with pytest.raises(RewardError, match=r"took longer than 2 s .* raise `rewards.0.timeout_s`"):
+        with pytest.raises(RewardError, match=r"took longer than 2 s; raise `rewards.0.timeout_s`"):
             await score(reward, ["sleep"])
         assert not worker.is_running()
         return (await score(reward, ["next"])).values
@@ -105,7 +105,7 @@ def test_a_cancelled_caller_ends_its_worker() -> None:
 def test_with_one_worker_no_second_one_is_started_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """`check-reward` measures calls, and the start of a worker would count as a slow one. Without `num_workers` a second one is
     started where there are four CPUs or more."""
-    monkeypatch.setattr("grpo_async.rewards.workers.usable_cpus", lambda: 8)
+    monkeypatch.setattr("grpo_async.user_code.workers.usable_cpus", lambda: 8)
     section = RewardSection(function=f"{FAULTY}:where_it_runs", run_in="process")
 
     async def workers() -> set[float | None]:

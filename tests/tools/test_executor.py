@@ -13,7 +13,7 @@ import pytest
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools import MAX_CALLS_PER_TURN, Tool, ToolExecutor
 from grpo_async.tools.schema import build_spec
-from grpo_async.user_code.calls import TimedCaller
+from grpo_async.user_code.calls import Caller
 from grpo_async.user_code.threads import ThreadRunner
 from tests.support.waiting import until
 from tests.tools import sample_tools
@@ -89,7 +89,7 @@ def test_calls_with_one_serial_key_run_one_after_the_other_in_their_order() -> N
         events.append(f"end {number}")
         return ""
 
-    caller = TimedCaller(ThreadRunner("test"), 5.0)
+    caller = Caller(ThreadRunner("test"), 5.0)
     tool = Tool(step, build_spec(step), caller, serial_key="one instance")
     execute([tool], [call("step", number=number) for number in range(3)])
     assert events == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.user_code.calls import Raised, TimedCaller, UserCall, is_async, unwrap_partial
+from grpo_async.user_code.calls import Caller, CallError, Raised, UserCall, is_async, unwrap_partial
 from grpo_async.user_code.references import resolve
 from grpo_async.user_code.threads import ThreadRunner
 from tests.support.waiting import until
@@ -109,8 +109,8 @@ def test_a_call_that_is_too_slow_on_the_loop_is_cancelled() -> None:
             seen.append("cancelled")
 
     async def run() -> None:
-        with pytest.raises(TimeoutError):
-            await TimedCaller(ThreadRunner("calls"), 0.02).run(UserCall(waits))
+        with pytest.raises(CallError, match="took longer than"):
+            await Caller(ThreadRunner("calls"), 0.02).run(UserCall(waits))
         await until(lambda: seen == ["cancelled"])
 
     asyncio.run(run())
@@ -126,7 +126,7 @@ def test_a_task_of_the_functions_own_that_exits_ends_nothing_else(caplog: pytest
         return f"went on after {task.exception()!r}"
 
     async def run() -> list[object]:
-        caller = TimedCaller(ThreadRunner("calls"), 20)
+        caller = Caller(ThreadRunner("calls"), 20)
         return [
             await caller.run(UserCall(function)) for function in (starts_one_that_exits, functools.partial(plus_one, 1))
         ]

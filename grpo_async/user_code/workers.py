@@ -1,5 +1,5 @@
-"""Worker processes of one reward function, both ends of them: started at the first call, killed on timeout, replaced when they
-die. A death or a timeout is an error of that call only.
+"""Worker processes of one function, both ends of them: started at the first call, killed on timeout, replaced when they die. A
+death or a timeout is an error of that call only.
 
     WorkerPool   calls, each of which has a worker for itself; on an event loop of its own
     Worker       one process as its owner sees it: start, exchange messages, kill
@@ -24,18 +24,10 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from grpo_async.rewards.call import (
-    RewardCallable,
-    RewardError,
-    RewardOutcome,
-    RewardRequest,
-    RewardTimeoutError,
-    WorkerDiedError,
-    call_of,
-)
-from grpo_async.user_code.calls import Raised
+from grpo_async.user_code.calls import CallError, Raised, UserCall
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.processes import describe_exit, die_with_parent, usable_cpus
@@ -43,18 +35,24 @@ from grpo_async.utils.processes import describe_exit, die_with_parent, usable_cp
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
 _BOOT = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module('grpo_async.rewards.workers').main(int(sys.argv[2]), sys.argv[3])"
+    "importlib.import_module('grpo_async.user_code.workers').main(int(sys.argv[2]), sys.argv[3])"
 )
 _LOAD_TIMEOUT_S = 1800.0  # one that begins by loading a model, from a network file system
 _REAP_TIMEOUT_S = 10.0  # after SIGKILL; more means a process stuck in the kernel
 _LENGTH = struct.Struct(">Q")  # stands before each message
 
 
+class Request(Protocol):
+    """What a worker is asked; picklable."""
+
+    def call(self, function: Callable[..., Any]) -> UserCall[Any]: ...
+
+
 class WorkerPool:
     """Worker processes that all serve one function.
 
     Args:
-        name: name of the reward function, for errors.
+        name: what runs in them, for threads ("reward judge").
         reference: `module:attribute` of the function.
         num_workers: processes, and so calls that run at once; more wait. None = half the CPUs, 1 to 4.
         first: a call with which each worker begins, in the time that it has to start; what goes wrong in it the next call meets
@@ -62,42 +60,42 @@ class WorkerPool:
     """
 
     def __init__(
-        self, name: str, reference: str, *, num_workers: int | None = None, first: RewardRequest | None = None
+        self, name: str, reference: str, *, num_workers: int | None = None, first: Request | None = None
     ) -> None:
-        self._name, self._reference = name, reference
+        self._reference = reference
         self._first = None if first is None else pickle.dumps(first)
-        self._loop = UserLoop(f"workers of reward-{name}")  # nothing but this class runs there
+        self._loop = UserLoop(f"workers of {name}")  # nothing but this class runs there
         self._slots = asyncio.Semaphore(num_workers or max(1, min(4, usable_cpus() // 2)))
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []  # the last one used is taken first
         self._is_closed = False
 
-    async def run(self, request: RewardRequest, timeout_s: float) -> RewardOutcome:
-        """Run one call; cancelled, it kills the worker. TimeoutError after `timeout_s` seconds in a worker; RewardError when the
-        function raised, with the trace in its text (a pickled error has none), or the worker died."""
+    async def run(self, request: Request, timeout_s: float) -> Any:
+        """Run one call; cancelled, it kills the worker. CallError: it raised (its trace is a note of the error), took longer than
+        `timeout_s` seconds in a worker, or the worker died."""
         try:
             payload = pickle.dumps(request)
         except Exception as error:
-            raise RewardError(self._name, f"its arguments cannot be sent to a worker process: {error}") from error
+            raise CallError(f"cannot be called: its arguments cannot be sent to a worker process: {error}") from error
         if self._is_closed:
-            raise self._closed_error()
+            raise _closed_error()
         future = self._loop.post(lambda: self._serve(payload, timeout_s))
         try:
             answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():  # it was `close` that cancelled the call
-                raise self._closed_error() from error
+                raise _closed_error() from error
             raise
         try:
-            result: RewardOutcome | _Failure = pickle.loads(answer)
+            is_result, result, trace, error_of_call = pickle.loads(answer)
         except Exception as error:
-            raise RewardError(self._name, f"a value given to log_extra cannot be read back: {error}") from error
-        if not isinstance(result, _Failure):
+            raise CallError(f"returned something that cannot be read back: {error}") from error
+        if is_result:
             return result
-        if isinstance(result.error, RewardError):
-            raise result.error
-        raise RewardError(self._name, f"raised {result.summary}\n{result.trace.rstrip()}") from result.error
+        if error_of_call is not None:
+            error_of_call.add_note(trace)
+        raise CallError(result, error=error_of_call) from error_of_call
 
     def close(self) -> None:
         """Kill the workers; calls in progress and those that wait fail. Safe to call twice."""
@@ -113,7 +111,7 @@ class WorkerPool:
     async def _serve(self, payload: bytes, timeout_s: float) -> bytes:
         async with self._slots:  # those before it have limits too
             if self._is_closed:
-                raise self._closed_error()
+                raise _closed_error()
             while self._idle and not self._idle[-1].is_alive:
                 self._end(self._idle.pop())
             is_new = not self._idle
@@ -131,17 +129,16 @@ class WorkerPool:
                     answer = await worker.exchange(payload)
             except TimeoutError as error:
                 self._end(worker)
-                if not is_new:
-                    raise
-                what = f"importing `{self._reference.partition(':')[0]}`" if self._first is None else "loading it"
-                took = f"{what} in a worker process took over {start_timeout_s:.0f} s"
-                raise RewardTimeoutError(self._name, took) from error
+                what = f"took longer than {timeout_s:g} s"
+                if is_new:
+                    what = f"took over {start_timeout_s:.0f} s to be imported or loaded in a worker process"
+                raise CallError(what, is_timeout=True) from error
             except (EOFError, OSError) as error:
                 ending = describe_exit(self._end(worker, hung_up=True))
                 if self._is_closed:
-                    raise self._closed_error() from error
+                    raise _closed_error() from error
                 when = "while it started" if is_new else "during the call"
-                raise WorkerDiedError(self._name, f"lost its worker process, which {ending} {when}") from error
+                raise CallError(f"lost its worker process, which {ending} {when}", is_lost=True) from error
             except asyncio.CancelledError:
                 self._end(worker)
                 raise
@@ -152,8 +149,9 @@ class WorkerPool:
         self._workers.discard(worker)
         return worker.reap() if hung_up else worker.kill()
 
-    def _closed_error(self) -> RewardError:
-        return RewardError(self._name, "was closed, and can no longer be called")
+
+def _closed_error() -> CallError:
+    return CallError("was closed, and can no longer be called")
 
 
 class Worker:
@@ -219,15 +217,6 @@ class Worker:
 # ------------------------------------------------------------------------------------------------- inside the worker
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """What a call raised, in a form that crosses a process border: `error` is None where it cannot."""
-
-    summary: str
-    trace: str
-    error: BaseException | None
-
-
 def main(descriptor: int, reference: str) -> None:
     """Serve `reference` on the socket `descriptor` until the owner hangs up. The import happens before the first call, outside its
     time limit. What the function prints goes to stderr: the owner's stdout may be a report."""
@@ -248,30 +237,31 @@ def main(descriptor: int, reference: str) -> None:
 
 
 def _answer(reference: str, request: bytes, runner: asyncio.Runner) -> bytes:
-    """Run one pickled RewardRequest; returns a pickled RewardOutcome or _Failure."""
+    """Run one pickled request; returns, pickled, whether it has a result, that or the problem, the trace, and the error if that
+    can be pickled."""
     try:
-        loaded: RewardRequest = pickle.loads(request)
-        call = call_of(_load(reference), loaded)
+        call = pickle.loads(request).call(_load(reference))
         result = runner.run(call.attempt_async()) if call.is_async else call.attempt()
-    except BaseException as error:  # noqa: BLE001 - travels as a value, see grpo_async.user_code.calls
+    except BaseException as error:  # noqa: BLE001 - travels as a value, see `calls`
         result = Raised(error)
     if not isinstance(result, Raised):
         try:
-            return pickle.dumps(result)
+            return pickle.dumps((True, result, "", None))
         except Exception as error:  # noqa: BLE001 - whatever a user's __reduce__ raises
             result = Raised(TypeError(f"a value given to log_extra cannot leave the worker process: {error}"))
+    problem = f"raised {result.summary}{result.place}"
     try:
-        payload = pickle.dumps(_Failure(result.summary, result.trace, result.error))
-        pickle.loads(payload)  # exceptions with an `__init__` of their own often pickle but do not unpickle
+        answer = pickle.dumps((False, problem, result.trace, result.error))
+        pickle.loads(answer)  # exceptions with an `__init__` of their own often pickle but do not unpickle
     except Exception:  # noqa: BLE001 - as above
-        return pickle.dumps(_Failure(result.summary, result.trace, None))
-    return payload
+        return pickle.dumps((False, problem, result.trace, None))
+    return answer
 
 
 @functools.cache
-def _load(reference: str) -> RewardCallable:
+def _load(reference: str) -> Callable[..., Any]:
     """Import once; the module's `prepare_worker()`, if it has one, does what should not count as part of a call."""
-    function: RewardCallable = resolve(reference)
+    function: Callable[..., Any] = resolve(reference)
     prepare = getattr(sys.modules[reference.partition(":")[0]], "prepare_worker", None)
     if callable(prepare):
         prepare()
