@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
-from collections import Counter
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +19,6 @@ from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError
 from grpo_async.tools.schema import UnusableError
 from grpo_async.tools.tool import Tool
-from grpo_async.user_code.calls import Parameters
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.text import did_you_mean
 
@@ -158,38 +157,29 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
 
 def _check_factory(factory: Callable[..., Any], section: EnvironmentSection, path: str, where: str) -> None:
     if not callable(factory):
+        kind = type(factory).__name__
         raise ConfigError(
-            f"{where}: is a {type(factory).__name__}, which cannot be called; name a class, or a function that makes an instance"
+            f"{where}: is a {kind}, which cannot be called; name a class, or a function that makes an instance"
         )
     if inspect.iscoroutinefunction(factory):
         raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
     try:
-        parameters = Parameters.of(factory)
+        signature = inspect.signature(factory)
+        signature.bind(**section.arguments)
+    except TypeError as error:
+        takes = f"it takes {signature}; set them in `{path}.arguments`, or give them defaults"
+        raise ConfigError(f"{where}: {error}; {takes}") from error
     except ValueError:
         return  # a class of an extension module: calling it will tell
-    problems = [
-        f"{path}.arguments.{argument}: {section.factory} takes no `{argument}`; it takes {sorted(parameters.names)}"
-        for argument in section.arguments
-        if not parameters.accepts(argument)
-    ]
-    missing = [*(name for name in parameters.by_position), *parameters.missing(section.arguments)]
-    if missing:
-        problems.append(
-            f"{where}: needs the argument(s) {missing}; set them in `{path}.arguments`, or give them defaults"
-        )
-    if problems:
-        raise ConfigError("\n".join(problems))
 
 
 def _contradicting_weights(kinds: Sequence[EnvironmentKind]) -> list[str]:
     """One class is one reward with one weight, also under two names."""
-    weights: dict[str, dict[str, float]] = {}
-    for kind in kinds:
-        if kind.reward_name is not None:
-            weights.setdefault(kind.reward_name, {})[kind.name] = kind.section.reward_weight
     return [
-        f"environments: {list(by_name)} are all {reward_name}, which is one reward, but their `reward_weight` differ: "
-        f"{list(by_name.values())}; give them the same"
-        for reward_name, by_name in weights.items()
-        if len(Counter(by_name.values())) > 1
+        f"environments: {one.name} and {other.name} are both {one.reward_name}, which is one reward, but their `reward_weight` "
+        "differ; give them the same"
+        for one, other in itertools.combinations(kinds, 2)
+        if one.reward_name is not None
+        and one.reward_name == other.reward_name
+        and one.section.reward_weight != other.section.reward_weight
     ]

@@ -23,12 +23,13 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import logging
 import marshal
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,6 +37,7 @@ from weakref import WeakKeyDictionary
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
+from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.processes import usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -132,13 +134,7 @@ async def code_tests(
         async with slots:  # for runs that have limits
             return await judge.score(code_in(final_text(completion)), row)
 
-    tasks = [asyncio.create_task(score(index, completion)) for index, completion in enumerate(completions)]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:  # one failed, or the call was given up: nothing of it keeps running
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return await all_of(score(index, completion) for index, completion in enumerate(completions))
 
 
 code_tests.startup_notes = startup_notes  # type: ignore[attr-defined]
@@ -173,56 +169,39 @@ class _Judge:
     async def _examine(self, code: str, row: RowTests) -> tuple[int, int]:
         """Run the two processes; the candidate's end of the pipes closes with it, so the examiner never waits for it in vain."""
         to_candidate, to_examiner = os.pipe(), os.pipe()
+        theirs, ours = (to_candidate[0], to_examiner[1]), (to_examiner[0], to_candidate[1])
         with contextlib.ExitStack() as pipes:
-            theirs = pipes.enter_context(_Descriptors(to_candidate[0], to_examiner[1]))
-            ours = pipes.enter_context(_Descriptors(to_examiner[0], to_candidate[1]))
-            candidate = asyncio.create_task(
-                self._run_peer(self._candidate, "run_candidate", theirs, files={"candidate.txt": code})
-            )
-            work = json.dumps(_work(row))
-            examiner = asyncio.create_task(self._run_peer(self._examiner, "run_examiner", ours, stdin=work))
-            try:
-                await asyncio.wait(  # both sandboxes have wall_s
-                    {candidate, examiner}, return_when=asyncio.FIRST_COMPLETED
+            for descriptor in ours:
+                pipes.callback(os.close, descriptor)
+
+            async def run_candidate() -> None:
+                with contextlib.ExitStack() as ends:
+                    for descriptor in theirs:
+                        ends.callback(os.close, descriptor)
+                    files = {**_MODULES, "candidate.txt": code}
+                    main = _MAIN.format(main="run_candidate", descriptors=theirs)
+                    await self._candidate.run(main, files=files, pass_descriptors=theirs)
+
+            async def run_examiner() -> str:
+                main = _MAIN.format(main="run_examiner", descriptors=ours)
+                result = await self._examiner.run(
+                    main, stdin=json.dumps(_work(row)), files=_MODULES, pass_descriptors=ours
                 )
-                if candidate.done():
-                    candidate.result()  # raises what the sandbox raised
-                    theirs.close()
-                lines = await examiner  # its sandbox has wall_s
+                if not result.stdout:
+                    raise SandboxError(
+                        f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}"
+                    )
+                return result.stdout
+
+            candidate = asyncio.create_task(run_candidate())
+            try:
+                lines = await run_examiner()  # its sandbox has wall_s
             finally:
-                for task in (candidate, examiner):
-                    task.cancel()
-                await asyncio.wait({candidate, examiner})
+                candidate.cancel()
+                await asyncio.wait({candidate})
+            if not candidate.cancelled():
+                candidate.result()  # raises what the sandbox raised
         return _verdict(lines, row)
-
-    @staticmethod
-    async def _run_peer(
-        sandbox: Sandbox, main: str, ends: _Descriptors, *, stdin: str = "", files: Mapping[str, str] | None = None
-    ) -> str:
-        source = _MAIN.format(main=main, descriptors=ends.numbers)
-        result = await sandbox.run(
-            source, stdin=stdin, files={**_MODULES, **(files or {})}, pass_descriptors=ends.numbers
-        )
-        if main == "run_examiner" and not result.stdout:
-            raise SandboxError(f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}")
-        return result.stdout
-
-
-class _Descriptors(contextlib.AbstractContextManager["_Descriptors"]):
-    """Two descriptors that are closed once."""
-
-    def __init__(self, read: int, write: int) -> None:
-        self.numbers = (read, write)
-        self._is_open = True
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            for descriptor in self.numbers:
-                os.close(descriptor)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _verdict(lines: str, row: RowTests) -> tuple[int, int]:
@@ -266,23 +245,14 @@ def _slots_of_loop(count: int) -> asyncio.Semaphore:
 
 
 def is_same_output(given: str, wanted: str) -> bool:
-    """Line by line; whitespace at the ends of lines and empty lines at the end do not count, nor how a number is written.
+    """Line by line; whitespace and empty lines at the end do not count, nor how a number with a point or exponent is written.
 
     Example: "0.50\\n" and "0.5" -> True; "1 2" and "1\\n2" -> False.
     """
-    given_lines, wanted_lines = _lines(given), _lines(wanted)
-    return len(given_lines) == len(wanted_lines) and all(map(_is_same_line, given_lines, wanted_lines))
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
-
-
-def _is_same_line(given: str, wanted: str) -> bool:
-    if given == wanted:
-        return True
-    given_words, wanted_words = given.split(), wanted.split()
-    return len(given_words) == len(wanted_words) and all(map(_is_same_word, given_words, wanted_words))
+    ours, theirs = ([line.split() for line in text.strip().splitlines()] for text in (given, wanted))
+    if list(map(len, ours)) != list(map(len, theirs)):
+        return False
+    return all(map(_is_same_word, itertools.chain(*ours), itertools.chain(*theirs)))
 
 
 def _is_same_word(given: str, wanted: str) -> bool:

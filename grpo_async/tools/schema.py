@@ -67,7 +67,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     )
 
     name = name or own_name(function)
-    target = _signed(function)
+    names = getattr(_signed(function), "__globals__", {})
     try:
         signature = inspect.signature(function)
     except ValueError as error:
@@ -75,7 +75,7 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     hidden = {*hidden, *_fixed_by_partial(function)}
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
     documentation = _documentation(function)
-    problems = _kind_problems(parameters) + _hint_problems(parameters)
+    problems = _problems_of(parameters)
     if not documentation:
         problems.append("has no docstring; the model reads there what it is for (Google style, with `Args:`)")
     else:
@@ -92,10 +92,9 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
     hints = {parameter.name: parameter.annotation for parameter in parameters}
     view = _view(name, documentation, signature.replace(parameters=parameters), hints)
     try:
-        view.__annotations__ = typing.get_type_hints(view, globalns=getattr(target, "__globals__", {}))
-        _add_return_hint(view, signature, getattr(target, "__globals__", {}))
+        resolved = typing.get_type_hints(view, globalns=names)
+        view.__annotations__ = resolved | _return_hint(signature, names)
         schema = get_json_schema(view)
-        resolved = {key: hint for key, hint in view.__annotations__.items() if key != "return"}
         required = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
         arguments = arguments_of(name, resolved, required)
     except (NameError, AttributeError, SyntaxError) as error:
@@ -133,23 +132,18 @@ def _fixed_by_partial(function: Any) -> set[str]:
     return fixed
 
 
-def _kind_problems(parameters: list[inspect.Parameter]) -> list[str]:
+def _problems_of(parameters: list[inspect.Parameter]) -> list[str]:
     problems = []
     for parameter in parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             problems.append(f"takes `{parameter.name}` by position only; tools are called by name: remove the `/`")
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            problems.append(f"takes `*{parameter.name}`; name every argument, the model has to know them")
-        elif parameter.kind is parameter.VAR_KEYWORD:
-            problems.append(f"takes `**{parameter.name}`; name every argument, the model has to know them")
+        elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
+            problems.append(f"takes `{stars}{parameter.name}`; name every argument, the model has to know them")
+        elif parameter.annotation is parameter.empty:
+            name = parameter.name
+            problems.append(f"has no type hint for `{name}`; write for example `{name}: str`")
     return problems
-
-
-def _hint_problems(parameters: list[inspect.Parameter]) -> list[str]:
-    missing = [
-        p.name for p in parameters if p.annotation is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    return [f"has no type hint for {backticked(missing)}; write for example `{missing[0]}: str`"] if missing else []
 
 
 def _view(name: str, documentation: str, signature: inspect.Signature, hints: dict[str, Any]) -> Callable[..., Any]:
@@ -165,18 +159,15 @@ def _view(name: str, documentation: str, signature: inspect.Signature, hints: di
     return view
 
 
-def _add_return_hint(view: Callable[..., Any], signature: inspect.Signature, names: dict[str, Any]) -> None:
-    """The return hint where it resolves; one that is imported for type checkers only must not cost the tool."""
+def _return_hint(signature: inspect.Signature, names: dict[str, Any]) -> dict[str, Any]:
+    """Where it resolves; one that is imported for type checkers only must not cost the tool."""
     if signature.return_annotation is signature.empty:
-        return
-
-    def returns() -> None: ...
-
-    returns.__annotations__ = {"return": signature.return_annotation}
+        return {}
+    view = _view("returns", "", signature, {"return": signature.return_annotation})
     try:
-        view.__annotations__.update(typing.get_type_hints(returns, globalns=names))
+        return typing.get_type_hints(view, globalns=names)
     except (NameError, AttributeError, SyntaxError, TypeError):
-        return
+        return {}
 
 
 def _refuse_media(schema: Mapping[str, Any]) -> None:

@@ -32,7 +32,12 @@ def resolve(reference: str) -> Any:
     for depth, attribute in enumerate(names := path.split(".")):
         if not hasattr(found, attribute):
             owner = ".".join([module_name, *names[:depth]]) if depth else module_name
-            raise ConfigError(f"`{owner}` has no `{attribute}`; it has {_choices(attribute, _public_names(found))}")
+            theirs = [
+                name
+                for name, value in inspect.getmembers(found, callable)
+                if name[0] != "_" and getattr(value, "__module__", module_name) == module_name
+            ]
+            raise ConfigError(f"`{owner}` has no `{attribute}`; it has {_choices(attribute, theirs)}")
         found = getattr(found, attribute)
     return found
 
@@ -68,37 +73,19 @@ def _import(module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if module_name == missing or module_name.startswith(missing + "."):
-            raise ConfigError(_no_such_module(missing)) from error
-        raise ConfigError(f"importing `{module_name}` failed: {error}; install what it needs") from error
+        if module_name != missing and not module_name.startswith(missing + "."):
+            raise ConfigError(f"importing `{module_name}` failed: {error}; install what it needs") from error
+        parent, _, name = missing.rpartition(".")
+        folders = list(getattr(sys.modules.get(parent), "__path__", ())) if parent else [os.getcwd()]
+        siblings = sorted(module.name for module in pkgutil.iter_modules(folders)) if folders else []
+        where = f"`{parent}`" if parent else f"the working directory {folders[0]}"
+        raise ConfigError(
+            f"there is no module `{missing}`; {where} has {_choices(name, siblings)}; install it, or start the run from the "
+            "folder that holds it"
+        ) from error
     except (Exception, SystemExit) as error:
         place = "" if isinstance(error, SyntaxError) else Raised(error).place
         raise ConfigError(f"importing `{module_name}` raised {type(error).__name__}: {error}{place}") from error
-
-
-def _no_such_module(missing: str) -> str:
-    parent, _, name = missing.rpartition(".")
-    if parent:
-        paths = list(getattr(sys.modules.get(parent), "__path__", []))
-        if not paths:
-            return f"there is no module `{missing}`, for `{parent}` is not a package"
-        siblings = sorted(module.name for module in pkgutil.iter_modules(paths))
-        return f"there is no module `{missing}`; `{parent}` has {_choices(name, siblings)}"
-    here = os.getcwd()
-    siblings = sorted(module.name for module in pkgutil.iter_modules([here]))
-    return (
-        f"there is no module `{missing}`: it is not installed, and the working directory {here} has "
-        f"{_choices(name, siblings)}; start the run from the folder that holds it, or install it"
-    )
-
-
-def _public_names(owner: Any) -> list[str]:
-    """Names defined by the user: a module's own callables, not what it imported from elsewhere."""
-    if isinstance(owner, ModuleType):
-        own = {n: v for n, v in vars(owner).items() if getattr(v, "__module__", owner.__name__) == owner.__name__}
-    else:
-        own = {name: getattr(owner, name, None) for name in dir(owner)}
-    return sorted(name for name, value in own.items() if not name.startswith("_") and callable(value))
 
 
 def _choices(wanted: str, available: Sequence[str]) -> str:

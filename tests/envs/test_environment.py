@@ -191,7 +191,7 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
     async def use(environment: Environment) -> None:
         await environment.reset({})
         record = await call(environment, method)
-        assert (record.result, record.failed) == ('{"error": "no answer within 0.3 s"}', True)
+        assert (record.result, record.failed) == ('{"error": "took longer than 0.3 s"}', True)
         assert (
             environment.broken
             == f"`{method}` took longer than 0.3 s; raise `environments.only.timeout_s` if this is expected"

@@ -58,21 +58,13 @@ def test_a_seed_gives_every_rollout_of_a_group_the_same_number() -> None:
     assert {target(seed) for seed in range(60)} == set(range(1, 11))
 
 
-def test_the_row_overrides_the_arguments_also_as_text() -> None:
-    game = GuessingGame(text="{low}..{high}, {max_guesses} guesses")
-    assert game.reset(target="99", low="90", high="100", max_guesses="3", other=1) == "90..100, 3 guesses"
+def test_the_row_overrides_the_range_also_as_text_and_impossible_games_are_refused() -> None:
+    game = GuessingGame()
+    assert game.reset(target="99", low="90", high="100", other=1) == "Guess my number from 90 to 100."
     assert game.guess(99) == "correct"
-    assert GuessingGame(text="").reset(target=1) is None
-    game = GuessingGame(guess_cost=0.1)
-    game.reset(target=7)
-    assert [game.guess(number) for number in (1, 1, 7)] == ["higher", "higher", "correct"]
-    assert game.get_reward() == pytest.approx(0.8)  # 1 - 0.1 x 2
-
-
-def test_impossible_games_are_refused() -> None:
     for row, problem in (({}, "neither a column `target` nor `seed`"), ({"target": 11}, "target 11 is not in 1 to 10")):
         with pytest.raises(ValueError, match=problem):
             GuessingGame().reset(**row)
-    for low, high, max_guesses, guess_cost in ((3, 2, 5, 0.0), (1, 10, 0, 0.0), (1, 10, 5, -1.0)):
+    for low, high, max_guesses in ((3, 2, 5), (1, 10, 0)):
         with pytest.raises(ValueError, match="a game needs"):
-            GuessingGame(low, high, max_guesses, guess_cost)
+            GuessingGame(low, high, max_guesses)

@@ -28,13 +28,13 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
     starts = [
         f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
         f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but has no docstring",
-        f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: needs the argument(s) ['url']; set them in `environments.NeedsUrl.arg",
+        f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: missing a required argument: 'url'; it takes (url: 'str')",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
         f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `AsyncClose`, ",
         f"environments.constant.factory: {SAMPLES}:constant: is a int, which cannot be called",
         f"environments.later.factory: {SAMPLES}:later: is async",
         f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
-        f"environments.Extra.arguments.url: {SAMPLES}:Full takes no `url`; it takes []",
+        f"environments.Extra.factory: {SAMPLES}:Full: got an unexpected keyword argument 'url'; it takes ()",
     ]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
@@ -107,5 +107,5 @@ def test_reward_weights_are_by_class_and_one_class_has_one_weight() -> None:
         assert not environments.all_have_rewards
     with loaded(a=section("Full")) as environments:
         assert environments.all_have_rewards
-    with pytest.raises(ConfigError, match=r"\['a', 'b'\] are all Full, .* differ: \[0.5, 1.0\]"):
+    with pytest.raises(ConfigError, match=r"a and b are both Full, .* differ"):
         load_environments({"a": section("Full", reward_weight=0.5), "b": section("Full")})

@@ -152,7 +152,7 @@ def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(relea
             with pytest.raises(RewardError, match=r"took longer than 0.05 s; raise `rewards.3.timeout_s`"):
                 await score(reward, ["a"])
             assert threads.num_abandoned == abandoned
-        with pytest.raises(RewardError, match="set `run_in: process`"):
+        with pytest.raises(RewardError, match=r"set `rewards.3.run_in: process`"):
             await score(reward, ["a"])
         faulty_rewards.release.set()
         for thread in threading.enumerate():

@@ -156,7 +156,9 @@ def test_a_busy_worker_dies_with_its_killed_parent() -> None:
 
 
 def _workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if any("rewards.worker" in word for word in child.cmdline())]
+    return [
+        child for child in psutil.Process().children() if any("user_code.worker" in word for word in child.cmdline())
+    ]
 
 
 def test_a_stopped_worker_that_takes_only_the_beginning_of_a_request_is_killed_in_time() -> None:

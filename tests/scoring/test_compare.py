@@ -98,15 +98,6 @@ def test_rewards_that_cancel_out_but_for_float_noise_are_no_signal() -> None:
     assert step.final() == [[]]
 
 
-def test_normalize_each_leaves_unscored_rewards_out_of_the_column_and_rows_without_any_at_zero() -> None:
-    # a: 1, 0 scored: +-0.70701; b: 4, 2 scored in rows 0 and 2: +-0.70706 (std 1.41421); row 3: nobody
-    columns = {"a": [1.0, 0.0, None, None], "b": [4.0, None, 2.0, None]}
-    (advantages,) = _Step([columns], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"}).final()
-    # c = 1.41407, -0.70701, -0.70706: std = sqrt((1.99960 + 0.49986 + 0.49993) / 2) = 1.22462; 1.41407 / 1.22472 = 1.154606
-    assert advantages == pytest.approx([1.154606, -0.577283, -0.577324, 0.0], abs=2e-5)
-    assert advantages[3] == 0.0
-
-
 def test_advantages_of_a_step_may_be_taken_again() -> None:
     step = _Step([TWO, {"a": [0.0, 1.0], "b": [3.0, 1.0]}], {"a": 1.0, "b": 0.5}, {"rewards": "normalize_each"})
     once = step.scorer.advantages.over_step(step.scored)
