@@ -9,7 +9,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_async.config.interaction_sections import EnvironmentSection
@@ -155,7 +155,7 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
     return kind, Environment(probe, kind, construction.thread)
 
 
-def _check_factory(factory: Callable[..., Any], section: EnvironmentSection, path: str, where: str) -> None:
+def _check_factory(factory: Any, section: EnvironmentSection, path: str, where: str) -> None:
     if not callable(factory):
         kind = type(factory).__name__
         raise ConfigError(
