@@ -58,9 +58,12 @@ class ModelSize:
         return None if parameters is None else cls.of(text_config(Path(path)), parameters)
 
     def trained(self, config: ExperimentConfig) -> int:
-        """Parameters: all, or those of adapters, about N r / hidden."""
+        """Parameters: all, or those of adapters, about N r / hidden, and of embeddings and heads that are trained beside them."""
         lora = config.model.lora
-        return self.parameters if lora is None else min(self.parameters, self.parameters * lora.rank // self.hidden)
+        if lora is None:
+            return self.parameters
+        whole = sum("embed" in name or "head" in name for name in lora.modules_to_save) * self.hidden * self.vocabulary
+        return min(self.parameters, self.parameters * lora.rank // self.hidden + whole)
 
 
 def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, float]:
@@ -69,7 +72,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     With N parameters on R ranks that share them (hybrid sharding: those of a machine), T of them trained, m bytes an element of
     `model.dtype` (adapters: 4), c of the compute dtype, t tokens of a micro-batch, L layers:
 
-        weights      (N m + reference N c) / R
+        weights      (N m + reference N c) / R; a reference that moves: N m
         gathered     two layers and the embedding, in c
         gradients    4 T / R (a GPU reduces them after every micro-batch)
         optimizer    T / R times 2 m (two moments; the fused update needs no more)
@@ -84,8 +87,9 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
     weights = model.parameters * master
-    if config.loss.beta > 0 and not (lora is not None and config.loss.reference == "initial"):
-        weights += model.parameters * compute
+    is_policy = lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
+    if config.loss.beta > 0 and not is_policy:
+        weights += model.parameters * (master if config.loss.sync_ref_model else compute)
     moments = 2.0 * (master if lora is None else 4)
     kept = {"none": 36 * model.layers, "selective": 18 * model.layers, "full": model.layers + 36}
     share, trained = 0.0 if training.cpu_offload else 1 / ranks, model.trained(config)

@@ -98,6 +98,14 @@ class BaseLoss(StrictModel):
     reference: ModelName = "initial"
     """Reference policy of the KL: `initial` = the model that the run began with (with LoRA: the model without its adapters, at no
     cost), or the folder of a model."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656): every `ref_model_sync_steps` steps it becomes
+    ref_model_mixup_alpha x policy + (1 - ref_model_mixup_alpha) x itself. It is kept in model.dtype then, and in checkpoints. As
+    TRL's settings of these names."""
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0.0, le=1.0)
+    """See `sync_ref_model`; 1 = the policy itself."""
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    """See `sync_ref_model`."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
     top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)

@@ -18,6 +18,12 @@ class LoraSection(StrictModel):
     """The product B A is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Linear layers that get adapters, by the ends of their names; all-linear = every one but the head."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
+    and not on servers. So policy and sampler differ by it."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
+    lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
     push: Literal["merged", "adapter"] = "merged"
     """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
     a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""

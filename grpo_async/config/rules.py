@@ -232,6 +232,13 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[str]:
             f"loss.reference: {loss.reference} would not be used, since loss.beta is 0 and there is no KL; set loss.beta, or leave "
             "the reference out"
         )
+    if loss.sync_ref_model and loss.beta == 0.0:
+        yield "loss.sync_ref_model: there is no reference while loss.beta is 0; set loss.beta, or leave it out"
+    if loss.sync_ref_model and config.model.lora is not None:
+        yield (
+            "loss.sync_ref_model: with model.lora the policy and its reference share the weights that are not trained, so none can "
+            "follow the other; train all weights, or leave it out"
+        )
 
 
 def _proximal_conflicts(config: ExperimentConfig) -> Iterator[str]:
@@ -369,6 +376,11 @@ def _of_machines(config: ExperimentConfig) -> Iterator[str]:
         yield (
             f"model.lora.push: adapter adds to the newest files of model.path, not to model.revision: {config.model.revision}; set "
             "push: merged, or name the folder of that revision as model.path"
+        )
+    if lora is not None and lora.push == "adapter" and lora.modules_to_save:
+        yield (
+            "model.lora.push: adapter sends the adapters alone, and servers would keep the old values of "
+            f"model.lora.modules_to_save: {lora.modules_to_save}; set push: merged"
         )
     if lora is not None and lora.push == "adapter" and config.weights.transport in ("nccl", "ipc"):
         yield (

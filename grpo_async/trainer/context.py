@@ -137,7 +137,8 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 
 
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
-    """The policy without its adapters, or a separate model in the compute dtype, for gathered weights are in no other."""
+    """The policy without its adapters, or a separate model: in the compute dtype, for gathered weights are in no other; one that
+    moves in that of the policy, which small moves need."""
     if is_policy_without_adapters(config):
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference
@@ -146,7 +147,7 @@ def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh,
         update={
             "path": path,
             "revision": model.revision if wanted == "initial" else None,
-            "dtype": model.compute_dtype_in_use,
+            "dtype": model.dtype if config.loss.sync_ref_model else model.compute_dtype_in_use,
             "lora": None,
             "activation_checkpointing": "none",
         }

@@ -122,6 +122,7 @@ class _Leader:
                 step,
                 context.policy,
                 context.optimizer,
+                reference=context.moving_reference,
                 seed=config.run.seed,
             )
             set_aside_later_checkpoints(assignment.run_dir, step)

@@ -278,8 +278,9 @@ class LeaderLoop:
             stored = {group_id for group_id in ids if self._source.stores(group_id)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
+        moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0
         commands = [
-            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale)
+            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale, moves_reference=moves)
             for mine in zip(*parts, strict=True)
         ]
         context.channel.send(commands)
@@ -360,6 +361,7 @@ class LeaderLoop:
                     context.policy,
                     context.optimizer,
                     state,
+                    reference=context.moving_reference,
                     on_written=self._on_saved,
                 )
             self._saved_step = step

@@ -70,6 +70,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
                     assignment.resume_step,
                     context.policy,
                     context.optimizer,
+                    reference=context.moving_reference,
                     seed=config.run.seed,
                 )
             follow(context)

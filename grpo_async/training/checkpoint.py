@@ -1,7 +1,7 @@
 """Checkpoints: what they hold, writing them during training and generation, loading them, and which ones stay.
 
     checkpoints/step_N/
-    |- *.distcp, .metadata   model, optimizer, and every rank's random number generators, by torch's
+    |- *.distcp, .metadata   model, optimizer, a reference that moves, and every rank's random number generators, by torch's
     |                        distributed checkpoint (DCP)
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.storage import WriteResult
@@ -86,6 +87,8 @@ ROLLOUTS = "rollouts.jsonl"
 DCP_ERRORS = (OSError, RuntimeError, ValueError, KeyError, dcp.api.CheckpointException)
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """For `model_state` and what it loads into. (Not strict: DCP itself misses what a checkpoint lacks.)"""
+_WHOLE = StateDictOptions(strict=False)
+"""The same of a reference, which has no gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,18 +196,25 @@ def find_whole(run_dir: RunDir, step: int, *, is_named: bool) -> tuple[int, list
         notes.append(f"{said}; resuming from step {step}")
 
 
-def model_state(policy: Policy) -> dict[str, Any]:
-    """What of a policy is in a checkpoint: parameters that are trained, tied ones under one name, and buffers."""
+def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str, Any]:
+    """What of a policy is in a checkpoint: parameters that are trained (`options`), tied ones under one name, and buffers."""
     names = {name for name, _ in policy.named_parameters()}
     aliases = {name for name, _ in policy.named_parameters(remove_duplicate=False)} - names
-    state = get_model_state_dict(policy, options=TRAINED)
+    state = get_model_state_dict(policy, options=options)
     return {name: value for name, value in state.items() if name not in aliases}
 
 
 def load_tensors(
-    run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, seed: int = 0
+    run_dir: RunDir,
+    step: int,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    *,
+    reference: Policy | None = None,
+    seed: int = 0,
 ) -> None:
-    """Load model and optimizer of a checkpoint into this rank's shards, and its random number generators. Every rank calls it.
+    """Load model and optimizer of a checkpoint into this rank's shards, and its random number generators; and the reference, where
+    that follows the policy. Every rank calls it.
 
     A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is no tensor to load. A rank
     that the checkpoint does not have (it was written by fewer) begins its generators at a seed made of `seed`, step and rank.
@@ -218,6 +228,8 @@ def load_tensors(
     if step > 0:
         state["model"] = model_state(policy)
         state["optimizer"] = get_optimizer_state_dict(policy, optimizer, options=TRAINED)
+        if reference is not None:
+            state["reference"] = model_state(reference, _WHOLE)
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except DCP_ERRORS as error:
@@ -225,6 +237,8 @@ def load_tensors(
     if step > 0:
         model, moments = state["model"], state["optimizer"]
         set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments, options=TRAINED)
+        if reference is not None:
+            set_model_state_dict(reference, state["reference"], options=_WHOLE)
     if is_known:
         restore_rng(state["rng"][f"rank_{rank}"])
         return
@@ -372,11 +386,13 @@ class CheckpointWriter:
         optimizer: torch.optim.Optimizer,
         state: CheckpointState | None,
         *,
+        reference: Policy | None = None,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
         """Copy the tensors and begin to write. Every rank calls it; rank 0 passes the state.
 
         Args:
+            reference: where it follows the policy.
             on_written: called by the writer's thread on rank 0 when the checkpoint stands.
 
         Raises:
@@ -390,6 +406,7 @@ class CheckpointWriter:
                 "model": model_state(policy),
                 "optimizer": get_optimizer_state_dict(policy, optimizer, options=TRAINED),
                 "rng": {f"rank_{dist.get_rank()}": rng_state()},
+                **({} if reference is None else {"reference": model_state(reference, _WHOLE)}),
             },
             checkpoint_id=str(partial_of(self._run_dir.checkpoint(step))),
             storage_writer=self._storage,

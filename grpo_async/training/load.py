@@ -45,7 +45,7 @@ def build_policy(
     section: ModelSection, *, temperature: float, chunk_tokens: int, max_model_len: int, device_type: str = "cpu"
 ) -> Policy:
     """The model without memory for its parameters and buffers (device "meta"), with adapters and activation checkpointing as
-    configured, and without dropout: the server that samples has none either.
+    configured, and without dropout but that of adapters: the server that samples has none either.
 
     Args:
         max_model_len: longest sample, in tokens.
@@ -73,7 +73,8 @@ def build_policy(
         ) from error
     if section.lora is not None:
         add_adapters(model, section.lora)
-    recompute_activations(model, section.activation_checkpointing)
+    has_dropout = section.lora is not None and section.lora.dropout > 0.0
+    recompute_activations(model, section.activation_checkpointing, has_dropout=has_dropout)
     model.train()
     compute_dtype = getattr(torch, section.compute_dtype_in_use)
     attention, why = choose_attention(

@@ -1,14 +1,14 @@
 """LoRA through peft: adapters inside the Hugging Face model, their first values, and the folder that peft loads.
 
 The model stays a Hugging Face model (`inject_adapter_in_model`), so forward, checkpoints and pushes see no other class. Adapters
-are float32 on a base of any dtype; only they get gradients. Those of the head and the embedding are refused: servers merge linear
-layers, and a tied pair would come apart.
+and the modules of `modules_to_save`, which are trained where they are, are float32 on a base of any dtype; only they get
+gradients. Adapters of the head and the embedding are refused: servers merge linear layers, and a tied pair would come apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,28 +24,48 @@ from grpo_async.utils.extras import needs
 
 
 def add_adapters(model: Any, section: LoraSection) -> None:
-    """Put adapters at the layers that `target_modules` names, and freeze everything else. A model on "meta" stays there.
+    """Put adapters at the layers that `target_modules` names, and freeze everything else but `modules_to_save`. A model on "meta"
+    stays there.
 
     Raises:
-        ConfigError: peft is missing, or a name fits no linear layer.
+        ConfigError: peft is missing, a name fits no layer, or a module is tied to one that is not named.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError(f"model.lora: {needs('peft')} ({error})") from error
+    saved = _saved_modules(model, section)
     config = LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,  # type: ignore[arg-type]  # peft divides it, a float is fine
-        target_modules=_target_names(model, section),
+        target_modules=[name for name in _target_names(model, section) if not _is_in(name, saved)],
+        lora_dropout=section.dropout,
         bias="none",
     )
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"model.lora.target_modules: {error}") from error
+    # for the files of the adapter: whole names, for peft compares ends of them without a dot (q_norm ends in norm)
+    model.peft_config[ADAPTER].modules_to_save = saved or None
     for layer in _adapter_layers(model).values():
         layer.lora_A.float()
         layer.lora_B.float()
+        if section.dropout:
+            layer.lora_dropout[ADAPTER] = _Dropout(section.dropout)
+    whole: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    for name in saved:
+        for module in model.get_submodule(name).modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = whole.setdefault(id(parameter), nn.Parameter(parameter.detach().float()))
+
+
+class _Dropout(nn.Dropout):
+    """Acts where a gradient is made: in the forward pass of an update and where that is recomputed."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(input, self.p, training=torch.is_grad_enabled())
 
 
 def has_adapters(model: Any) -> bool:
@@ -91,11 +111,15 @@ def gather_weights(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def gather_adapter(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter under the names of peft's files. A collective; {} without adapters."""
+    """The adapter, and the modules that are trained whole, under the names of peft's files. A collective; {} without adapters."""
+    if not has_adapters(model):
+        return {}
     return {
-        f"base_model.model.{name}.{factor}.weight": whole_of(getattr(layer, factor)[ADAPTER].weight).cpu().contiguous()
-        for name, layer in _adapter_layers(model).items()
-        for factor in ("lora_A", "lora_B")
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": whole_of(parameter)
+        .to("cpu")
+        .clone()  # no tied tensors
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
     }
 
 
@@ -131,6 +155,32 @@ def _target_names(model: Any, section: LoraSection) -> list[str]:
             )
         chosen += [name for name in fitting if name not in chosen]
     return chosen
+
+
+def _saved_modules(model: Any, section: LoraSection) -> list[str]:
+    """Whole names of the modules of `modules_to_save`."""
+    chosen: list[str] = []
+    for wanted in section.modules_to_save:
+        fitting = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
+        if not any(True for name in fitting for _ in model.get_submodule(name).parameters()):
+            known = sorted({name.rpartition(".")[2] for name, each in model.named_modules() if each._parameters})
+            raise ConfigError(
+                f"model.lora.modules_to_save: no module's name with parameters ends in {wanted!r}; there are {known}"
+            )
+        chosen += [name for name in fitting if name not in chosen]
+    own = {id(parameter) for name in chosen for parameter in model.get_submodule(name).parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in own and not _is_in(name, chosen):
+            raise ConfigError(
+                f"model.lora.modules_to_save: {name} is tied to one of {section.modules_to_save} and would change with it; "
+                f"name both"
+            )
+    return chosen
+
+
+def _is_in(name: str, modules: Sequence[str]) -> bool:
+    """Whether `name` is one of the modules or stands in one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _adapter_layers(model: Any) -> dict[str, Any]:

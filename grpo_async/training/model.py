@@ -161,15 +161,16 @@ class Policy(nn.Module):
         return hidden
 
 
-def recompute_activations(model: Any, mode: Literal["none", "selective", "full"]) -> None:
+def recompute_activations(model: Any, mode: Literal["none", "selective", "full"], *, has_dropout: bool = False) -> None:
     """Make every decoder layer of `model` recompute. Call it before the layers are compiled and sharded.
 
     Args:
         mode: full: everything but a layer's input. selective: everything but matrix products and attention.
+        has_dropout: a layer draws random numbers; what is recomputed draws the same.
     """
     if mode == "none":
         return
-    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout}
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     for layer in decoder_layers(model):

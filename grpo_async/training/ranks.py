@@ -46,6 +46,8 @@ class StepCommand:
     """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
     loss_scale: float = 1.0
     """See train_step."""
+    moves_reference: bool = False
+    """Whether it is followed by Reference.mix."""
 
     def pack(self) -> list[list[MicroBatch]]:
         return [samples.pack() for samples in self.minibatches]
@@ -180,6 +182,11 @@ class TrainerContext:
     peaks: Sequence[int] | None = None
     """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
+    @property
+    def moving_reference(self) -> Policy | None:
+        """The reference where it follows the policy, so that a checkpoint has to have it."""
+        return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
+
     def step(self, command: StepCommand, minibatches: Sequence[Sequence[MicroBatch]]) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
         tokens = TokenCollector(command.token_room, self.device) if command.token_room else None
@@ -197,6 +204,9 @@ class TrainerContext:
             timeline=self.timeline,
             loss_scale=command.loss_scale,
         )
+        if command.moves_reference:
+            assert self.reference is not None
+            self.reference.mix(self.policy, alpha=self.config.loss.ref_model_mixup_alpha)
         wakes_servers = self.config.inference.vllm.sleep_while_training and self.device.type == "cuda"
         peak = peak_bytes(self.device)
         if wakes_servers:
@@ -233,7 +243,9 @@ def follow(context: TrainerContext) -> None:
             case ScoreCommand():
                 context.score(command.sequences, command.rounding)
             case SaveCommand():
-                context.checkpoints.begin(command.step, context.policy, context.optimizer, None)
+                context.checkpoints.begin(
+                    command.step, context.policy, context.optimizer, None, reference=context.moving_reference
+                )
             case ExportCommand():
                 export_model(
                     context.run_dir.model,

@@ -1,7 +1,7 @@
 """Forward passes without a gradient: the reference policy of a KL term, and scores that are compared with a server's.
 
 A reference is one of two kinds. With LoRA and `loss.reference: initial` it is the policy itself without its adapters, which costs
-no memory. Otherwise it is a second model, sharded over the same ranks and frozen.
+no memory. Otherwise it is a second model, sharded over the same ranks, frozen or following the policy (`loss.sync_ref_model`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
 from grpo_async.training.model import Policy, PolicyOutput, reshard
+from grpo_async.training.parameters import local_of
 from grpo_async.weights.verify import TrainerScores
 
 
@@ -41,10 +42,21 @@ class Reference:
         reshard(self.policy)
         return logprobs.float()
 
+    @torch.no_grad()
+    def mix(self, policy: Policy, *, alpha: float) -> None:
+        """reference <- alpha policy + (1 - alpha) reference (TR-DPO, arXiv 2404.09656, equation 4). Both are sharded alike, so each
+        rank moves its own rows and no rank waits."""
+        pairs = zip(self.policy.named_parameters(), policy.named_parameters(), strict=True)
+        for (name, mine), (other_name, theirs) in pairs:
+            assert name == other_name
+            rows = local_of(mine)
+            rows.lerp_(local_of(theirs).to(rows), alpha)
+
 
 def is_policy_without_adapters(config: ExperimentConfig) -> bool:
-    """Whether the reference is the policy with its adapters left out."""
-    return config.model.lora is not None and config.loss.reference == "initial"
+    """Whether the reference is the policy with its adapters left out: of modules that are trained whole nothing is left."""
+    lora = config.model.lora
+    return lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
 
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:

@@ -144,14 +144,12 @@ def _assert_accounts_are_right(run: Run, steps: int, history: list[str]) -> None
 def test_a_synchronous_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     tmp_path: Path, kills: int, steps: int
 ) -> None:
-    """The short one with what has a state of its own: several passes over a step, and a reference."""
-    further = ("training.num_iterations=2", "training.minibatches=2", "loss.beta=0.01")
-    sync = (
-        *SETTINGS,
-        f"training.max_steps={steps}",
-        "rollout.max_staleness=0",
-        *(further if steps == SHORT[1] else ()),
+    """The short one with what has a state of its own: several passes over a step, and a reference that follows the policy."""
+    moving = (
+        *("training.num_iterations=2", "training.minibatches=2", "loss.beta=0.01", "loss.sync_ref_model=true"),
+        "loss.ref_model_sync_steps=2",
     )
+    sync = (*SETTINGS, f"training.max_steps={steps}", "rollout.max_staleness=0", *(moving if steps == SHORT[1] else ()))
     straight = make_run(tmp_path, "quickstart.yaml", sync, name="straight")
     straight.complete()
     killed = make_run(tmp_path, "quickstart.yaml", sync, name="killed")

@@ -19,6 +19,8 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training import checkpoint, checkpoint_manifest
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.export import export_model
+from grpo_async.training.reference import Reference
+from tests.support.loss_inputs import loss_section
 from tests.support.rank_jobs import build, fingerprint, one_step, random_samples
 from tests.training import shard_jobs
 
@@ -122,6 +124,33 @@ def save_adapters_and_go_on(model: str, run: str) -> dict[str, Any]:
         "again": again,
         "names": [name for name in names if name.startswith("model.")],
     }
+
+
+def save_a_reference_that_moves(model: str, run: str) -> dict[str, Any]:
+    """A step, the reference moves, a checkpoint and a second step; and the second step again by what the checkpoint holds."""
+    run_dir, writer = _writer(run)
+    section = loss_section(beta=0.5, sync_ref_model=True)
+    found: list[dict[str, Any]] = []
+    for is_first in (True, False):
+        policy, optimizer = build(model)
+        reference = Reference(build(model)[0])
+        if is_first:
+            before = shard_jobs.weights_of(reference.policy)
+            one_step(policy, optimizer, random_samples(seed=0), loss=section, reference=reference)
+            reference.mix(policy, alpha=0.25)
+            policy_weights, mixed = (shard_jobs.weights_of(each) for each in (policy, reference.policy))
+            is_mixed = [
+                torch.allclose(mixed[name], 0.25 * policy_weights[name] + 0.75 * before[name], atol=1e-7)
+                for name in before
+            ]
+            writer.begin(1, policy, optimizer, _state(1), reference=reference.policy)
+            writer.wait()
+            dist.barrier()
+        else:
+            checkpoint.load_tensors(run_dir, 1, policy, optimizer, reference=reference.policy)
+        result = one_step(policy, optimizer, random_samples(seed=1), loss=section, reference=reference)
+        found.append({"loss": result.loss, "kl": result.metrics["kl"], "weights": fingerprint(reference.policy)})
+    return {"first": found[0], "again": found[1], "is_mixed": all(is_mixed)}
 
 
 def find_whole_steps(model: str, run: str) -> dict[str, Any]:

@@ -110,6 +110,17 @@ def test_adapters_are_saved_without_their_base_and_go_on_with_that_of_the_models
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_reference_that_follows_the_policy_is_their_mixture_and_goes_on_where_it_was(
+    tiny_model: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    job = "save_a_reference_that_moves"
+    result = run_on_ranks(job, num_ranks, tmp_path / "job", model=tiny_model, run=tmp_path / "run")
+    assert result["is_mixed"]
+    assert result["again"] == result["first"]  # to the last bit
+
+
+@pytest.mark.slow
 def test_a_checkpoint_loads_although_a_parameter_never_had_a_gradient(tiny_model: Path, tmp_path: Path) -> None:
     job = "save_and_load_with_a_parameter_without_gradient"
     result = run_on_ranks(job, 2, tmp_path / "job", model=tiny_model, run=tmp_path / "run")

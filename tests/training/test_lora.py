@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), "qwen3", tied=True, vocab_size=320)
 
 
-def _load(folder: Path, *, moved: bool = True, **settings: Any) -> Policy:
-    policy = load_tiny(folder, lora=LoraSection(**LORA), **settings)
+def _load(folder: Path, *, lora: dict[str, Any] | None = None, moved: bool = True, **settings: Any) -> Policy:
+    policy = load_tiny(folder, lora=LoraSection(**{**LORA, **(lora or {})}), **settings)
     if moved:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -111,9 +111,9 @@ def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
     "settings",
     [
         {"dtype": "bfloat16", "compute_dtype": "bfloat16", "activation_checkpointing": "full"},
-        {},
+        {"dtype": "bfloat16", "lora": {**LORA, "modules_to_save": ["embed_tokens", "lm_head", "norm"]}},
     ],
-    ids=["bfloat16-base", "float32"],
+    ids=["bfloat16-base", "modules-trained-whole"],
 )
 def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
     runs = {}
@@ -129,9 +129,12 @@ def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, sett
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4, abs=1e-2 if loose else 1e-6)
     assert two["norms"] == pytest.approx(one["norms"], rel=5e-2 if loose else 1e-4)
     assert two["frozen"] == one["frozen"] > 20
-    start = collect(ShardedParameters(_load(folder, moved=False).model, wire_dtype=torch.float32))
+    own_start = _load(folder, moved=False, lora=settings.get("lora"))
+    start = collect(ShardedParameters(own_start.model, wire_dtype=torch.float32))
     changed = {name for name in start if not torch.allclose(weights[name].float(), start[name], rtol=1e-2, atol=1e-4)}
-    assert changed <= {name for name in start if "proj" in name}
+    whole = tuple(f"{name}.weight" for name in own["lora"].get("modules_to_save", ()))
+    assert changed <= {name for name in start if "proj" in name or name.endswith(whole)}
+    assert bool(whole) == ("model.embed_tokens.weight" in changed)
     assert any((weights[name].float() - start[name]).abs().max() > 1e-3 for name in start if "proj" in name)
     for name, tensor in weights.items():
         far = (other[name].float() - tensor.float()).abs() > (2e-2 if loose else 2e-4)
@@ -144,3 +147,61 @@ def test_merged_weights_compute_what_base_and_adapters_do(folder: Path) -> None:
     assert sent.keys() == collect(ShardedParameters(plain.model, wire_dtype=torch.float32)).keys()
     plain.model.load_state_dict(sent, strict=False)
     torch.testing.assert_close(_logprobs(plain), _logprobs(policy), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(folder: Path, recompute: str) -> None:
+    plain, policy = _load(folder), _load(folder, lora={"dropout": 0.5})
+    recomputing = _load(folder, lora={"dropout": 0.5}, activation_checkpointing=recompute)
+    assert torch.equal(_logprobs(policy), _logprobs(plain))  # before a step, and of scores
+    gradients, values = [], []
+    for each in (policy, recomputing):
+        torch.manual_seed(3)
+        logprobs = each(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3])).logprobs
+        torch.autograd.backward(logprobs.sum())
+        values.append(logprobs.detach())
+        gradients.append([parameter.grad for parameter in each.parameters() if parameter.requires_grad])
+    assert (values[0] - _logprobs(plain)).abs().max() > 1e-3
+    assert torch.equal(*values)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_modules_that_are_trained_whole_are_pushed_and_exported_with_the_adapters(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model", "qwen3", vocab_size=320)
+    policy = _load(folder, lora={"modules_to_save": ["lm_head", "norm"]}, dtype="bfloat16")
+    trained = {name: each for name, each in policy.model.named_parameters() if each.requires_grad}
+    whole = {name for name in trained if "lora_" not in name}
+    assert whole == {"lm_head.weight", "model.norm.weight"}
+    assert {each.dtype for each in trained.values()} == {torch.float32}
+    before = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
+    with torch.no_grad():
+        for name in whole:
+            trained[name].mul_(1.5)
+    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
+    assert {name for name in sent if not torch.equal(sent[name], before[name])} == whole
+    write_adapter(tmp_path / "adapter", policy.model, gather_adapter(policy.model))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
+    for name, tensor in sent.items():
+        torch.testing.assert_close(merged[name], tensor, rtol=1e-2, atol=1e-3)  # the base was rounded to bfloat16
+    for name in whole:
+        assert torch.equal(merged[name], sent[name])
+
+
+@pytest.mark.parametrize(
+    ("modules", "words"),
+    [
+        (["nonsense"], r"no module's name with parameters ends in 'nonsense'"),
+        (["lm_head"], r"tied to one of \['lm_head'\]"),
+    ],
+)
+def test_modules_that_cannot_be_trained_whole_are_refused(folder: Path, modules: list[str], words: str) -> None:
+    section = ModelSection(path=str(folder), lora=LoraSection(modules_to_save=modules))
+    with pytest.raises(ConfigError, match=words):
+        build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+    tied = _load(folder, lora={"modules_to_save": ["lm_head", "embed_tokens"]}, dtype="bfloat16").model
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
