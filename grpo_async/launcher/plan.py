@@ -215,22 +215,25 @@ def plan_processes(
     shares = share_gpus(config, engine, machine.gpus, node)
     memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
     facts = list(_nodes_facts(config, node, engine, has_gpus=bool(machine.gpus)))
-    if (
-        node.rank == 0
-        and config.inference.vllm.sleep_while_training
-        and not (engine.engine == "vllm" and engine.on_gpu)
-    ):
+    leads = node.rank == 0 and node.trains
+    if leads and config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
         raise ConfigError(
             f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
             f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
         )
-    if node.rank == 0:
+    if leads:
         transport, reason = plan_transport(config, engine, shares, node)
         urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
         facts += _facts(config, f"{transport}: {reason}")
-    environment = common_environment(machine, token, node)
-    if sys.platform == "linux" and engine.engine != "external" and node.is_alone:
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
+        **({TOKEN_VARIABLE: token} if token else {}),
+        **socket_names(node.own_address),
+    }
+    if sys.platform == "linux" and engine.engine != "external" and node.is_alone and node.trains:
         environment["NCCL_SOCKET_IFNAME"] = "lo"  # everything is here: NCCL must not meet on another address
     servers = _servers(config, engine, assignment, machine, environment, memory, shares)
     trainer = None
@@ -264,81 +267,39 @@ def _servers(
     memory: MemoryPlan,
     shares: GpuShares,
 ) -> tuple[ProcessSpec, ...]:
+    """Those of this machine, one for each entry of `shares.servers`."""
     if not shares.servers:
         return ()
-    node = assignment.node
-    overrides = []
+    node, urls = assignment.node, assignment.server_urls
     # config.yaml stays what the user wrote, so that it can be resumed where the GPUs are shared in another way, or not
+    overrides = ["inference.replicas=1"] if len(shares.servers) > 1 else []
     if memory.cache_mb is not None:
         overrides.append(f"inference.vllm.kv_cache_mb={memory.cache_mb}")
     if not node.is_alone and config.inference.host not in _WILDCARDS:
         overrides.append(f"inference.host={node.own_address}")
-    return server_specs(
-        config,
-        engine,
-        machine,
-        config_path=attempt_config(assignment.attempt_dir),
-        private=assignment.private,
-        urls=assignment.server_urls,
-        first=first_server(config, node),
-        gpus=shares.servers,
-        common=common,
-        overrides=overrides,
-        memory=memory.server,
-    )
-
-
-def server_specs(
-    config: ExperimentConfig,
-    engine: EngineChoice,
-    machine: Machine,
-    *,
-    config_path: Path,
-    private: Path,
-    urls: Sequence[str],
-    first: int,
-    gpus: Sequence[tuple[str, ...] | None],
-    common: Mapping[str, str],
-    overrides: Sequence[str] = (),
-    memory: str = "",
-) -> tuple[ProcessSpec, ...]:
-    """The servers `first`, first + 1, ... of `urls`, one for each entry of `gpus`, which read `config_path` and `overrides`."""
     command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
     is_alone = len(urls) == 1
-    if len(gpus) > 1:
-        overrides = ["inference.replicas=1", *overrides]
     return tuple(
         ProcessSpec(
             name="inference server" if is_alone else f"inference server {index}",
             command=(
-                *(machine.python, "-m", "grpo_async", command, str(config_path)),
+                *(machine.python, "-m", "grpo_async", command, str(attempt_config(assignment.attempt_dir))),
                 *("--port", str(urlsplit(urls[index]).port or 0)),
                 *set_options(overrides),
             ),
             environment={
                 **_environment(common, config.inference.threads, own),
                 # unix sockets between vLLM's processes: by default in a folder that everybody can list
-                **({"VLLM_RPC_BASE_PATH": str(private)} if engine.engine == "vllm" else {}),
+                **({"VLLM_RPC_BASE_PATH": str(assignment.private)} if engine.engine == "vllm" else {}),
             },
             log_name="server.log" if is_alone else f"server_{index}.log",
             num_processes=1,
             threads=config.inference.threads,
             gpus=own or (),
-            memory=memory,
+            memory=memory.server,
         )
-        for index, own in enumerate(gpus, start=first)
+        for index, own in enumerate(shares.servers, start=first_server(config, node))
     )
-
-
-def common_environment(machine: Machine, token: str | None, node: Node) -> dict[str, str]:
-    """What every process of a run gets."""
-    return {
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(machine.working_dir), machine.python_path])),
-        **({TOKEN_VARIABLE: token} if token else {}),
-        **socket_names(node.own_address),
-    }
 
 
 def _environment(common: Mapping[str, str], threads: int, gpus: tuple[str, ...] | None) -> dict[str, str]:

@@ -15,18 +15,14 @@ from grpo_async.config.sections import NodesSection
 from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
-from grpo_async.launcher.gpus import share_gpus
 from grpo_async.launcher.local import LocalProcesses
-from grpo_async.launcher.plan import ProcessPlan, common_environment, own_urls, server_specs
+from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment, Node
-from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
-
-_SERVES = Node(rank=1, num_train=1, num_infer=1)
-"""A machine on which nothing trains."""
 
 
 def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) -> int:
@@ -42,24 +38,23 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
     with unwinding(), private_folder() as private:
         launch = config.launch.model_copy(update={"nodes": NodesSection(), "server_port": port, "colocate": False})
         config = config.model_copy(update={"launch": launch})
-        machine = machine_module.inspect()
-        shares = share_gpus(config, engine, machine.gpus, _SERVES)
         run_dir = RunDir((config.run.dir / f"{config.run.name}.serve-{port}").absolute())
         run_dir.create(dump_config(config))
-        urls = own_urls(config, config.inference.host)
-        given = Assignment(run_dir=run_dir, attempt_dir=run_dir.new_attempt(), private=private, server_urls=urls)
-        specs = server_specs(
-            config,
-            engine,
-            machine,
-            config_path=attempt_config(given.attempt_dir),
+        assignment = Assignment(
+            run_dir=run_dir,
+            attempt_dir=run_dir.new_attempt(),
             private=private,
-            urls=urls,
-            first=0,
-            gpus=shares.servers,
-            common=common_environment(machine, token_from_environment(), given.node),
+            server_urls=own_urls(config, config.inference.host),
+            node=Node(num_train=0, num_infer=1),
         )
-        plan = ProcessPlan(run_name=config.run.name, engine=engine, assignment=given, servers=specs, trainer=None)
+        plan = plan_processes(
+            config,
+            engine=engine,
+            assignment=assignment,
+            machine=machine_module.inspect(),
+            token=token_from_environment(),
+        )
+        urls, specs = assignment.server_urls, plan.servers
         gpus = [f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU" for spec in specs]
         output.say(
             "\n".join(f"{spec.name}: {url}, {where}" for spec, url, where in zip(specs, urls, gpus, strict=True))

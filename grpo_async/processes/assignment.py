@@ -25,7 +25,7 @@ class Node(_Record):
 
     rank: int = 0
     num_train: int = 1
-    """Those that train are the first ones."""
+    """Those that train are the first ones. 0: of a machine whose servers are for a run that others start."""
     num_infer: int = 0
     address: str = ""
     """Node 0's: the store in which launchers and ranks meet listens there, at `port`."""
