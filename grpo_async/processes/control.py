@@ -38,6 +38,7 @@ _CLOSE_TIMEOUT_S = 60.0
 """For the last messages (the summary) to leave the process: a launcher on a busy machine is behind."""
 _CONNECT_TIMEOUT_S = 5.0
 _LINE_LIMIT = 64 * 2**20  # bytes; asyncio's default of 64 KiB is less than a long traceback
+_BARRIER = "barrier"
 _ABOUT_A_SERVER = ("server_serving", "restart_server")
 
 ServerListener = Callable[[Mapping[str, Any]], None]
@@ -179,6 +180,7 @@ class ControlServer:
         self._on_message = on_message
         self._on_broken_line = on_broken_line
         self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._all_accepted = asyncio.Event()
         self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
         self.has_connected = False
         """Whether a trainer has ever connected."""
@@ -209,14 +211,18 @@ class ControlServer:
             writer.write(line)
 
     async def read_the_rest(self, timeout_s: float) -> None:
-        """Wait until everything that ended clients have sent was handled, `timeout_s` at most."""
+        """Wait until everything that ended clients have sent was handled, `timeout_s` at most. A connection of our own comes after
+        those that have not even been accepted."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                _, own = await asyncio.open_unix_connection(self._path)
+                own.write(encode(_BARRIER, {}))
+                await self._all_accepted.wait()
+                own.close()
                 while self._readers:
                     await asyncio.wait(self._readers)  # timeout_s at most
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Not a coroutine: a connection has to be known before the loop hears that its trainer has ended."""
         self.has_connected = True
         writer.writelines(self._lines)
         task = asyncio.create_task(self._read(reader, writer))
@@ -231,7 +237,10 @@ class ControlServer:
                 except ValueError as error:
                     self._on_broken_line(f"the trainer sent a line that is not a message: {error}")
                 else:
-                    self._on_message(message)
+                    if message["kind"] == _BARRIER:
+                        self._all_accepted.set()
+                    else:
+                        self._on_message(message)
         except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
             self._on_broken_line(f"the control channel broke: {error}")
         finally:
