@@ -87,6 +87,19 @@ def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens: int, tran
     _assert_equals_full_logits(head, hidden, targets, chunk_tokens=chunk_tokens, temperature=0.7, transform=transform)
 
 
+def test_a_large_vocabulary_costs_no_precision() -> None:
+    """Sums of 150 000 numbers in float32, one after the other, would be wrong by 1e-3."""
+    torch.manual_seed(0)
+    logits = 3.0 * torch.randn(5, 150_000)
+    head = nn.Linear(5, 150_000, bias=False)
+    head.weight.data = logits.T.contiguous()
+    targets = torch.randint(0, 150_000, (5,))
+    log_p = torch.log_softmax(logits.double(), dim=-1)
+    found = chunked_logprobs(torch.eye(5), targets, head, temperature=1.0, chunk_tokens=4)
+    torch.testing.assert_close(found.logprobs.double(), log_p.gather(-1, targets[:, None])[:, 0], atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(found.entropy.double(), -(log_p.exp() * log_p).sum(-1), atol=1e-5, rtol=0.0)
+
+
 def test_certain_and_uniform_distributions() -> None:
     """Logits 200 apart: probability 1, logprob 0, entropy 0; equal logits: -log 50 and log 50. No NaN in any gradient."""
     head = nn.Linear(1, VOCAB, bias=False)
