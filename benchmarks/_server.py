@@ -64,7 +64,6 @@ class Server:
     """One that runs."""
 
     url: str
-    pid: int
     log: Path
 
     def load_times(self) -> list[float]:
@@ -110,7 +109,7 @@ def serving(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
     try:
-        server = Server(f"http://127.0.0.1:{port}", process.pid, log)
+        server = Server(f"http://127.0.0.1:{port}", log)
         _wait_until_healthy(server.url, process)
         yield server
     except BaseException:

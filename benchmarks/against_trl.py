@@ -1,4 +1,4 @@
-"""Against TRL's AsyncGRPOTrainer on one vLLM CPU server: trained samples/s, split of the step, CPU seconds per sample.
+"""Against TRL's AsyncGRPOTrainer on one vLLM CPU server: trained samples/s and the split of the step.
 
     python -m benchmarks against_trl [--rounds 5] [--steps 20] [--warmup 5] [--json FILE]
 
@@ -10,10 +10,8 @@ serves them in turns. The reward is the same function.
 TRL's side is the TRL that is installed here, its trainer and its rollout worker unmodified. Three things are replaced, because
 TRL's own need a GPU: the weight transfer (NCCL) by the very push that our side makes, its attention kernel by the same computation
 on the CPU, and its question for the GPU's peak FLOP/s. It is set not to use bfloat16 and gradient checkpointing, which only cost
-time here. Its limits of staleness (4) and of
-requests in flight (4 steps' worth) are its own defaults; --trl-staleness and --trl-in-flight try others. Our side has the same two
-limits (--our-staleness, --in-flight). Staleness is counted from the policy that a rollout began with. The server takes as many at
-once as either side may have in flight.
+time here. Both sides have the same limits of staleness (4) and of requests in flight (4 steps' worth): TRL's own defaults.
+Staleness is counted from the policy that a rollout began with.
 
 Measured is the steady state, between the end of the warmup's last step and that of the last step. A group without a signal
 counts as trained on TRL's side, which computes it, and as thrown away on ours, which does not. Target: in every round our side
@@ -30,17 +28,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks import _server
 from benchmarks._trl_setting import Setting, Step
@@ -51,7 +45,6 @@ AT_LEAST = 1.5
 RUN_TIMEOUT_S = 300.0
 TRL_VERSION = "1.16.0"
 PARTS = ("waiting", "forward", "backward", "optimizer", "sync", "other")
-_POLL_S = 0.02
 _NUM_PROMPTS = 512
 
 
@@ -66,16 +59,20 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-trl-") as name:
         folder = Path(options.keep or name)
         folder.mkdir(parents=True, exist_ok=True)
-        settings = both_settings(folder, options)
-        _make_inputs(settings[OURS])
-        report.note(told_apart(settings))
+        setting = make_setting(folder, options)
+        _make_inputs(setting)
+        report.note(
+            f"max_staleness {setting.max_staleness}, {setting.in_flight} in flight at most, {setting.groups_per_step} x "
+            f"{setting.group_size} samples a step, {setting.threads} thread each. The row staleness is the mean over trained "
+            "tokens on our side, on TRL's over samples since their group began, which is more for the same sample"
+        )
         environment = {name: value for name, value in os.environ.items() if name != "GRPO_ASYNC_TOKEN"}
-        config = write_config(server_setting(settings))
+        config = write_config(setting)
         with _server.serving(config, "vllm", environment=environment, has_token=False) as server:
             for number, side in in_turns(list(outcomes), options.rounds):
-                setting = replace(settings[side], server_url=server.url, folder=folder / f"{number}-{side}")
-                setting.folder.mkdir()
-                found = _run(setting, side, server.pid)
+                own = replace(setting, server_url=server.url, folder=folder / f"{number}-{side}")
+                own.folder.mkdir()
+                found = _run(own, side)
                 outcomes[side].append(found)
                 print(f"round {number + 1}, {side}: {found.samples / found.wall_s:.2f} samples/s", flush=True)
     report_outcomes(report, outcomes)
@@ -90,10 +87,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--groups", type=int, default=2, help="prompts a step")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--completion-tokens", type=int, default=64)
-    parser.add_argument("--our-staleness", "--staleness", type=int, default=4, help="limit of our side")
-    parser.add_argument("--in-flight", type=int, default=-1, help="limit of our side; -1: as many as TRL's")
-    parser.add_argument("--trl-staleness", type=int, default=4, help="limit of TRL's side")
-    parser.add_argument("--trl-in-flight", type=int, default=-1, help="limit of TRL's side; -1: its own choice")
+    parser.add_argument("--staleness", type=int, default=4, help="limit of both sides")
+    parser.add_argument("--in-flight", type=int, default=-1, help="requests of both sides; -1: TRL's own choice")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep logs and runs there (an empty folder)")
     return parser
 
@@ -101,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------------------------------------ what is given
 
 
-def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Setting]:
-    """What each side is given; they differ in staleness and requests in flight only, and there only where it was asked for."""
-    trl = Setting(
+def make_setting(folder: Path, options: argparse.Namespace) -> Setting:
+    """What both sides are given."""
+    return Setting(
         folder=folder,
         model=folder / "model",
         prompts=folder / "prompts.jsonl",
@@ -112,34 +107,13 @@ def both_settings(folder: Path, options: argparse.Namespace) -> dict[str, Settin
         groups_per_step=options.groups,
         completion_tokens=options.completion_tokens,
         max_model_len=options.completion_tokens + 64,
-        max_staleness=options.trl_staleness,
-        max_in_flight=options.trl_in_flight,
+        max_staleness=options.staleness,
+        max_in_flight=options.in_flight,
         warm_up=options.warmup,
         steps=options.steps,
         learning_rate=1e-6,
         seed=options.seed,
         threads=1,
-    )
-    in_flight = trl.in_flight if options.in_flight < 0 else options.in_flight
-    return {OURS: replace(trl, max_staleness=options.our_staleness, max_in_flight=in_flight), TRL: trl}
-
-
-def server_setting(settings: Mapping[str, Setting]) -> Setting:
-    """What the server of both is started with: it takes as many requests at once as the side that may have more."""
-    return replace(settings[OURS], max_in_flight=max(setting.in_flight for setting in settings.values()))
-
-
-def told_apart(settings: Mapping[str, Setting]) -> str:
-    """What the sides are given that is not the same, in a sentence of the report."""
-    sides = [
-        f"{side}: max_staleness {setting.max_staleness}, {setting.in_flight} in flight at most"
-        for side, setting in settings.items()
-    ]
-    ours = settings[OURS]
-    return (
-        f"{'; '.join(sides)}; both: {ours.groups_per_step} x {ours.group_size} samples a step, {ours.threads} thread each. The row "
-        "staleness is the mean over trained tokens on our side, on TRL's over samples since their group began, which is more for "
-        "the same sample"
     )
 
 
@@ -154,7 +128,7 @@ def write_config(setting: Setting) -> Path:
             "groups_per_step": setting.groups_per_step,
             "max_staleness": setting.max_staleness,
             "max_completion_tokens": setting.completion_tokens,
-            "max_in_flight": setting.max_in_flight,
+            "max_in_flight": setting.in_flight,
             "temperature": 1.0,
         },
         "rewards": [{"function": "benchmarks._trl_setting:low_ids"}],
@@ -223,20 +197,11 @@ def write_inputs(setting_file: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuUse:
-    """CPU seconds (user and system) of all processes of each tree between two steps."""
-
-    trainer_s: float
-    server_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Steady state of one run."""
 
     steps: list[Step]
     """Those that were measured, without the warmup."""
-    cpu: CpuUse
     thrown_away: float
     """Samples, in the steps measured."""
 
@@ -262,15 +227,12 @@ class Outcome:
             seconds = sum(getattr(step, f"{part}_s") for step in self.steps)
             known[f"  {part}"] = (1000 * seconds / len(self.steps), "ms")
         return known | {
-            "CPU per trained sample": ((self.cpu.trainer_s + self.cpu.server_s) / self.samples, "s"),
-            "  trainer": (self.cpu.trainer_s / self.samples, "s"),
-            "  server": (self.cpu.server_s / self.samples, "s"),
             "thrown away": (self.thrown_away / (self.samples + self.thrown_away), "fraction"),
             "staleness": (statistics.fmean(step.staleness for step in self.steps), "steps"),
         }
 
 
-def outcome(steps: Sequence[Step], cpu: CpuUse, setting: Setting) -> Outcome:
+def outcome(steps: Sequence[Step], setting: Setting) -> Outcome:
     """The steady state of a run: its steps after the warmup, without those at the end.
 
     Raises:
@@ -280,76 +242,47 @@ def outcome(steps: Sequence[Step], cpu: CpuUse, setting: Setting) -> Outcome:
     if len(steps) < last:
         raise ValueError(f"{len(steps)} steps were made, {last} are needed")
     return Outcome(
-        steps=list(steps[first:last]), cpu=cpu, thrown_away=steps[last - 1].thrown_away - steps[first - 1].thrown_away
+        steps=list(steps[first:last]), thrown_away=steps[last - 1].thrown_away - steps[first - 1].thrown_away
     )
 
 
-def _run(setting: Setting, side: str, server_pid: int) -> Outcome:
-    """`grpo-async train`, as anybody starts it, or TRL's trainer."""
+def _run(setting: Setting, side: str) -> Outcome:
+    """`grpo-async train`, as anybody starts it, or TRL's trainer.
+
+    Raises:
+        RuntimeError: it failed, or took longer than RUN_TIMEOUT_S.
+    """
     run = setting.folder / "run"
     if side == OURS:
         command = [sys.executable, "-m", "grpo_async", "train", str(write_config(setting))]
-        steps_file = run / "metrics.jsonl"
     else:
-        command, steps_file = [sys.executable, "-m", "benchmarks._trl_train", str(setting.write())], setting.steps_file
-    cpu = run_metered(command, setting, steps_file=steps_file, server_pid=server_pid)
-    lines = [json.loads(line) for line in steps_file.read_text(encoding="utf-8").splitlines()]
-    if side == TRL:
-        return outcome([Step(**line) for line in lines], cpu, setting)
-    from grpo_async.tracking.timeline_file import read_events
-
-    spans = [(event.name, event.track, event.start, event.end) for event in read_events(run / "events.jsonl")]
-    return outcome(steps_of(lines, spans, group_size=setting.group_size), cpu, setting)
-
-
-def run_metered(command: Sequence[str], setting: Setting, *, steps_file: Path, server_pid: int) -> CpuUse:
-    """Run a command to its end, and measure from the end of the warmup to that of the last step, by the lines of `steps_file`.
-
-    Raises:
-        RuntimeError: the command failed, took longer than RUN_TIMEOUT_S, or made fewer steps.
-    """
-    ends_at = time.monotonic() + RUN_TIMEOUT_S
-    log = setting.folder / "log"
+        command = [sys.executable, "-m", "benchmarks._trl_train", str(setting.write())]
     environment = {name: value for name, value in os.environ.items() if name not in ("GRPO_ASYNC_TOKEN", "PYTHONPATH")}
     environment |= {
         "OMP_NUM_THREADS": str(setting.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
+    log = setting.folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            list(command), cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
-
-    def cpu_after(num_steps: int) -> CpuUse:
-        while not (steps_file.exists() and steps_file.read_bytes().count(b"\n") >= num_steps):
-            if process.poll() is not None:
-                raise RuntimeError(f"it ended with {process.returncode} before its steps were made")
-            if time.monotonic() > ends_at:
-                raise RuntimeError("its steps took too long")
-            time.sleep(_POLL_S)
-        return CpuUse(trainer_s=_tree_cpu_s(process.pid), server_s=_tree_cpu_s(server_pid))
-
-    try:
-        begin, end = cpu_after(setting.warm_up), cpu_after(setting.last_measured)
-        if code := process.wait(timeout=max(0.1, ends_at - time.monotonic())):
-            raise RuntimeError(f"it ended with {code}")
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        try:
+            code: object = process.wait(timeout=RUN_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            code = error
+        finally:
+            _server.stop(process)
+    if code != 0:
         tail = log.read_bytes()[-4000:].decode(errors="replace")
-        raise RuntimeError(f"{' '.join(command)}: {error}; the end of its log:\n{tail}") from error
-    finally:
-        _server.stop(process)
-    return CpuUse(trainer_s=end.trainer_s - begin.trainer_s, server_s=end.server_s - begin.server_s)
+        raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of its log:\n{tail}")
+    steps_file = run / "metrics.jsonl" if side == OURS else setting.steps_file
+    lines = [json.loads(line) for line in steps_file.read_text(encoding="utf-8").splitlines()]
+    if side == TRL:
+        return outcome([Step(**line) for line in lines], setting)
+    from grpo_async.tracking.timeline_file import read_events
 
-
-def _tree_cpu_s(pid: int) -> float:
-    """CPU seconds so far of a process and all that come from it and still run."""
-    total = 0.0
-    with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in [root, *root.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-    return total
+    spans = [(event.name, event.track, event.start, event.end) for event in read_events(run / "events.jsonl")]
+    return outcome(steps_of(lines, spans, group_size=setting.group_size), setting)
 
 
 def steps_of(
@@ -395,7 +328,7 @@ def report_outcomes(report: Report, outcomes: dict[str, list[Outcome]]) -> None:
     for side, runs in found.items():
         for name, (_, unit) in runs[0].items():
             report.row(f"{side}: {name}", [each[name][0] for each in runs], unit)
-    for name in ("trained samples", "trained tokens", "CPU per trained sample"):
+    for name in ("trained samples", "trained tokens"):
         values = ratios({side: [each[name][0] for each in runs] for side, runs in found.items()}, OURS, TRL)
         report.row(f"{name}: {OURS} / {TRL}", values, "ratio")
         if name == "trained samples":

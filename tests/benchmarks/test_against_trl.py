@@ -1,4 +1,4 @@
-"""benchmarks/against_trl.py without TRL's environment: both sides get the same, the figures add up, and what is replaced in TRL
+"""benchmarks/against_trl.py without a run: both sides get the same, the figures add up, and what is replaced in TRL
 is there."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks import _trl_train as train
 from benchmarks import against_trl
 from benchmarks._trl_setting import Setting, Step
 from benchmarks._trl_train import CpuKernel, EqualPush
-from benchmarks.against_trl import OURS, TRL, CpuUse, both_settings, outcome
+from benchmarks.against_trl import make_setting, outcome
 from grpo_async.config.loader import load_config
 
 
@@ -34,21 +34,7 @@ def _setting(folder: Path, *arguments: str) -> Setting:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (folder / "prompts.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1 = ?"}]}\n')
-    return both_settings(folder, _options(*arguments))[OURS]
-
-
-def test_both_sides_are_given_the_same_but_for_what_was_asked_for(tmp_path: Path) -> None:
-    asked = ("--our-staleness", "1", "--trl-staleness", "3", "--trl-in-flight", "32")
-    settings = both_settings(tmp_path, _options(*asked))
-    differing = {
-        name for name in Setting.__dataclass_fields__ if getattr(settings[OURS], name) != getattr(settings[TRL], name)
-    }
-    assert differing == {"max_staleness"}, "as many in flight as TRL's side, where nothing else was asked for"
-    assert (settings[OURS].max_staleness, settings[OURS].max_in_flight) == (1, 32)
-    assert (settings[TRL].max_staleness, settings[TRL].max_in_flight) == (3, 32)
-    assert both_settings(tmp_path, _options(*asked, "--in-flight", "20"))[OURS].max_in_flight == 20
-    told = against_trl.told_apart(settings)
-    assert "grpo-async: max_staleness 1, 32 in flight at most; TRL: max_staleness 3, 32 in flight at most;" in told
+    return make_setting(folder, _options(*arguments))
 
 
 def test_the_two_configurations_ask_for_the_same_training(tmp_path: Path) -> None:
@@ -118,10 +104,10 @@ def test_the_stand_in_for_the_kernel_gives_what_each_sample_gives_alone(monkeypa
 
 
 def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
-    setting = _setting(tmp_path, "--warmup", "2", "--steps", "3", "--our-staleness", "1")
+    setting = _setting(tmp_path, "--warmup", "2", "--steps", "3", "--staleness", "1")
     assert setting.max_steps == 2 + 3 + 2
     steps = [_step(thrown_away=4.0 * number, wall_s=1.0 + number) for number in range(7)]
-    found = outcome(steps, CpuUse(trainer_s=4.8, server_s=2.4), setting)
+    found = outcome(steps, setting)
     assert [step.wall_s for step in found.steps] == [3.0, 4.0, 5.0]
     assert found.thrown_away == 4.0 * 4 - 4.0 * 1
     figures = {name.strip(): value for name, (value, _) in found.statistics().items()}
@@ -132,11 +118,9 @@ def test_the_steady_state_leaves_out_warm_up_and_end(tmp_path: Path) -> None:
         {"waiting": 500.0, "forward": 400.0, "backward": 600.0, "optimizer": 100.0, "sync": 200.0}
     )
     assert figures["other"] == pytest.approx(1000 * (4.0 - 1.8))
-    assert figures["CPU per trained sample"] == pytest.approx(7.2 / 48)
-    assert (figures["trainer"], figures["server"]) == pytest.approx((0.1, 0.05))
     assert figures["thrown away"] == pytest.approx(12 / 60)
     with pytest.raises(ValueError, match="4 steps were made, 5 are needed"):
-        outcome(steps[:4], CpuUse(trainer_s=1.0, server_s=1.0), setting)
+        outcome(steps[:4], setting)
 
 
 def test_our_steps_are_read_from_metrics_and_timeline() -> None:
