@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import ROOT, Report, median_interval, parser_of, ratios, time_in_turns
+from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
 
 MAX_MEMORY = 1 / 8
 MAX_TIME = 1.1
@@ -76,8 +76,6 @@ def _report_times(report: Report, options: argparse.Namespace) -> None:
         report.row(f"{name}: time", seconds[name], "s")
     found = ratios(seconds, *VARIANTS)
     report.row("chunked / full: time", found, "ratio")
-    low, high = median_interval(found, seed=options.seed)
-    report.note(f"chunked / full, time: 95% interval of the median {low:.3f} to {high:.3f}")
     report.target("time, chunked / full, median", statistics.median(found), at_most=MAX_TIME)
 
 

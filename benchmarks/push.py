@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks import _server
 from benchmarks._models import SIZES
-from benchmarks.report import Report, in_turns, median_interval, parser_of
+from benchmarks.report import Report, in_turns, parser_of
 
 MAX_RATIO = 1.0
 BARE_FACTOR = 1.2
@@ -269,8 +269,6 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         report.row(f"push / ({BARE_FACTOR:g} x bare + load)", found, "ratio")
         what = f"push / ({BARE_FACTOR:g} x bare broadcast + load), median"
         report.target(what, statistics.median(found), at_most=MAX_RATIO)
-        low, high = median_interval(found, seed=options.seed)
-        report.note(f"95% interval of that median: {low:.3f} to {high:.3f}")
     report.note(
         f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, mode "
         f"{options.mode}, buckets of {options.bucket_mb or 'the size that a run takes'}"

@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import random
 import statistics
 import sys
 import time
@@ -48,15 +47,6 @@ def time_in_turns(variants: Mapping[str, Callable[[], object]], rounds: int) -> 
 def ratios(values: Mapping[str, Sequence[float]], over: str, under: str) -> list[float]:
     """over / under, round by round. Raises: ValueError where a round has one of the two only."""
     return [a / b for a, b in zip(values[over], values[under], strict=True)]
-
-
-def median_interval(values: Sequence[float], *, seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
-    """The interval that holds 95% of the medians of resampled values (the bootstrap's percentile interval, Efron 1979)."""
-    if len(values) < 2:
-        return values[0], values[0]
-    chance = random.Random(seed)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(resamples))
-    return medians[int(0.025 * resamples)], medians[int(0.975 * resamples) - 1]
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
