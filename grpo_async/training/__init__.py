@@ -3,7 +3,7 @@
 ranks                           the commands by which the other ranks follow rank 0, whose main loop is trainer.loop
 step, loss, logprobs            one step; what is minimized; the model's head in chunks
 model, attention, families      the sharded policy; packed samples apart; which model families it computes right
-load, parameters, lora, nf4     from Hugging Face files into shards; what a push sends; adapters; 4 bits
+load, parameters, lora          from Hugging Face files into shards; what a push sends; adapters
 optimizer, reference            what moves the weights; forwards without a gradient
 checkpoint, export              for a resume; Hugging Face folders
 checkpoint_manifest, _choice    whether one is whole; which one a name means (both without torch)

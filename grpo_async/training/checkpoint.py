@@ -21,8 +21,6 @@ within DCP, whose group has a deadline. A checkpoint loads on another number of 
 from __future__ import annotations
 
 import copy
-import hashlib
-import io
 import json
 import logging
 import random
@@ -30,11 +28,9 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -65,6 +61,7 @@ from grpo_async.training.checkpoint_choice import best_first
 from grpo_async.training.checkpoint_manifest import (
     FORMAT,
     STATE,
+    checksum,
     damaged,
     holds_tensors,
     problem_of,
@@ -278,32 +275,7 @@ def seed_rng(seed: int) -> None:
     torch.manual_seed(seed)  # those of all GPUs too
 
 
-class _HashedFile(io.BufferedWriter):
-    """A file that is written from its beginning to its end, and the SHA-256 of what was written."""
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return super().write(data)
-
-
-class _HashedFiles(FileSystem):  # type: ignore[misc]  # mypy does not see torch's class
-    """What DCP's writer writes to; `checksums` has the SHA-256 of each file by name."""
-
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with _HashedFile(path) as file:
-            yield file
-        self.checksums[Path(path).name] = file.sha256.hexdigest()
-
-
-class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
+class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see torch's class
     """This rank's part of a checkpoint: copied on the CPU (`stage`), then written by DCP's thread. When that is done rank 0 has the
     `checksums` of all ranks' files, by name."""
 
@@ -312,7 +284,6 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
     def __init__(self, folder: Path) -> None:
         # memory for the copies is slow to get (pinned above all), so it is kept: about this rank's part of a checkpoint
         super().__init__(folder, cache_staged_state_dict=True)
-        self.fs = _HashedFiles()
         self.checksums: dict[str, str] = {}
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -324,9 +295,12 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # as above
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """DCP brings what this returns on each rank to `finish` on rank 0: the checksums come last."""
-        self.fs.checksums.clear()
         written = super().write_data(plan, planner).wait()
-        checksums = WriteResult(index=MetadataIndex("checksums"), size_in_bytes=0, storage_data=dict(self.fs.checksums))
+        names = {result.storage_data.relative_path for result in written}
+        found = {
+            name: checksum(Path(self.path) / name) for name in names
+        }  # read while the system still has it in memory
+        checksums = WriteResult(index=MetadataIndex("checksums"), size_in_bytes=0, storage_data=found)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([*written, checksums])
         return done

@@ -37,7 +37,7 @@ def write_manifest(folder: Path, *, step: int, world_size: int, checksums: Mappi
         OSError: a file cannot be read or the list cannot be written.
     """
     files: dict[str, dict[str, Any]] = {
-        path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or _checksum(path)}
+        path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or checksum(path)}
         for path in sorted(folder.iterdir())
     }
     content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
@@ -116,7 +116,7 @@ def problem_of(folder: Path, *, reads: Callable[[str], bool] = lambda name: True
             size = path.stat().st_size
             if size != expected["bytes"]:
                 return f"{path} has {size} bytes instead of {expected['bytes']}"
-            if reads(name) and _checksum(path) != expected["sha256"]:
+            if reads(name) and checksum(path) != expected["sha256"]:
                 return f"{path} is damaged: its checksum does not match"
         except FileNotFoundError:
             return f"{path} is missing"
@@ -138,6 +138,7 @@ def set_aside(checkpoint: Path, reason: str) -> Path:
     return target
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

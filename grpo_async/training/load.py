@@ -147,7 +147,9 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
         ConfigError: see `load_weights`.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it would be lines of the log
     path = section.path
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -173,7 +175,7 @@ def _read(section: ModelSection) -> tuple[dict[str, torch.Tensor], Any]:
     for name, in_file, in_model in info["mismatched_keys"]:
         problems.append(f"has {name} in the shape {list(in_file)}, but its config.json says {list(in_model)}")
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if model.config.get_text_config().tie_word_embeddings and head is not embedding:
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False) and head is not embedding:
         problems.append("ties the head to the embedding in its config.json, but its files hold both with other values")
     if problems:
         raise ConfigError(f"model.path: {path!r} {'; it '.join(problems)}; copy the model again")
