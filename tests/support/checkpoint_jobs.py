@@ -56,13 +56,13 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
     saved = fingerprint(policy)
     _, writer = _writer(run)
     read: list[str] = []
-    checksum = checkpoint_manifest._checksum
+    checksum = checkpoint_manifest.checksum
 
     def noted(path: Path) -> str:
         read.append(path.name)
         return checksum(path)
 
-    checkpoint_manifest._checksum = noted
+    checkpoint_manifest.checksum = noted
     checkpoint.seed_rng(17 + dist.get_rank())
     _draws()
     writer.begin(1, policy, optimizer, _state(1))
