@@ -7,9 +7,8 @@ Every reader gives (place, row), one after the other, and raises ConfigError wit
 from __future__ import annotations
 
 import csv
-import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,10 @@ def read_jsonl(source: JsonlSource) -> PlacedRows:
         place = f"{source.path}:{number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{place}: this line is not valid JSON ({error.msg} at column {error.colno}); "
-                "a .jsonl file holds one complete JSON object per line"
+                f"{place}: this line cannot be read as JSON ({error}); a .jsonl file holds one JSON object per line"
             ) from error
-        except RecursionError as error:
-            raise ConfigError(f"{place}: the JSON of this line is nested too deeply to be read") from error
-        except ValueError as error:
-            raise ConfigError(f"{place}: a number of this line cannot be read ({error}); put it in quotes") from error
         if not isinstance(row, dict):
             raise ConfigError(
                 f'{place}: expected a JSON object such as {{"prompt": "..."}}, got {json_kind(row)}; '
@@ -56,34 +50,30 @@ def read_jsonl(source: JsonlSource) -> PlacedRows:
 
 
 def read_csv(source: CsvSource) -> PlacedRows:
-    reader = csv.reader(_lines(source.path), strict=True)
-    header: list[str] = []
+    reader = csv.DictReader(_lines(source.path), strict=True)
     begins_at = 1  # a quoted value may span lines; the place is where the row begins
-    while True:
-        place = f"{source.path}:{begins_at}"
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise ConfigError(f"{place}: this row is not valid CSV ({error}); check its quotes") from error
+    try:
+        _check_names(source.path, reader.fieldnames or ())
         begins_at = reader.line_num + 1
-        if not values:  # an empty line
-            continue
-        if not header:
-            header = values
-            twice = sorted({name for name in header if header.count(name) > 1})
-            if twice:
+        for row in reader:
+            place = f"{source.path}:{begins_at}"
+            if None in row or None in row.values():
                 raise ConfigError(
-                    f"{place}: the header names {backticked(twice)} more than once; give each column its own name"
+                    f"{place}: this row has not as many values as the header has columns ({backticked(reader.fieldnames or ())}); "
+                    "put values that hold a comma or a line break into double quotes"
                 )
-            continue
-        if len(values) != len(header):
-            raise ConfigError(
-                f"{place}: this row has {len(values)} values, but the header has {len(header)} columns ({backticked(header)}); "
-                "put values that hold a comma or a line break into double quotes"
-            )
-        yield place, dict(zip(header, values, strict=True))
+            yield place, row
+            begins_at = reader.line_num + 1
+    except csv.Error as error:
+        raise ConfigError(
+            f"{source.path}:{begins_at}: this row is not valid CSV ({error}); check its quotes"
+        ) from error
+
+
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
 
 
 def read_parquet(source: ParquetSource) -> PlacedRows:
@@ -96,9 +86,7 @@ def read_parquet(source: ParquetSource) -> PlacedRows:
         number = 0
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                twice = sorted({name for name in file.schema_arrow.names if file.schema_arrow.names.count(name) > 1})
-                if twice:
-                    raise ConfigError(f"{path}: {backticked(twice)} names more than one column; give each its own name")
+                _check_names(path, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
                         yield f"{path}, row {number}", row
@@ -128,17 +116,13 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from file
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path}: there is no such file (looked in {Path.cwd()}); correct the `path`, or make the file first"
-        ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}: this file is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
         ) from error
     except OSError as error:
         raise ConfigError(
-            f"{path}: this file cannot be read ({error.strerror}); `path` must name a readable file"
+            f"{path}: {error.strerror} (looked in {Path.cwd()}); `path` must name a readable file"
         ) from error
 
 
@@ -171,9 +155,6 @@ def _load(datasets: Any, source: HubSource) -> Any:
     folder = Path(source.name)
     if not ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
         return datasets.load_dataset(source.name, source.subset, split=source.split, revision=source.revision)
-    for setting in ("subset", "revision"):
-        if getattr(source, setting) is not None:
-            raise ConfigError(f"{source.name}: a folder that save_to_disk wrote has no `{setting}`; leave it out")
     saved = datasets.load_from_disk(source.name)
     if isinstance(saved, dict):
         if source.split not in saved:
@@ -204,13 +185,12 @@ def read_generator(source: GeneratorSource) -> PlacedRows:
             raise ConfigError(
                 f"{source.function}: has made {MAX_ROWS} rows and not come to an end; set `limit` to the number of rows wanted"
             )
-        if number < _COMPARED_ROWS:
-            again = next(second, (place, None))[1]
-            if repr(again) != repr(row):  # not `!=`: a NaN differs from itself
-                raise ConfigError(
-                    f"{place}: a second call of the function makes another row, so a run could not be continued from a "
-                    "checkpoint; let it draw from random.Random(SEED) instead of what changes from call to call"
-                )
+        # repr: a NaN differs from itself
+        if number < _COMPARED_ROWS and repr(next(second, (place, None))[1]) != repr(row):
+            raise ConfigError(
+                f"{place}: a second call of the function makes another row, so a run could not be continued from a "
+                "checkpoint; let it draw from random.Random(SEED) instead of what changes from call to call"
+            )
         yield place, row
 
 
@@ -225,41 +205,19 @@ def read_environment(source: EnvironmentSource) -> PlacedRows:
 
 
 def _rows(source: GeneratorSource) -> Iterator[tuple[str, Row]]:
-    rows = _start(source)
-    number = 0
-    while True:
-        place = f"{source.function}, row {number}"
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # the user's code: whatever it raises means this
-            raise ConfigError(f"{place}: the function raised {type(error).__name__}: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f'{place}: expected a dict such as {{"prompt": "..."}}, got {json_kind(row)}')
-        check_values(row, place)
-        yield place, row
-        number += 1
-
-
-def _start(source: GeneratorSource) -> Iterator[Any]:
-    function = resolve(source.function)
-    if not callable(function):
-        raise ConfigError(
-            f"{source.function}: is {json_kind(function)}, which cannot be called; name a generator function"
-        )
-    try:
-        inspect.signature(function).bind(**source.arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source.function}: does not fit the `arguments` {source.arguments}: {error}") from error
+    function, place = resolve(source.function), source.function
     try:
         made = function(**source.arguments)
+        if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
+            raise TypeError(f"it must yield rows, or return a list of them, not {json_kind(made)}")
+        for number, row in enumerate(made):
+            place = f"{source.function}, row {number}"
+            if not isinstance(row, dict):
+                raise TypeError(f'it must yield dicts such as {{"prompt": "..."}}, got {json_kind(row)}')
+            check_values(row, place)
+            yield place, row
+            place = f"{source.function}, row {number + 1}"
+    except ConfigError:
+        raise
     except Exception as error:  # the user's code: whatever it raises means this
-        raise ConfigError(f"{source.function}: the function raised {type(error).__name__}: {error}") from error
-    if inspect.isasyncgen(made) or inspect.isawaitable(made):
-        raise ConfigError(f"{source.function}: is async; rows come from a plain generator function")
-    if not isinstance(made, Iterable) or isinstance(made, str | bytes | dict):
-        raise ConfigError(
-            f"{source.function}: returned {json_kind(made)}; it must yield rows, or return a list of them"
-        )
-    return iter(made)
+        raise ConfigError(f"{place}: the function raised {type(error).__name__}: {error}") from error

@@ -48,7 +48,7 @@ from grpo_async.data.rows import PlacedRows, Row, Rows, check_values
 from grpo_async.data.stream import make_prompt
 from grpo_async.errors import ConfigError
 from grpo_async.records import Prompt
-from grpo_async.utils.text import backticked, did_you_mean, json_kind
+from grpo_async.utils.text import backticked, did_you_mean
 
 _READERS: Mapping[type, Callable[[Any], PlacedRows]] = {
     JsonlSource: read_jsonl,
@@ -183,21 +183,11 @@ def _look_up(row: Row, path: str, place: str) -> Any:
         elif isinstance(value, dict) and key in value:
             value = value[key]
         else:
-            raise ConfigError(_missing(path, walked, key, value, place))
+            where = f"`{'.'.join(walked)}` has no `{key}`" if walked else f"`{key}` is not a column here"
+            has = f"; it has {backticked(value)}{did_you_mean(key, value)}" if isinstance(value, dict) else ""
+            raise ConfigError(f"{place}: `columns` renames `{path}`, but {where}{has}")
         walked.append(key)
     return value
-
-
-def _missing(path: str, walked: Sequence[str], key: str, owner: Any, place: str) -> str:
-    if not walked:
-        columns = f"{backticked(owner)}{did_you_mean(key, owner)}"
-        return f"{place}: `columns` renames `{path}`, which is not a column here; the columns are {columns}"
-    inside = ".".join(walked)
-    if isinstance(owner, dict):
-        return f"{place}: `columns` renames `{path}`, but `{inside}` has no `{key}`; it has {backticked(owner)}"
-    if isinstance(owner, list):
-        return f"{place}: `columns` renames `{path}`, but `{inside}` is a list of {len(owner)} without an entry `{key}`"
-    return f"{place}: `columns` renames `{path}`, but `{inside}` is {json_kind(owner)}, which has nothing below it"
 
 
 CountTokens = Callable[[Prompt], int]

@@ -9,9 +9,8 @@
             ...
 
 Filters, sorts and counts run in memory (`index`); texts and tokens are read from the blocks for what is shown or searched. All
-methods may be called from several threads. `with_superseded`: also what a run wrote after the checkpoint that it later went on
-from; such groups were not trained in the run as it now is. Of a group or rollout that is stored twice (generated again after a
-resume) the one that counts is given, and without one that counts the newest.
+methods may be called from several threads. Superseded groups, which a run wrote after the checkpoint that it later went on from,
+are left out: they were not trained in the run as it now is. `with_superseded` counts and exports them too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from grpo_async.records import root_id
 from grpo_async.store.database import quote
 from grpo_async.store.index import Index
 from grpo_async.store.query import EVERYTHING, Query, QueryError, find_value, parse_query
-from grpo_async.store.query_names import BLOCK_SQL, LIST, NUMBER, ROW_KEY
+from grpo_async.store.query_names import LIST, NUMBER, ROW_KEY
 from grpo_async.store.rows import GroupRow, RolloutRow, from_columns
 from grpo_async.store.schema import COLUMN_NAMES, COLUMNS, PARQUET_OPTIONS
 from grpo_async.store.summaries import (
@@ -107,6 +106,12 @@ class RolloutTable:
         return self._index.generation
 
     @property
+    def newest_seq(self) -> int:
+        """Of all groups, superseded or not; -1: there is none."""
+        ((seq,),) = self._index.fetch("SELECT coalesce(max(seq), -1) FROM groups")
+        return int(seq)
+
+    @property
     def damage(self) -> list[str]:
         """Blocks and lines that cannot be read, so that their rows are missing. One sentence each."""
         return self._index.damage()
@@ -121,7 +126,7 @@ class RolloutTable:
         if superseded:
             found.append(
                 f"{superseded} of {groups} groups were written after a checkpoint that the run later went on from: they are "
-                "superseded, and shown only when asked for"
+                "superseded, and left out"
             )
         if not groups and not found:
             state = "holds no rollouts yet" if index.folder.is_dir() else "is not there (yet)"
@@ -148,7 +153,6 @@ class RolloutTable:
         sort: str = "-seq",
         offset: int = 0,
         limit: int = 50,
-        with_superseded: bool = False,
     ) -> list[RolloutSummary]:
         """Rollouts that the query holds for.
 
@@ -159,7 +163,7 @@ class RolloutTable:
         Raises:
             QueryError: no such column, or one that cannot be sorted by.
         """
-        where = self._where(query, with_superseded)
+        where = self._where(query)
         return self._with_previews(self._index.fetch(_page(where, sort, offset, limit), query))
 
     def group_page(
@@ -169,7 +173,6 @@ class RolloutTable:
         sort: str = "-seq",
         offset: int = 0,
         limit: int = 50,
-        with_superseded: bool = False,
     ) -> list[GroupSummary]:
         """Groups with at least one rollout that the query holds for; also those without any rollout (they failed before one ended).
 
@@ -180,16 +183,16 @@ class RolloutTable:
         Raises:
             QueryError: no such column, or one of rollouts only.
         """
-        where = self._where(query, with_superseded)
+        where = self._where(query)
         return self._groups(self._index.fetch(_group_page(where, sort, offset, limit), query))
 
     # ------------------------------------------------------------------------------------------- single ones
 
-    def group(self, group_id: int, *, with_superseded: bool = False) -> GroupRow:
+    def group(self, group_id: int) -> GroupRow:
         """One group with all its tokens. RunError: there is none."""
-        seq = self._newest("groups", f"group_id = {int(group_id)}", with_superseded)
+        seq = self._newest("groups", f"group_id = {int(group_id)}")
         if seq is None:
-            raise RunError(f"there is no group {group_id} in {self.folder}{self._hint(with_superseded)}")
+            raise RunError(f"there is no group {group_id} in {self.folder}{self._hint()}")
         return self.group_at(seq)
 
     def group_at(self, seq: int) -> GroupRow:
@@ -210,20 +213,18 @@ class RolloutTable:
         """The rollouts of one group, by the number of its line, in their order."""
         return self._with_previews(self._index.fetch(_page(f"seq = {int(seq)}", "index", 0, 1 << 16)))
 
-    def rollout(self, rollout_id: str, *, with_superseded: bool = False) -> tuple[GroupRow, RolloutRow]:
+    def rollout(self, rollout_id: str) -> tuple[GroupRow, RolloutRow]:
         """One rollout, or one of its branches, with all its tokens, and its group. RunError: there is none."""
-        seq = self._newest("rows", f"rollout_id = {quote(root_id(rollout_id))}", with_superseded)
+        seq = self._newest("rows", f"rollout_id = {quote(root_id(rollout_id))}")
         group = None if seq is None else self.group_at(seq)
         found = None if group is None else group.path(rollout_id)
         if group is None or found is None:
-            raise RunError(f"there is no rollout {rollout_id} in {self.folder}{self._hint(with_superseded)}")
+            raise RunError(f"there is no rollout {rollout_id} in {self.folder}{self._hint()}")
         return group, found
 
     # --------------------------------------------------------------------------------------------- figures
 
-    def histogram(
-        self, field: str, query: Query = EVERYTHING, *, bins: int = 30, with_superseded: bool = False
-    ) -> Histogram:
+    def histogram(self, field: str, query: Query = EVERYTHING, *, bins: int = 30) -> Histogram:
         """How a number is distributed: reward, staleness, length, rewards['NAME'], group_reward, ... Whole numbers in a range of at
         most `bins` get a bin each.
 
@@ -236,7 +237,7 @@ class RolloutTable:
         value = find_value(field)
         if value.kind != NUMBER:
             raise QueryError(field, 0, len(field), f"{field} holds no numbers")
-        where = self._where(query, with_superseded)
+        where = self._where(query)
         known = f"""WITH known AS (
             SELECT if(isfinite(value), value, NULL) AS value FROM (
                 SELECT try_cast({value.sql} AS DOUBLE) AS value FROM rollouts WHERE rollout_index IS NOT NULL AND {where}))
@@ -258,38 +259,29 @@ class RolloutTable:
         edges = [low + width * k for k in range(bins)] + [high]
         return Histogram(field=field, edges=edges, counts=counts, num_null=missing)
 
-    def facets(
-        self, field: str, query: Query = EVERYTHING, *, limit: int = 20, with_superseded: bool = False
-    ) -> list[tuple[str, int]]:
-        """The most frequent values of a column (status, group_status, tools, error, columns['NAME'], ...) with the number of
+    def facets(self, field: str, query: Query = EVERYTHING, *, limit: int = 20) -> list[tuple[str, int]]:
+        """The most frequent values of a column (status, group_status, tools, error, ...) with the number of
         rollouts that have them; those without a value are not counted.
 
         Raises:
-            QueryError: no such column.
+            QueryError: no such column, or one of texts.
         """
         value = find_value(field)
-        where = f"rollout_index IS NOT NULL AND {self._where(query, with_superseded)}"
-
-        def ask() -> list[tuple[Any, ...]]:
-            if value.in_blocks:
-                texts = f"(SELECT {ROW_KEY} AS row_key, {BLOCK_SQL} FROM {self._index.relation()})"
-                values = f"SELECT {value.sql} AS value FROM {texts} WHERE row_key IN (SELECT row_key FROM rollouts WHERE {where})"
-            else:
-                each = f"unnest(list_distinct({value.sql}))" if value.kind == LIST else value.sql
-                values = f"SELECT {each} AS value FROM rollouts WHERE {where}"
-            counted = f"SELECT value, count(*) FROM ({values}) WHERE value IS NOT NULL GROUP BY value"
-            return self._index.fetch(f"{counted} ORDER BY 2 DESC, 1 LIMIT {int(limit)}", query)
-
-        found = self._reading(ask)
+        if value.in_blocks:
+            raise QueryError(field, 0, len(field), f"the values of {field} cannot be counted")
+        each = f"unnest(list_distinct({value.sql}))" if value.kind == LIST else value.sql
+        values = f"SELECT {each} AS value FROM rollouts WHERE rollout_index IS NOT NULL AND {self._where(query)}"
+        counted = f"SELECT value, count(*) FROM ({values}) WHERE value IS NOT NULL GROUP BY value"
+        found = self._index.fetch(f"{counted} ORDER BY 2 DESC, 1 LIMIT {int(limit)}", query)
         return [
             (str(int(value)) if isinstance(value, float) and value.is_integer() else str(value), count)
             for value, count in found
         ]
 
-    def by_step(self, query: Query = EVERYTHING, *, with_superseded: bool = False) -> list[StepSummary]:
-        """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out, and without
-        `with_superseded` also the one that is not done yet."""
-        where = self._where(query, with_superseded)
+    def by_step(self, query: Query = EVERYTHING) -> list[StepSummary]:
+        """Ascending by step; those that no step saw last. Steps without a matching rollout or group are left out, and so
+        is the one that is not done yet."""
+        where = self._where(query)
         rewards: dict[int | None, dict[str, float]] = defaultdict(dict)
         parts = f"SELECT step, unnest(map_entries(rewards)) AS part FROM rollouts WHERE {where}"
         means = f"SELECT step, part.key, avg(part.value) FROM ({parts}) WHERE part.value IS NOT NULL GROUP BY ALL"
@@ -300,7 +292,7 @@ class RolloutTable:
         for step, status, groups in self._index.fetch(counts, query):
             statuses[step][status] = groups
         # what was filtered or dropped for a step that is not done would give a wrong mean
-        is_done = "" if with_superseded else " AND (step IS NULL OR step <= last_step())"
+        is_done = " AND (step IS NULL OR step <= last_step())"
         select = f"SELECT {', '.join(_STEP_SQL.values())} FROM rollouts WHERE {where}{is_done}"
         rows = self._index.fetch(f"{select} GROUP BY step ORDER BY step NULLS LAST", query)
         return [
@@ -312,10 +304,10 @@ class RolloutTable:
             for row in rows
         ]
 
-    def same_prompt(self, prompt_hash: str, *, with_superseded: bool = False) -> list[GroupSummary]:
+    def same_prompt(self, prompt_hash: str) -> list[GroupSummary]:
         """All groups of one prompt, in the order of writing; none where the run never saw it."""
         query = parse_query(f"prompt_hash = {quote(prompt_hash)}")
-        return self.group_page(query, sort="seq", limit=1 << 31, with_superseded=with_superseded)
+        return self.group_page(query, sort="seq", limit=1 << 31)
 
     def extremes(self, query: Query = EVERYTHING, k: int = 10) -> Extremes:
         """The best and worst rollouts by reward, and the prompts whose mean reward changed most between their first group and their
@@ -365,7 +357,7 @@ class RolloutTable:
             for part in self._index.parts()
         ]
 
-    def _where(self, query: Query, with_superseded: bool) -> str:
+    def _where(self, query: Query, with_superseded: bool = False) -> str:
         condition = self._reading(lambda: self._index.condition(query))
         return condition if with_superseded else f"NOT superseded AND {condition}"
 
@@ -443,16 +435,13 @@ class RolloutTable:
             if first in groups and last in groups
         ]
 
-    def _newest(self, table: str, condition: str, with_superseded: bool) -> int | None:
-        """The seq of what the condition holds for; None: there is none that counts."""
-        counts = "true" if with_superseded else "NOT superseded"
-        found = self._index.fetch(
-            f"SELECT seq FROM {table} WHERE {condition} AND {counts} ORDER BY superseded, seq DESC LIMIT 1"
-        )
-        return int(found[0][0]) if found else None
+    def _newest(self, table: str, condition: str) -> int | None:
+        """The seq of what the condition holds for and counts; None: there is none."""
+        ((seq,),) = self._index.fetch(f"SELECT max(seq) FROM {table} WHERE {condition} AND NOT superseded")
+        return None if seq is None else int(seq)
 
-    def _hint(self, with_superseded: bool) -> str:
-        if with_superseded or not self._index.metadata.superseded:
+    def _hint(self) -> str:
+        if not self._index.metadata.superseded:
             return ""
         return "; a resume may have left it behind: export --superseded has what is superseded"
 

@@ -7,7 +7,6 @@ summarized (`catalog`), where they can take that.
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import re
@@ -17,8 +16,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import TextWrapper
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
@@ -35,40 +33,33 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import host_in_url, is_loopback
-from grpo_async.utils.safe_text import visible
-from grpo_async.utils.text import both_ends
 
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
-_MLFLOW_TABLES = "mlflow.loggedArtifacts"
-_MAX_TEXT = 2000  # characters of a text in TensorBoard, which shows all completions at once
-_CODE_WIDTH = 120  # characters of a line there
 
 
 Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
 """Of a table; `Trackers` sees to it that all have the same columns."""
 
 
-class Tracker(Protocol):
+class Tracker:
     """One place that numbers go to. `shown_by`: where people see it, a command or an address."""
 
     shown_by: str
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        raise NotImplementedError
 
     def log_completions(self, step: int, rows: Rows) -> None:
-        """What held-out prompts got in the evaluations that have ended since the last time."""
-
-    def log_verdict(self, step: int, key: str, text: str) -> None:
-        """Whether the run learns: in a word, and in sentences."""
+        """What held-out prompts got in the evaluations that have ended since the last time. Not all trackers have tables."""
 
     def close(self, *, failed: bool) -> None:
         """`failed`: the run ended with an error."""
 
 
-class Tensorboard:
+class Tensorboard(Tracker):
     """Event files."""
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -81,37 +72,11 @@ class Tensorboard:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
-    def log_completions(self, step: int, rows: Rows) -> None:
-        self._writer.add_text(_COMPLETIONS, "\n\n".join(map(_block, rows)), global_step=step)
-        self._writer.flush()
-
-    def log_verdict(self, step: int, key: str, text: str) -> None:
-        self._writer.add_text("verdict", text, global_step=step)
-        self._writer.flush()
-
     def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
-def _block(row: Mapping[str, str | float | None]) -> str:
-    """A row in Markdown: its numbers as a heading, each text below its name as code, where lines stay and nothing is a mark."""
-    texts = [f"**{name}**\n\n{_code(value)}" for name, value in row.items() if isinstance(value, str)]
-    numbers = [
-        f"{name} {'none' if value is None else f'{value:g}'}"
-        for name, value in row.items()
-        if not isinstance(value, str)
-    ]
-    return "\n\n".join([f"### {', '.join(numbers)}", *texts])
-
-
-def _code(text: str) -> str:
-    """Indented, which no text can end, and in lines that fit: TensorBoard does not wrap code."""
-    wrapper = TextWrapper(width=_CODE_WIDTH, replace_whitespace=False, drop_whitespace=False, break_on_hyphens=False)
-    lines = [part for line in visible(both_ends(text, _MAX_TEXT)).splitlines() for part in wrapper.wrap(line) or [""]]
-    return "\n".join(f"    {line}" for line in lines)
-
-
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases."""
 
     def __init__(self, section: WandbTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
@@ -141,14 +106,11 @@ class Wandb:
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({_COMPLETIONS: table}, step=step)
 
-    def log_verdict(self, step: int, key: str, text: str) -> None:
-        self._run.summary.update({"learning": key, "verdict": text})
-
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-class Trackio:
+class Trackio(Tracker):
     """trackio; its database lies in the run directory, so several runs of one project are seen together only where TRACKIO_DIR
     names a folder for them."""
 
@@ -176,14 +138,11 @@ class Trackio:
     def log_completions(self, step: int, rows: Rows) -> None:
         self._run.log({_COMPLETIONS: self._table(data=[dict(row) for row in rows])}, step=step)
 
-    def log_verdict(self, step: int, key: str, text: str) -> None:
-        self._run.log({"verdict": self._table(data=[{"step": step, "learning": key, "verdict": text}])}, step=step)
-
     def close(self, *, failed: bool) -> None:
         self._run.finish()
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """MLflow, through its client alone: nothing of the process's own state is touched."""
 
     def __init__(self, section: MlflowTracker, config: ExperimentConfig, run_dir: RunDir) -> None:
@@ -214,25 +173,12 @@ class Mlflow:
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
         )
 
-    def log_completions(self, step: int, rows: Rows) -> None:
-        """What `log_table` writes, which wants pandas. Its page has a table of the first of these files and of the newest."""
-        file = f"completions/step_{step}.json"
-        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
-        self._client.log_dict(self._run_id, table, file)
-        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
-        self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps([*known[:1], {"path": file, "type": "table"}]))
-
-    def log_verdict(self, step: int, key: str, text: str) -> None:
-        self._client.set_tag(self._run_id, "learning", key)
-        self._client.set_tag(self._run_id, "verdict", text)
-
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-class Prometheus:
-    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`. It takes numbers only: neither
-    texts nor tables."""
+class Prometheus(Tracker):
+    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`."""
 
     def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
         library = _library("prometheus_client")
@@ -252,10 +198,6 @@ class Prometheus:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with self._lock:
             self._newest |= {"step": float(step), **metrics}
-
-    def log_completions(self, step: int, rows: Rows) -> None: ...
-
-    def log_verdict(self, step: int, key: str, text: str) -> None: ...
 
     def collect(self) -> Iterator[Any]:
         """What the library asks for when it is scraped. Two names that differ in odd characters only share a family."""

@@ -71,9 +71,7 @@ EVENTS = (
     EventInfo("serving", "server", "it has the current weights and gets requests"),
     EventInfo("down", "server", "it is fenced; the detail `reason` says why"),
     EventInfo("gone", "server", "it does not come back; the detail `reason` says why"),
-    EventInfo(
-        DROPPED, "run", "first line of a file whose older half was dropped for its room; details: `bytes`, `events`"
-    ),
+    EventInfo(DROPPED, "run", "first line of a file whose older half was dropped for its room"),
     EventInfo(LOST, "run", "events that could not be written, or came faster than they are written; detail: `events`"),
 )
 """In the order of a step."""

@@ -4,7 +4,7 @@
 
 Invariants: a line that ends in a line feed is whole: a write that breaks off is taken back, and a line that a kill has torn is cut
 off by the next attempt, which continues in the same file. Above its room the older half is dropped by one rename, and the new first
-line says how much was.
+line says so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from grpo_async.utils.files import Outage, append_whole, json_safe, replacing, whole_bytes
 from grpo_async.utils.text import clipped
@@ -24,7 +24,7 @@ from grpo_async.utils.text import clipped
 logger = logging.getLogger(__name__)
 
 DROPPED = "older events dropped"
-"""Name of the first line of a file whose older half was dropped; details: `bytes`, `events`, both over the whole run."""
+"""Name of the first line of a file whose older half was dropped."""
 LOST = "events lost"
 """Name of an instant; details: `events` that could not be written, or that came faster than they are written."""
 ATTEMPT = "attempt"
@@ -162,29 +162,12 @@ class EventWriter:
 
     def _copy_newer_half(self, temporary: Path) -> None:
         with self.path.open("rb") as source, temporary.open("wb") as target:
-            first = parse_event(source.readline())
-            before = first.details if first is not None and first.name == DROPPED else {}
             source.seek(max(0, self._size // 2 - 1))
             source.readline()
             cut = source.tell()  # the first line that stays
-            num_events = _count_lines(source, cut)
-            source.seek(max(0, cut - _COPY_BYTES))
-            last = parse_event(b"".join(source.read(cut - source.tell()).splitlines(keepends=True)[-1:]))
-            since = time.time() if last is None else last.end
-            details = {
-                "bytes": cut + int(before.get("bytes", 0)),
-                "events": num_events + int(before.get("events", 0)) - bool(before),  # the mark itself is none
-            }
-            target.write(event_line(Event(DROPPED, "run", since, since, details)).encode())
+            kept = parse_event(source.readline())
+            since = time.time() if kept is None else kept.start
+            target.write(event_line(Event(DROPPED, "run", since, since)).encode())
             source.seek(cut)
             while chunk := source.read(_COPY_BYTES):
                 target.write(chunk)
-
-
-def _count_lines(source: BinaryIO, end: int) -> int:
-    """Line feeds before `end`."""
-    source.seek(0)
-    num = 0
-    while chunk := source.read(min(_COPY_BYTES, end - source.tell())):
-        num += chunk.count(b"\n")
-    return num

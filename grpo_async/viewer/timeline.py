@@ -65,7 +65,7 @@ def load_events(
     notes = []
     for event in events:
         if event.name == DROPPED:
-            notes.append(f"the first {event.details.get('events', '?')} events were dropped: record.timeline.max_mb")
+            notes.append("the oldest events were dropped: record.timeline.max_mb")
         elif event.name == LOST:
             notes.append(f"{event.details.get('events', '?')} events could not be written")
     events.sort(key=lambda event: (event.start, -event.end))

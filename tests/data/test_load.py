@@ -151,6 +151,6 @@ def test_environments_leak_by_seed(tmp_path: Path) -> None:
 def test_errors_and_notes_say_which_section_they_are_about(tmp_path: Path) -> None:
     train = _file(tmp_path, "t.jsonl", ["a", "bb"]) | {"max_prompt_chars": 1}
     missing = {"data": {"type": "jsonl", "path": tmp_path / "no.jsonl"}}
-    with pytest.raises(ConfigError, match=r"^evaluation\.data: .*no\.jsonl: there is no such file"):
+    with pytest.raises(ConfigError, match=r"^evaluation\.data: .*no\.jsonl: No such file"):
         _load(train, missing)
     assert _load(train).notes == ("data.train: max_prompt_chars: 1 left out 1 of 2 rows",)

@@ -56,13 +56,8 @@ def test_rows_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> 
     ("task", "words"),
     [
         ({"name": "chain_summ"}, "tasks.2.name: reasoning-gym has no task `chain_summ`; did you mean `chain_sum`"),
-        (
-            {"name": "gcd", "config": {"max_valu": 9}},
-            "tasks.2.config.max_valu: the task `gcd` has no such setting; it has",
-        ),
+        ({"name": "gcd", "config": {"max_valu": 9}}, "tasks.2.config: the task `gcd` refuses {'max_valu': 9}"),
         ({"name": "gcd", "config": {"min_numbers": 0}}, "tasks.2.config: the task `gcd` refuses {'min_numbers': 0}"),
-        ({"name": "composite"}, "tasks.2.name: `composite` mixes other tasks"),
-        ({"name": "game_of_life_halting"}, "pays the full score to any text"),
     ],
 )
 def test_a_bad_task_is_named(task: dict[str, Any], words: str) -> None:

@@ -141,7 +141,8 @@ def test_every_column_can_be_asked_for(table: RolloutTable, name: str) -> None:
     column = BY_NAME[name]
     known, missing = (len(_ids(table, f"{name} IS {what}")) for what in ("NOT NULL", "NULL"))
     assert known + missing == len(EVERY)
-    assert sum(count for _, count in table.facets(name)) >= (known if column.kind != LIST else 1)
+    if not find_value(name).in_blocks:
+        assert sum(count for _, count in table.facets(name)) >= (known if column.kind != LIST else 1)
     if not find_value(name).in_blocks and column.kind != LIST:
         assert len(table.page(sort=f"-{name}", limit=100)) == len(EVERY)
     if column.kind == NUMBER:

@@ -169,7 +169,7 @@ def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, m
     assert _names(path) == ["first", "second"]
 
 
-def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_path: Path) -> None:
+def test_above_its_room_the_older_half_goes_and_the_first_line_says_so(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = timeline_file.EventWriter(path, max_bytes=20_000)
     lines = [
@@ -182,11 +182,9 @@ def test_above_its_room_the_older_half_goes_and_the_first_line_counts_it(tmp_pat
     file.close()
     mark, *kept = read_events(path)
     assert mark.name == DROPPED
-    assert mark.details["events"] + len(kept) == 2000
     assert [event.details["number"] for event in kept] == list(range(2000 - len(kept), 2000))
     assert len(kept) > 25  # about half of 20,000 bytes
     assert mark.start <= kept[0].start
-    assert mark.details["bytes"] >= sum(map(len, lines)) - sum(len(line) for line in lines[-len(kept) :])
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import logging
 import re
@@ -20,8 +19,8 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.record_sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking import Trackers, backends, open_trackers
-from grpo_async.tracking.backends import Prometheus, Rows
+from grpo_async.tracking import Trackers, open_trackers
+from grpo_async.tracking.backends import Prometheus, Tracker
 from tests.support.waiting import eventually
 
 ROWS: list[dict[str, str | float | None]] = [
@@ -29,10 +28,9 @@ ROWS: list[dict[str, str | float | None]] = [
     {"step": 4, "prompt": "1 + 1 =", "completion": "eleven", "reward": None},
 ]
 DATA = [list(ROWS[0].values()), [*ROWS[1].values(), None]]
-VERDICT = ("learns", "Yes. The reward on held-out prompts rose.")
 
 
-class _Recording:
+class _Recording(Tracker):
     """A tracker that fails, or waits until it is released."""
 
     shown_by = "nobody"
@@ -47,10 +45,6 @@ class _Recording:
         if self._error is not None:
             raise self._error
         self.steps.append(step)
-
-    def log_completions(self, step: int, rows: Rows) -> None: ...
-
-    def log_verdict(self, step: int, key: str, text: str) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -79,35 +73,6 @@ def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
     assert b"policy_loss" not in content
 
 
-def test_tensorboard_shows_each_completion_as_it_was_written_and_the_verdict(tmp_path: Path) -> None:
-    trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
-    trackers.log_completions(4, [])  # no evaluation has ended
-    trackers.log_completions(5, ROWS)
-    trackers.log_verdict(5, *VERDICT)
-    trackers.close()
-    (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
-    content = file.read_bytes()
-    shown = (
-        "### step 4, reward 1, rewards/exact 1\n\n**prompt**\n\n    3 + 4 =\n\n**completion**\n\n    it is\n    7 | seven\n\n"
-        "### step 4, reward none, rewards/exact none\n\n**prompt**\n\n    1 + 1 =\n\n**completion**\n\n    eleven"
-    )
-    assert shown.encode() in content
-    assert VERDICT[1].encode() in content
-
-
-def test_no_mark_in_a_completion_becomes_one_in_tensorboard(tmp_path: Path) -> None:
-    """Its Text tab makes HTML of Markdown, with these extensions."""
-    markdown = pytest.importorskip("markdown")
-    written = "```\n\n# no heading\n<img src=x> *a* | b |\n| --- | --- |\n\n" + "long " * 40
-    text = backends._block({"step": 4, "completion": written})
-    page = markdown.markdown(text, extensions=["markdown.extensions.tables", "markdown.extensions.fenced_code"])
-    (code,) = re.findall(r"<pre><code>(.*?)</code></pre>", page, flags=re.DOTALL)
-    assert html.unescape(code).split() == written.split()
-    assert code.startswith("```\n\n# no heading\n&lt;img")
-    assert max(map(len, code.splitlines())) <= 120
-    assert re.findall(r"<(\w+)", page) == ["h3", "p", "strong", "pre", "code"]
-
-
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,12 +80,11 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     trackers = open_trackers(_config({"type": "wandb", "project": "p", "mode": "offline"}), RunDir(tmp_path))
     trackers.log(1, {"reward": 0.5})
     trackers.log_completions(1, ROWS)
-    trackers.log_verdict(1, *VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
     # its own process writes the file, some time after finish() has returned
-    assert eventually(lambda: VERDICT[1].encode() in file.read_bytes(), 30.0), "the verdict to be written"
+    assert eventually(lambda: b"held_out/completions" in file.read_bytes(), 30.0), "the table to be written"
     (table,) = file.parent.glob("files/media/table/held_out/completions_*.table.json")
     content = json.loads(table.read_text())
     assert content["columns"] == list(ROWS[0])
@@ -167,11 +131,9 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
     assert trackers.shown_by == [f"trackio: TRACKIO_DIR={tmp_path}/trackio trackio show --project p"]
     trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
     trackers.log_completions(3, ROWS)
-    trackers.log_verdict(3, *VERDICT)
     trackers.close()
-    *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
+    *_, table = SQLiteStorage.get_logs("p", "tracked")
     assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
-    assert verdict["verdict"]["_value"] == [{"step": 3, "learning": VERDICT[0], "verdict": VERDICT[1]}]
 
 
 def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
@@ -181,8 +143,6 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     for step in (1, 2):
         trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
         trackers.log(step, {"eval/pass@4": 0.25 * step})
-        trackers.log_completions(step, ROWS)
-        trackers.log_verdict(step, *VERDICT)
         trackers.close()
     (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
     assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
@@ -191,12 +151,6 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
     trackers.close(failed=True)
     assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
-    run = meta.parent
-    tables = json.loads((run / "tags" / "mlflow.loggedArtifacts").read_text())
-    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 2)]
-    content = json.loads((run / "artifacts" / tables[-1]["path"]).read_text())
-    assert content == {"columns": list(ROWS[0]), "data": DATA}
-    assert ((run / "tags" / "learning").read_text(), (run / "tags" / "verdict").read_text()) == VERDICT
     (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
     assert "api_key" in config.read_text()
     assert "sk-12345" not in config.read_text()

@@ -28,7 +28,6 @@ from grpo_async.records import root_id
 from grpo_async.store.query import EVERYTHING, Query, QueryError, both, parse_query
 from grpo_async.store.query_names import HELP, NAMES
 from grpo_async.store.rows import GroupRow, RolloutRow
-from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadsExhaustedError
 from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
@@ -102,7 +101,7 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
     status = read_object(source.run.status, [])
     found = state_of(status, read_object(source.run.summary, []))
     return {
-        "until": _newest_seq(table),
+        "until": table.newest_seq,
         "counts": table.count(EVERYTHING),
         "notes": table.notes,
         "metrics": len(source.metrics.rows()),
@@ -113,12 +112,6 @@ def _pulse(source: Source, parameters: RequestParameters) -> dict[str, Any]:
             "why": found.why,
         },
     }
-
-
-def _newest_seq(table: RolloutTable) -> int:
-    """Of all groups, superseded or not; -1: there is none."""
-    rows = table.group_page(EVERYTHING, sort="-seq", limit=1, with_superseded=True)
-    return rows[0].seq if rows else -1
 
 
 def _query(parameters: RequestParameters, until: int | None = None) -> Query:
@@ -132,7 +125,7 @@ def _page(source: Source, parameters: RequestParameters, *, of_groups: bool) -> 
     """Rows `offset` to `offset + limit`, and `until`: as asked for, else the newest seq, to which the rows are bound. With
     `count=1` also how many there are."""
     table = source.table()
-    until = parameters.until if parameters.until >= 0 else max(_newest_seq(table), 0)
+    until = parameters.until if parameters.until >= 0 else max(table.newest_seq, 0)
     query = _query(parameters, until)
     read: Callable[..., Sequence[object]] = table.group_page if of_groups else table.page
     rows = read(query, sort=parameters.sort, offset=parameters.offset, limit=parameters.limit)
