@@ -13,7 +13,7 @@ from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.parsers import ChosenParser
 from grpo_async.chat.reading import TurnReader
 from grpo_async.chat.suffix import SuffixRule
-from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate, Message
+from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
 from grpo_async.chat.turn import ChatError
 from grpo_async.errors import ConfigError
 from grpo_async.records import ToolCall
@@ -53,7 +53,6 @@ class ToolCheck:
         notes += self._check_turn_end(names[0])
         notes += self._check_results(names)
         notes += self._check_parser(names[0])
-        notes.append(self._about_earlier_turns(names[0]))
         return notes
 
     def _check_prompt(self, tools: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
@@ -145,23 +144,6 @@ class ToolCheck:
                 ]
             break
         return []
-
-    def _about_earlier_turns(self, name: str) -> str:
-        call = _call(name, 0)
-        thinking = "<think>\nkqthoughtzq\n</think>\n\n"
-        asked: Message = {"role": "user", "content": "question"}
-        called: Message = {"role": "assistant", "content": thinking.strip(), "tool_calls": [call.as_dict()]}
-        answered: Message = {"role": "assistant", "content": thinking + "answer"}
-        messages = [asked, called, call.result_message("result").as_dict(), answered, asked]
-        try:
-            shorter, longer = (self.template.render(messages[:count], add_generation_prompt=False) for count in (4, 5))
-            first, second = (self.template.render(messages[:count], add_generation_prompt=False) for count in (2, 3))
-        except ChatError:  # such as JSON text as arguments; only the note depends on it
-            return "rollouts keep the sampled tokens; the chat template renders the new messages only"
-        if longer.startswith(shorter) and second.startswith(first):
-            return "the chat template is prefix-preserving: it renders earlier turns as they were"
-        what = " (drops thinking)" if "kqthoughtzq" in shorter and "kqthoughtzq" not in longer else ""
-        return f"the chat template rewrites earlier turns{what}: rollouts keep the sampled tokens, it renders the new messages only"
 
 
 def _call(name: str, number: int) -> ToolCall:

@@ -44,6 +44,7 @@ MAX_CHARACTERS = 4000
 _MAX_BRACKETS = 100
 """DuckDB's parser takes minutes for thousands of open ones."""
 _SELECT = "SELECT 1 FROM everything WHERE "
+_NUM_SUGGESTIONS = 2
 _CLASSES = frozenset(
     ("COMPARISON", "CONJUNCTION", "OPERATOR", "CONSTANT", "COLUMN_REF", "FUNCTION", "BETWEEN", "CAST", "CASE", "TYPE")
 )
@@ -168,7 +169,9 @@ def find_value(name: str, *, of_group: bool = False, text: str | None = None) ->
     where = name if text is None else text
     names = sorted(each.removeprefix("group_") for each in OF_GROUPS) if of_group else list(BY_NAME)
     what = f"groups have no {name}; they have {', '.join(names)}" if of_group else f"there is no column {name}"
-    raise QueryError(where, max(where.find(name), 0), len(name), what, get_close_matches(name, names))
+    raise QueryError(
+        where, max(where.find(name), 0), len(name), what, get_close_matches(name, names, n=_NUM_SUGGESTIONS)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ checking
@@ -279,8 +282,10 @@ def _bind(cursor: DuckDBPyConnection, text: str) -> None:
         details = _details(error)
         first, length = _place(details, len(before))
         candidates = [name for name in details.get("candidates", "").split(",") if name]
-        problem = first_line(details["exception_message"]).rstrip("!")
-        raise _error_at(text, problem, first - len(before), length, candidates) from error
+        problem = first_line(details["exception_message"])
+        if details.get("error_subtype") == "COLUMN_NOT_FOUND":
+            problem = f"there is no column {details['name']}"
+        raise _error_at(text, problem, first - len(before), length, candidates[:_NUM_SUGGESTIONS]) from error
     if rows[0][1] != "BOOLEAN":
         column = BY_NAME.get(text.lower())
         example = f", as in {column.example}" if column is not None and column.example else ""

@@ -114,23 +114,20 @@ def test_an_end_of_turn_token_must_be_one_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parser", "rule"),
+    ("name", "parser"),
     [
-        ("qwen2_5", "hermes", "prefix-preserving"),
-        ("qwen3", "hermes", r"rewrites earlier turns \(drops thinking\): rollouts keep the sampled tokens"),
-        ("llama3", "llama3_json", "prefix-preserving"),
-        ("gpt_oss", "harmony", "rewrites earlier turns"),
-        ("mistral", "mistral", "prefix-preserving"),
-        ("mistral_args", "mistral", "prefix-preserving"),
+        ("qwen2_5", "hermes"),
+        ("qwen3", "hermes"),
+        ("llama3", "llama3_json"),
+        ("gpt_oss", "harmony"),
+        ("mistral", "mistral"),
+        ("mistral_args", "mistral"),
     ],
 )
-def test_the_check_names_the_parser_and_the_rule(name: str, parser: str, rule: str) -> None:
-    import re
-
+def test_the_check_names_the_parser(name: str, parser: str) -> None:
     notes = renderer_of(name).check_tools(TOOLS)
+    assert len(notes) == 1
     assert notes[0].startswith(f"tool calls are read by the parser `{parser}`: the chat template writes ")
-    assert re.search(rule, notes[-1])
-    assert len(notes) == 2
     assert renderer_of(name).check_tools(TOOLS[:1]) == notes
     assert renderer_of(name).check_tools([]) == []
 

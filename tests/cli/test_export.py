@@ -104,7 +104,7 @@ def test_damage_ends_with_1_and_names_the_way_round(run: Path) -> None:
     lines.write_bytes(b"{}\n" + lines.read_bytes())
     code, out, err = _export(str(run))
     assert (code, out) == (1, "")
-    assert f"{lines}:1" in err
+    assert f"{lines}: left out 1 damaged line" in err
     assert "--skip-damaged" in err
     code, out, err = _export(str(run), "--skip-damaged")
     assert (code, len(out.splitlines())) == (0, 6)

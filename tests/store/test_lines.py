@@ -195,58 +195,6 @@ def test_columns_that_json_cannot_hold_become_their_repr() -> None:
     }  # fmt: skip
 
 
-def test_text_that_json_cannot_hold_never_keeps_a_row_from_being_written() -> None:
-    """A policy writes half a surrogate pair in ASCII: \\ud800 inside JSON."""
-    half, told = "a\ud800b", "a\\ud800b"
-    completion = build_tool_rollout("1-0")
-    turn, last = completion.turns
-    policy, tool = turn.messages
-    made = {"id": half, "type": "function", "function": {"name": half, "arguments": {half: half}}}
-    turn = replace(
-        turn,
-        parse_error=half,
-        messages=[replace(policy, content=half, tool_calls=(made,)), replace(tool, name=half, tool_call_id=half)],
-        tool_calls=[replace(turn.tool_calls[0], name=half, tool_call_id=half, arguments={half: 1}, result=half)],
-    )
-    completion = replace(
-        completion,
-        turns=[turn, last],
-        error=half,
-        prompt_messages=[replace(policy, role=half)],
-        reward_columns={half: _Named(half)},
-    )
-    scored = ScoredGroup(
-        group=build_group(1, [completion], text="x", **{half: 1}),
-        samples=[],
-        rewards=[1.0],
-        reward_parts=[{half: 1.0}],
-        extra_columns={f"{half} noted": [half]},
-    )
-    row = _row(scored.group, scored=scored)
-    (rollout,) = row.rollouts
-    assert row.columns == {told: 1}
-    assert (rollout.error, rollout.rewards) == (told, {told: 1.0})
-    assert rollout.extra == {told: told, f"{told} noted": told}
-    assert rollout.reset_messages is not None
-    assert rollout.reset_messages[0].role == told
-    assert rollout.turns[0].parse_error == told
-    (call,) = rollout.turns[0].tool_calls
-    assert (call.name, call.tool_call_id, call.arguments, call.result) == (told, told, {told: 1}, told)
-    assert (rollout.messages[1].name, rollout.messages[1].tool_call_id) == (told, told)
-    assert rollout.messages[0].content == told
-    assert rollout.messages[0].tool_calls[0]["function"] == {"name": told, "arguments": {told: told}}
-
-
-class _Named:
-    """Something that JSON cannot hold, and neither can its repr."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
 class _Broken:
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
@@ -269,17 +217,6 @@ def test_columns_of_a_rollout_function_are_kept_and_log_extra_wins_a_clash() -> 
     ]
     never_scored = _row(build_group(2, [first])).rollouts[0]
     assert never_scored.extra == {"seat": 3, "note": "returned"}
-
-
-def test_a_filtered_group_keeps_the_rewards_of_its_scoring() -> None:
-    group = build_group(1, [build_rollout("1-0"), build_failed_rollout("1-1"), build_rollout("1-2")])
-    scored = ScoredGroup(group=group, samples=[], rewards=[1.0, 1.0], reward_parts=[{"exact": 1.0}, {"exact": 1.0}])
-    row = _row(group, (), GroupStatus.FILTERED, scored=scored)
-    assert [(rollout.reward, rollout.rewards) for rollout in row.rollouts] == [
-        (1.0, {"exact": 1.0}),
-        (None, {}),
-        (1.0, {"exact": 1.0}),
-    ]
 
 
 def _turn(generation_s: float, execution_s: float, *calls: ToolCallRecord) -> TurnRecord:

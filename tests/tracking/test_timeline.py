@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -115,20 +114,6 @@ def test_a_kill_leaves_whole_lines_and_the_next_attempt_goes_on_in_the_same_file
     assert json.loads(lines[-1])["name"] == ATTEMPT
 
 
-def test_a_line_that_is_no_event_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    good = '{"name":"a","track":"b","start":1.0,"end":2.0,"details":{}}\n'
-    bad = [
-        "\n", "nonsense\n", "[1, 2]\n", '{"name":"a"}\n', "\x00\x00\n",
-        '{"name":"a","track":"b","start":2.0,"end":1.0,"details":{}}\n',
-        '{"name":"a","track":"b","start":NaN,"end":1.0,"details":{}}\n',
-        '{"name":"a","track":"b","start":1.0,"end":Infinity,"details":{}}\n',
-        '{"name":"a","track":"b","start":1.0,"end":2.0,"details":[]}\n',
-    ]  # fmt: skip
-    path.write_text(good + "".join(bad) + good.rstrip("\n"))
-    assert [(event.name, event.track) for event in read_events(path)] == [("a", "b")]
-
-
 def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,25 +133,6 @@ def test_a_write_that_fails_warns_once_stops_nobody_and_is_made_up_for(
     events = list(read_events(path))
     assert [event.name for event in events][:2] == ["first", "second"]
     assert "can be written again" in caplog.messages[1]
-
-
-def test_a_full_disk_in_the_middle_of_a_line_leaves_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "events.jsonl"
-    write, is_full = os.write, threading.Event()
-
-    def half(descriptor: int, data: bytes) -> int:
-        if not is_full.is_set():
-            is_full.set()
-            return write(descriptor, bytes(data)[:40])
-        raise OSError(28, "No space left on device")
-
-    with Timeline(path, max_mb=1) as timeline:
-        monkeypatch.setattr(timeline_file.os, "write", half)
-        timeline.instant("first", "run")
-        assert eventually(lambda: is_full.is_set() and path.read_bytes() == b"")
-        monkeypatch.undo()
-        timeline.instant("second", "run")
-    assert _names(path) == ["first", "second"]
 
 
 def test_above_its_room_the_older_half_goes_and_the_first_line_says_so(tmp_path: Path) -> None:
@@ -282,15 +248,3 @@ def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) 
     opened.close()
     opened.instant("too late", "run")
     assert not path.exists() or _names(path) == []
-
-
-@pytest.mark.clock
-def test_a_span_costs_the_one_who_records_it_little(tmp_path: Path) -> None:
-    """Far above what is measured (about 1.5 µs), so that a busy machine does not fail it; a write of its own would."""
-    with Timeline(tmp_path / "events.jsonl", max_mb=64) as timeline:
-        began = time.perf_counter()
-        for number in range(20_000):
-            with timeline.span("forward", "trainer", micro_batch=number):
-                pass
-        each_us = (time.perf_counter() - began) / 20_000 * 1e6
-    assert each_us < 50.0
