@@ -160,7 +160,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
     from grpo_async.config import ExperimentConfig
     from grpo_async.inference.router import FixedServers
     from grpo_async.store.rollout_store import RolloutStore
-    from grpo_async.tracking.timeline import open_timeline
+    from grpo_async.tracking.timeline import Timeline
     from grpo_async.trainer.rollout_side import build_rollout_side
 
     tokenizer = load_tokenizer()
@@ -190,7 +190,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
         rollout_server(
             rate=load.rate, tokens=load.tokens, ids=(10, len(tokenizer)), end_id=tokenizer.eos_token_id, seed=load.seed
         ) as url,
-        open_timeline(config.run_path / "events.jsonl", config.record.timeline) as timeline,
+        Timeline(config.run_path / "events.jsonl") as timeline,
     ):
         built = build_rollout_side(
             config,

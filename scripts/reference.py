@@ -47,6 +47,8 @@ def _config() -> str:
     ]
     section = None
     for key in all_keys():
+        if key.path.startswith("evaluation.data."):
+            continue  # they are those of data.train
         if (top := key.path.partition(".")[0].removesuffix("[]")) != section:
             section = top
             lines += ["", f"## {top}", ""]

@@ -10,17 +10,12 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import math
-import netrc
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-
-import httpx
 
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.chat.turn import ChatError
@@ -29,13 +24,13 @@ from grpo_async.checks.memory import ModelSize
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
+from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import why_hopeless
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
-from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
@@ -47,9 +42,6 @@ from grpo_async.training.families import check_family, check_tokenizer_size, oth
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import binding_error
-
-if TYPE_CHECKING:
-    from grpo_async.data import Rows
 
 _NUM_ROWS = 3
 _NUM_MEASURED = 200
@@ -77,22 +69,14 @@ def check_inputs(
     found = _Findings(config=config, engine=engine, trains=trains)
     found.check_model()
     has_model = not found.problems
-    found.check_packages()
-    found.check_devices()
-    train_rows, held_out_rows = found.check_data()
-    components = found.check_components(train_rows, held_out_rows)
+    found.check_machine()
+    rows = found.read_rows()
+    components = found.check_components(rows)
     if components is not None and has_model:
-        prompts = found.measured_prompts(train_rows, held_out_rows)
-        deep = deep or any(map(found.may_be_too_long, prompts.values()))
-        if components.tool_sets or deep:
-            found.check_text(components, prompts, deep=deep)
+        found.check_text(components, rows, deep=deep)
     if has_model and trains and deep:
         found.check_room()
-    for name in ("baseline_column", "group_by"):
-        column, rows = getattr(config.evaluation, name, None), held_out_rows or train_rows
-        if rows and column is not None and column not in rows[0]:
-            found.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(rows[0])}")
-    found.check_rewards(components, train_rows, held_out_rows)
+    found.check_rewards(components, rows)
     found.check_own_functions()
     if components is not None:
         asyncio.run(components.aclose())
@@ -127,10 +111,7 @@ class _Findings:
         of_evaluation = {} if evaluation is None or evaluation.data is None else {"evaluation.data": evaluation.data}
         return {"data.train": self.config.data.train, **of_evaluation}
 
-    def note(self, texts: Sequence[str]) -> None:
-        self.notes.extend(text for text in texts if text not in self.notes)
-
-    # ---- model ----
+    # ---- model, packages, devices, disk ----
 
     def check_model(self) -> None:
         config = self.config
@@ -166,39 +147,33 @@ class _Findings:
         """The folder; None where it is broken (a problem) or a name on a hub (a note)."""
         folder = Path(path)
         if _HUB_NAME.match(path) and not Path(folder.parts[0]).exists():
-            looked_at = "of which only config.json is checked here" if _downloaded(path) else "and not checked here"
-            self.notes.append(f"{key}: {path} is not a local folder; it is taken as a hub name {looked_at}")
+            self.notes.append(f"{key}: {path} is not a local folder; it is taken as a hub name and not checked here")
             return None
-        problem = model_problem(path)
-        if problem is not None:
+        if problem := model_problem(path):
             self.problems.append(f"{key}: {problem}")
             return None
         return folder
 
-    # ---- packages and devices ----
-
-    def check_packages(self) -> None:
-        """Optional packages that the configuration needs and that are not installed."""
-        config, lora = self.config, self.config.model.lora
+    def check_machine(self) -> None:
+        """Optional packages that are not installed, and devices that are not there."""
+        config = self.config
         needed = [(f"{key}.type: hub", "datasets") for key, source in self.sources.items() if source.type == "hub"]
+        devices = {}
         if self.trains:
+            devices["launch.device"] = config.launch.device
             needed += [
                 (f"tracking.{i}.type: {t.type}", _TRACKERS.get(t.type, t.type)) for i, t in enumerate(config.tracking)
             ]
-            needed += [("model.lora", "peft")] if lora is not None else []
-        self.problems.extend(
-            f"{key}: {needs(module)}" for key, module in needed if importlib.util.find_spec(module) is None
-        )
-
-    def check_devices(self) -> None:
-        """A device that is asked for and is not there."""
-        wanted = {"launch.device": self.config.launch.device} if self.trains else {}
+            needed += [("model.lora", "peft")] if config.model.lora is not None else []
+        missing = [(key, module) for key, module in needed if importlib.util.find_spec(module) is None]
+        self.problems.extend(f"{key}: {needs(module)}" for key, module in missing)
         if self.engine.engine == "embedded":
-            wanted["inference.embedded.device"] = self.config.inference.embedded.device
-        keys = [key for key, device in wanted.items() if device == "cuda"]
+            devices["inference.embedded.device"] = config.inference.embedded.device
+        keys = [key for key, device in devices.items() if device == "cuda"]
         if keys and (reason := _no_cuda()):
-            remedy = "set cpu, or start the run where there is a GPU"
-            self.problems.extend(f"{key}: cuda, but {reason}; {remedy}" for key in keys)
+            self.problems.extend(
+                f"{key}: cuda, but {reason}; set cpu, or start the run where there is a GPU" for key in keys
+            )
 
     def check_room(self) -> None:
         """On the disk of run.dir."""
@@ -212,130 +187,96 @@ class _Findings:
 
     # ---- data ----
 
-    def check_data(self) -> tuple[Rows | None, Rows | None]:
-        """Rows to train on and rows of evaluation.data: all of them where that takes a moment only, else the first few; None where
-        they could not be read."""
-        config, train = self.config, self.config.data.train
-        found: tuple[Rows | None, Rows | None]
+    def read_rows(self) -> dict[str, Rows]:
+        """Of each source that can be read: all rows where that takes a moment only, else the first few."""
+        rows: dict[str, Rows] = {}
         if all(map(_is_small, self.sources.values())):
-            found = self._load_all()
+            with self.collecting():
+                rows = self._load_all()
         else:
-            some = {key: self._first_rows(key, source) for key, source in self.sources.items()}
-            found = some["data.train"], some.get("evaluation.data")
-        is_text = found[0] and isinstance(found[0][0]["prompt"], str) and train.system_prompt is None
-        if is_text and not (config.tools or config.environments):
+            for key, source in self.sources.items():
+                if isinstance(source, HubSource):
+                    self.notes.append(f"{key}: the dataset {source.name} is not checked here")
+                    continue
+                with self.collecting(f"{key}: "):
+                    rows[key] = first_rows(source, _NUM_ROWS)
+        train, held_out = rows.get("data.train"), rows.get("evaluation.data") or rows.get("data.train")
+        config, is_text = self.config, train and isinstance(train[0]["prompt"], str)
+        if is_text and config.data.train.system_prompt is None and not (config.tools or config.environments):
             self.notes.append(
                 "data.train: the prompts are plain text, so they reach the model without the chat template and completions reach "
                 "the rewards as text; with data.train.system_prompt, or with messages as prompts, the template is used"
             )
-        return found
+        for name in ("baseline_column", "group_by"):
+            column = getattr(config.evaluation, name, None)
+            if held_out and column is not None and column not in held_out[0]:
+                self.problems.append(f"evaluation.{name}: {column} is not one of the columns {sorted(held_out[0])}")
+        return rows
 
-    def _first_rows(self, key: str, source: Source) -> Rows | None:
-        from grpo_async.data import first_rows
-
-        if isinstance(source, HubSource):
-            self.notes.append(f"{key}: the dataset {source.name} is not checked here")
-            return None
-        try:
-            return first_rows(source, _NUM_ROWS)
-        except GrpoAsyncError as error:
-            self.problems.append(f"{key}: {error}")
-            return None
-
-    def _load_all(self) -> tuple[Rows | None, Rows | None]:
+    def _load_all(self) -> dict[str, Rows]:
         """Everything but the filter by tokens, which needs the tokenizer."""
-        from grpo_async.data import load_data
-
-        data, evaluation = self.config.data, self.config.evaluation
+        data, evaluation, training = self.config.data, self.config.evaluation, self.config.training
         unfiltered = {"max_prompt_tokens": None}
         data = data.model_copy(update={"train": data.train.model_copy(update=unfiltered)})
         if evaluation is not None and evaluation.data is not None:
             evaluation = evaluation.model_copy(update={"data": evaluation.data.model_copy(update=unfiltered)})
-        try:
-            loaded = load_data(data, evaluation)
-        except GrpoAsyncError as error:
-            self.problems.append(str(error))
-            return None, None
+        loaded = load_data(data, evaluation)
         self.notes.extend(loaded.notes)
-        training, num_rows = self.config.training, len(loaded.train)
+        num_rows = len(loaded.train)
         if self.trains and training.epochs is not None and self.config.data.train.max_prompt_tokens is None:
             self.notes.append(
                 f"training.epochs: {training.epochs:g} x {num_rows} rows are {training.num_prompts(num_rows)} groups, at most "
                 f"{self.config.with_rows(num_rows).num_steps} steps"
             )
-        return loaded.train, loaded.evaluation
+        rows = {"data.train": loaded.train, "evaluation.data": loaded.evaluation}
+        return {key: found for key, found in rows.items() if found is not None and key in self.sources}
 
-    # ---- tools, environments, the rollout function, the agent ----
+    # ---- tools, environments, the rollout function, the agent, prompts ----
 
-    def check_components(self, train: Rows | None, held_out: Rows | None) -> Components | None:
+    def check_components(self, rows: Mapping[str, Rows]) -> Components | None:
         """Against the rows of each source; None when one cannot be used."""
-        components = None
-        with self.collecting():
+        try:
             components = load_components(self.config)
-        if components is not None:
-            with self.collecting():
-                self.notes.extend(components.notes)
-            if self.config.rollout_function is not None:
-                self.notes.append(
-                    "rollout_function makes whole rollouts: rollout.max_in_flight, max_turns, max_turn_tokens, rollout_timeout_s "
-                    "and tool_calling are not used"
-                )
-            self.check_agent(components)
-            if components.environments is not None:
-                for key, rows in {"data.train": train, "evaluation.data": held_out}.items():
-                    found = components.environments.check_rows(rows or ())
-                    self.problems.extend(f"{key}, {problem}" for problem in found)
+            self.notes.extend(components.notes)
+        except GrpoAsyncError as error:
+            self.problems.append(str(error))
+            return None
+        agent, rollout = self.config.rollout.agent, self.config.rollout
+        if agent is not None and components.agent is not None:
+            what = agent.function or agent.environment or f"the command {' '.join(agent.command or ())}"
+            self.notes.append(
+                f"rollout.agent: {what} makes the rollouts{' in the sandbox' if agent.sandbox else ''}, {rollout.group_size} of "
+                f"each row, {components.agent.max_concurrent} at once, each for at most {agent.timeout_s:g} s"
+            )
+            if fault := binding_error(agent.host, agent.port):
+                self.problems.append(f"rollout.agent.host: {agent.host} cannot be bound on this machine ({fault})")
+        if components.environments is not None:
+            for key, found in rows.items():
+                self.problems.extend(f"{key}, {problem}" for problem in components.environments.check_rows(found))
         return components
 
-    def check_agent(self, components: Components) -> None:
-        """What a run with an agent does, and where the endpoint listens."""
-        section, rollout = self.config.rollout.agent, self.config.rollout
-        if section is None or components.agent is None:
-            return
-        what = section.function or section.environment or f"the command {' '.join(section.command or ())}"
-        where = " in the sandbox" if section.sandbox else ""
-        self.notes.append(
-            f"rollout.agent: {what} makes the rollouts{where}, {rollout.group_size} of each row, "
-            f"{components.agent.max_concurrent} at once, each for at most {section.timeout_s:g} s; it calls the model at an "
-            f"endpoint on {section.host}, at most {rollout.max_turns} times and for {rollout.max_completion_tokens} tokens in "
-            "all. Not used: rollout.rollout_timeout_s, tool_calling.max_result_chars"
-        )
-        if rewards := [reward.name or reward.function or reward.own_name for reward in self.config.rewards]:
-            self.notes.append(
-                f"rollout.agent: its own reward (`agent`, weight {section.reward_weight:g}) is added to that of "
-                f"{', '.join(rewards)}; if its result has none, only they count"
-            )
-        if problem := _cannot_bind(section.host, section.port):
-            self.problems.append(f"rollout.agent.host: {problem}; the endpoint has to listen there")
-
-    def measured_prompts(self, train: Rows | None, held_out: Rows | None) -> dict[str, list[Prompt]]:
-        """Of each source, evenly over its rows; none where a rollout function or an agent makes its own."""
-        from grpo_async.data import make_prompt
-
-        prompts: dict[str, list[Prompt]] = {}
-        if self.config.rollout_function is None and self.config.rollout.agent is None:
-            for (key, source), rows in zip(self.sources.items(), (train, held_out), strict=False):
+    def check_text(self, components: Components, rows: Mapping[str, Rows], *, deep: bool) -> None:
+        """What takes the tokenizer: tools are really rendered; its ids against the model's; what prompts leave of
+        inference.max_model_len. Without tools and `deep`, only where a prompt has as many bytes as a sequence may have tokens (a
+        token has at least one)."""
+        config, folder, prompts = self.config, Path(self.config.model.path), {}
+        if config.rollout_function is None and config.rollout.agent is None:
+            for key, found in rows.items():
                 with self.collecting():
-                    chosen = rows.take(range(0, len(rows), math.ceil(len(rows) / _NUM_MEASURED))) if rows else ()
-                    prompts[key] = [make_prompt(row, 0, source.system_prompt) for row in chosen]
-        return prompts
-
-    def may_be_too_long(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether one has as many bytes as a sequence may have tokens: a token has at least one, but for those of the template."""
-        longest = self.config.inference.max_model_len
-        return any(sum(len(each.content.encode(errors="replace")) for each in p.messages) >= longest for p in prompts)
-
-    def check_text(self, components: Components, prompts: Mapping[str, Sequence[Prompt]], *, deep: bool) -> None:
-        """What takes the tokenizer: tools are really rendered; `deep`: its ids against the model's, and what prompts leave of
-        inference.max_model_len."""
-        config = self.config
+                    chosen = found.take(range(0, len(found), math.ceil(len(found) / _NUM_MEASURED))) if found else ()
+                    prompts[key] = [make_prompt(row, 0, self.sources[key].system_prompt) for row in chosen]
+        sizes = [
+            sum(len(message.content.encode(errors="replace")) for message in prompt.messages)
+            for some in prompts.values()
+            for prompt in some
+        ]
+        deep = deep or max(sizes, default=0) >= config.inference.max_model_len
+        if not (deep or components.tool_sets):
+            return
         try:
-            folder = Path(config.model.path)
-            if not folder.is_dir():
-                _check_hub(config.model.path)
             renderer = load_renderer(config)
             for schemas in components.tool_sets:
-                self.note(renderer.check_tools(schemas))
+                self.notes.extend(note for note in renderer.check_tools(schemas) if note not in self.notes)
             if deep and folder.is_dir():
                 check_tokenizer_size(len(renderer.tokenizer), text_config(folder).get("vocab_size"))
             for key, some in prompts.items() if deep else ():
@@ -358,15 +299,15 @@ class _Findings:
 
     # ---- rewards and other functions ----
 
-    def check_rewards(self, components: Components | None, train: Rows | None, held_out: Rows | None) -> None:
+    def check_rewards(self, components: Components | None, rows: Mapping[str, Rows]) -> None:
         config = self.config
         try:
             rewards = load_rewards(config.rewards)
-        except ConfigError as error:
+        except GrpoAsyncError as error:
             self.problems.append(str(error))
             return
-        for key, rows in zip(self.sources, (train, held_out), strict=False):
-            self.problems.extend(reward_problems(config, rewards, rows[0], key) if rows else ())
+        for key, found in rows.items():
+            self.problems.extend(reward_problems(config, rewards, found[0], key) if found else ())
         environments = components.environments if components else None
         own = components.reward_weights.keys() if components is not None else set()
         names = {reward.name for reward in rewards}
@@ -378,13 +319,15 @@ class _Findings:
             f"rewards: `{name}` is also the reward of an environment or of the agent; give the function another `name`"
             for name in sorted(own & names)
         )
-        best = config.checkpoint.best_metric
-        if best.partition("/")[0] == "rewards" and best.split("/")[1:2] not in [[name] for name in names | own]:
+        kind, _, metric = config.checkpoint.best_metric.partition("/")
+        if kind == "rewards" and metric.partition("/")[0] not in names | own:
             known = sorted(names | own)
-            self.problems.append(f"checkpoint.best_metric: {best}: there is no such reward; the rewards are {known}")
+            self.problems.append(
+                f"checkpoint.best_metric: rewards/{metric}: there is no such reward; the rewards are {known}"
+            )
         for section, reward in zip(config.rewards, rewards, strict=True):
             with self.collecting(f"reward {reward.name!r}: "):
-                self.note(startup_notes(resolve(section.reference), section.keywords))
+                self.notes.extend(startup_notes(resolve(section.reference), section.keywords))
             reward.close()
 
     def check_own_functions(self) -> None:
@@ -405,63 +348,43 @@ class _Findings:
     # ---- addresses, certificates, the token ----
 
     def check_connections(self, node_rank: int) -> None:
-        config, tls = self.config, self.config.inference.tls
+        config, tls, token = self.config, self.config.inference.tls, token_from_environment()
         for name in ("certificate", "key", "ca_certs") if tls is not None else ():
             path: Path | None = getattr(tls, name)
             if path is not None and not os.access(path, os.R_OK):
-                place = f"working directory: {Path.cwd()}"
-                self.problems.append(f"inference.tls.{name}: {path} cannot be read ({place})")
+                self.problems.append(f"inference.tls.{name}: {path} cannot be read (working directory: {Path.cwd()})")
         if node_rank == 0:
-            self._check_weights_host()
-            self._check_trackers()
-        self._ask_servers()
-        if config.inference.urls and token_from_environment() is None:
+            try:
+                host = weights_host(config, config.inference.urls)
+                if fault := binding_error(host, 0):
+                    message = f"weights.host: {host} cannot be bound on this machine ({fault})"
+                    self.problems.append(f"{message}; it is the trainer's own address")
+            except ConfigError as error:  # the server may still be about to come
+                self.notes.append(str(error))
+        for url in config.inference.urls:
+            with (
+                self.collecting(),
+                ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=tls.trusted if tls else None) as server,
+            ):
+                self._ask(server, url)
+        if config.inference.urls and token is None:
             self.notes.append(
                 "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that requires no token"
             )
 
-    def _check_weights_host(self) -> None:
+    def _ask(self, server: ServerControl, url: str) -> None:
+        """One that others have started: it may come later, but not be something else."""
+        is_healthy = False
         try:
-            host = weights_host(self.config, self.config.inference.urls)
-        except ConfigError as error:  # the server may still be about to come
-            self.notes.append(str(error))
-            return
-        if problem := _cannot_bind(host):
-            self.problems.append(f"weights.host: {problem}; it is the trainer's own address")
-
-    def _check_trackers(self) -> None:
-        for number, section in enumerate(self.config.tracking if self.trains else ()):
-            if section.type == "prometheus" and (problem := _cannot_bind(section.host, section.port)):
-                self.problems.append(f"tracking.{number}.port: {problem}; set another, or 0 for any free one")
-            elif section.type == "wandb" and section.mode == "online" and not _has_wandb_login():
-                self.notes.append(
-                    f"tracking.{number}: neither $WANDB_API_KEY nor {_netrc()} has a login of Weights & Biases; the run would end "
-                    "at its start: `wandb login`, or mode: offline"
-                )
-
-    def _ask_servers(self) -> None:
-        """Those that others have started: they may come later, but not be something else."""
-        tls = self.config.inference.tls
-        for url in self.config.inference.urls:
-            is_healthy = False
-            with (
-                self.collecting(),
-                ServerControl(
-                    url, token=token_from_environment(), timeout_s=_ASK_S, ca_certs=tls.trusted if tls else None
-                ) as server,
-            ):
-                try:
-                    server.health(timeout_s=_ASK_S)
-                    is_healthy = True
-                    server.info(retries=0)
-                except InferenceError as error:
-                    if hopeless := why_hopeless(error, is_healthy=is_healthy):
-                        self.problems.append(f"inference.urls: {url}: {hopeless}")
-                    else:
-                        self.notes.append(
-                            f"inference.urls: {url} is not serving now ({error}); the run waits up to inference.startup_timeout_s "
-                            "for it"
-                        )
+            server.health(timeout_s=_ASK_S)
+            is_healthy = True
+            server.info(retries=0)
+        except InferenceError as error:
+            if hopeless := why_hopeless(error, is_healthy=is_healthy):
+                self.problems.append(f"inference.urls: {url}: {hopeless}")
+            else:
+                wait = "the run waits up to inference.startup_timeout_s for it"
+                self.notes.append(f"inference.urls: {url} is not serving now ({error}); {wait}")
 
 
 def _downloaded(name: str) -> Path | None:
@@ -474,45 +397,6 @@ def _downloaded(name: str) -> Path | None:
     except HFValidationError:  # it can be no name on the hub
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _check_hub(name: str) -> None:
-    """huggingface_hub retries for a minute before it says that there is no network.
-
-    Raises:
-        ConfigError: the hub cannot be reached, and the model is not in its cache.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or _downloaded(name):
-        return
-    try:
-        httpx.head(constants.ENDPOINT, timeout=_ASK_S)
-    except httpx.TransportError as error:
-        raise ConfigError(
-            f"model.path: {name} is neither a local folder nor in the hub's cache ({constants.HF_HUB_CACHE}), and the hub "
-            f"{constants.ENDPOINT} cannot be reached ({error}); connect this machine, copy a filled cache to it, or name a folder"
-        ) from error
-
-
-def _netrc() -> Path:
-    return Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
-
-
-def _has_wandb_login() -> bool:
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname
-    try:
-        return netrc.netrc(_netrc()).authenticators(host or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _cannot_bind(host: str, port: int = 0) -> str:
-    """Why nothing can listen at an address; "" where it can."""
-    error = binding_error(host, port)
-    return "" if error is None else f"{host}{f' port {port}' if port else ''} cannot be bound on this machine ({error})"
 
 
 def _no_cuda() -> str:

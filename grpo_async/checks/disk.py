@@ -24,7 +24,7 @@ def check_run_place(run_dir: RunDir) -> None:
     """
     try:
         place = _nearest(run_dir)
-        fault = _fault_of(place)
+        fault = "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else "is no folder that you may write to"
     except OSError as error:
         place, fault = run_dir.root, str(error.strerror)
     if fault:
@@ -35,14 +35,6 @@ def check_run_place(run_dir: RunDir) -> None:
 
 def _nearest(run_dir: RunDir) -> Path:
     return next(path for path in (run_dir.root, *run_dir.root.absolute().parents) if path.exists())
-
-
-def _fault_of(place: Path) -> str:
-    if not place.is_dir():
-        return "is a file, not a folder"
-    if os.statvfs(place).f_flag & os.ST_RDONLY:
-        return "is on a read-only disk"
-    return "" if os.access(place, os.W_OK | os.X_OK) else "is not writable by you"
 
 
 def disk_room(config: ExperimentConfig, run_dir: RunDir, size: ModelSize) -> Found:

@@ -8,7 +8,6 @@ Reads only: nothing of the run is changed, no rollout is made. What the tokenize
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,23 +29,19 @@ from grpo_async.errors import (
     InferenceError,
     RequestRejectedError,
 )
-from grpo_async.inference.api import GenerateRequest, ServerInfo
-from grpo_async.inference.client import Generation, InferenceClient
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
-from grpo_async.inference.router import FixedServers
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Prompt
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import clipped
-from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+from grpo_async.weights.verify import TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
-_NUM_TOKENS = 8  # of the completion that is tried
-_MIN_CONTEXT = 16
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a place
@@ -118,12 +113,21 @@ def run_preflight(context: PreflightContext) -> list[Check]:
         context = replace(context, trainer_scores=context.score_on_trainer(context.probes, rounding))
     except GrpoAsyncError as error:
         checks.append(Check("logprobs", "fail", f"the trainer could not score the probes: {error}"))
-    for name, check, asks_servers in _CHECKS:
-        timeout_s = config.weights.timeout_s if asks_servers else _LOCAL_TIMEOUT_S
-        setting = "weights.timeout_s" if asks_servers else None
-        checks += run_check(name, partial(check, context), timeout_s=timeout_s, setting=setting)
+    for name, ask in _OF_SERVERS:
+        if name == "logprobs" and context.trainer_scores is None:
+            continue  # said already
+        for server in context.servers:
+            asking = partial(_one, ask, context, server)
+            checks += run_check(name, asking, timeout_s=config.weights.timeout_s, setting="weights.timeout_s")
+    for name, check in _OF_THE_RUN:
+        checks += run_check(name, partial(check, context), timeout_s=_LOCAL_TIMEOUT_S)
     write_atomically(context.run_dir.preflight, as_json(checks))
     return checks
+
+
+def _one(ask: Callable[[PreflightContext, Server], Found], context: PreflightContext, server: Server) -> list[Found]:
+    status, detail = ask(context, server)
+    return [(status, f"{server.name}: {detail}")]
 
 
 def _info(server: Server) -> ServerInfo:
@@ -131,133 +135,100 @@ def _info(server: Server) -> ServerInfo:
     return server.info
 
 
-# ---- servers against the trainer ----
+# ---- each server against the trainer ----
 
 
-def check_logprobs(context: PreflightContext) -> Iterator[Found]:
-    """Trainer and each server give the same log-probabilities to the probes, token by token."""
+def check_logprobs(context: PreflightContext, server: Server) -> Found:
+    """Both give the same log-probabilities to the probes, token by token."""
     trainer = context.trainer_scores
-    if trainer is None:
-        return  # said already
+    assert trainer is not None
     limit = verify_limit(context.config, trainer)
-    for server in context.servers:
-        answers = [server.control.score(probe) for probe in context.probes]
-        versions = sorted({answer.policy_version for answer in answers})
-        if versions != [context.policy_version]:
-            message = f"says that it serves version {versions} and not {context.policy_version}, which was pushed"
-            yield "fail", f"{server.name} {message}; does another trainer use this server?"
-            continue
-        scores = [answer.logprobs for answer in answers]
-        difference = compare_logprobs(trainer.logprobs, scores)
-        message = (
-            f"{server.name}: mean |d| {difference.mean:.2g}, max {difference.max:.2g} over {difference.num_tokens} "
-            f"tokens (limit of the mean {limit:.2g}; rounding alone moves the "
-            f"trainer's own by {trainer.rounding.mean:.2g})"
+    answers = [server.control.score(probe) for probe in context.probes]
+    versions = sorted({answer.policy_version for answer in answers})
+    if versions != [context.policy_version]:
+        message = f"it serves version {versions} and not {context.policy_version}, which was pushed"
+        return "fail", f"{message}; does another trainer use this server?"
+    scores = [answer.logprobs for answer in answers]
+    difference = compare_logprobs(trainer.logprobs, scores)
+    message = (
+        f"mean |d| {difference.mean:.2g}, max {difference.max:.2g} over {difference.num_tokens} tokens (limit of the mean "
+        f"{limit:.2g}; rounding alone moves the trainer's own by {trainer.rounding.mean:.2g})"
+    )
+    if difference.mean <= limit:
+        return "pass", message
+    parts = [
+        f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
+        for one, other in zip(trainer.logprobs, scores, strict=True)
+    ]
+    if difference.mean <= _OTHER_WEIGHTS:
+        cause = (
+            f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
+            "weights.verify_tolerance"
         )
-        if difference.mean <= limit:
-            yield "pass", message
-            continue
-        parts = [
-            f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
-            for one, other in zip(trainer.logprobs, scores, strict=True)
-        ]
-        yield "fail", f"{message}; mean by length: {', '.join(parts)}. {_likely_cause(context, server, difference)}"
-
-
-def _likely_cause(context: PreflightContext, server: Server, difference: LogprobDifference) -> str:
-    if not difference.mean <= _OTHER_WEIGHTS:
-        return (
+    else:
+        cause = (
             "So large a difference means other weights or another model function, not rounding: compare the server's model "
             f"({_info(server).model}) with model.path, and look for quantization or overrides in inference.vllm.extra_args"
         )
-    return (
-        f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
-        "weights.verify_tolerance"
-    )
+    return "fail", f"{message}; mean by length: {', '.join(parts)}. {cause}"
 
 
-def check_generation(context: PreflightContext) -> Iterator[Found]:
-    """A short greedy completion of each server carries the log-probabilities that its own scoring gives these tokens."""
-    scores = context.trainer_scores
-    limit = _OTHER_WEIGHTS if scores is None else verify_limit(context.config, scores)
-    for server in context.servers:
-        info = _info(server)
-        prompt = list(context.probes[0])[: max(1, min(_MIN_CONTEXT, info.max_model_len - 2))]
-        count = min(_NUM_TOKENS, info.max_model_len - len(prompt) - 1)
-        made = asyncio.run(_generate(context, server, prompt, count))
-        versions = sorted(set(made.policy_versions))
-        if len(made.token_ids) != count or versions != [context.policy_version]:
-            message = (
-                f"asked for {count} tokens of version {context.policy_version}, which was pushed, got {len(made.token_ids)} of "
-                f"version {versions}"
-            )
-            yield "fail", f"{server.name}: {message}; look into the server's log"
-            continue
-        scored = server.control.score([*prompt, *made.token_ids]).logprobs[len(prompt) - 1 :]
-        mean = compare_logprobs([made.logprobs], [scored]).mean
-        message = (
-            f"{server.name}: {count} greedy tokens, mean |d| {mean:.2g} against its own scoring (limit {limit:.2g})"
-        )
-        if mean <= limit:
-            yield "pass", message
-        else:
-            yield (
-                "fail",
-                f"{message}. Its sampler and its scoring disagree: look for sampling options or --logprobs-mode in "
-                "inference.vllm.extra_args, and for a generation_config.json with penalties in the model's folder",
-            )
-
-
-async def _generate(context: PreflightContext, server: Server, prompt: list[int], count: int) -> Generation:
-    timeout_s = context.config.weights.timeout_s
-    request = GenerateRequest(
-        request_id="preflight",
-        token_ids=prompt,
-        max_tokens=count,
-        temperature=0.0,
-        ignore_eos=True,
-        instance_id=_info(server).instance_id,
-    )
-    async with InferenceClient(
-        FixedServers([server.url]),
-        token=context.token,
-        request_timeout_s=timeout_s,
-        wait_timeout_s=timeout_s,
-        ca_certs=context.ca_certs,
-    ) as client:
-        return await client.generate(request)  # within request_timeout_s
-
-
-def check_tokenizer(context: PreflightContext) -> Iterator[Found]:
-    """The trainer's tokenizer, which fits its model (families.check_tokenizer_size), fits the servers', too."""
-    tokenizer = context.renderer.tokenizer
+def check_tokenizer(context: PreflightContext, server: Server) -> Found:
+    """The trainer's tokenizer, which fits its model (families.check_tokenizer_size), fits the server's, too."""
+    tokenizer, info = context.renderer.tokenizer, _info(server)
+    sizes = f"{len(tokenizer)} ids, {context.num_embeddings} rows in the trainer's embedding, {info.vocab_size} in the server's"
+    if info.vocab_size == 0:
+        return "warn", f"it does not say how many ids it knows ({len(tokenizer)} here)"
+    if info.vocab_size < len(tokenizer) or info.vocab_size != context.num_embeddings:
+        return "fail", f"it serves a model of another vocabulary: {sizes}; start it with this config"
+    if info.engine != "vllm":
+        return "pass", f"{sizes}; it takes and gives ids only"
     texts = [*SAMPLES, *(message.content for prompt in context.prompts for message in prompt.messages)]
-    for server in context.servers:
-        info = _info(server)
-        sizes = f"{len(tokenizer)} ids, {context.num_embeddings} rows in the trainer's embedding, {info.vocab_size} in the server's"
-        if info.vocab_size == 0:
-            yield "warn", f"{server.name} does not say how many ids it knows ({len(tokenizer)} here)"
-        elif info.vocab_size < len(tokenizer) or info.vocab_size != context.num_embeddings:
-            yield "fail", f"{server.name} serves a model of another vocabulary: {sizes}; start it with this config"
-        elif info.engine != "vllm":
-            yield "pass", f"{server.name}: {sizes}; it takes and gives ids only"
-        else:
-            try:
-                problem = next(filter(None, (_differing_ids(tokenizer, server, text) for text in texts)), None)
-            except InferenceError as error:
-                yield "warn", f"{server.name}: {sizes}; its own tokenizer could not be asked ({error})"
-                continue
-            if problem:
-                message = f"{server.name} has another tokenizer than model.path: {problem}"
-                yield "fail", f"{message}; start it with this config"
-            else:
-                yield "pass", f"{server.name}: {sizes}; {len(texts)} texts have the same ids on both sides"
+    try:
+        problem = next(filter(None, (_differing_ids(tokenizer, server, text) for text in texts)), None)
+    except InferenceError as error:
+        return "warn", f"{sizes}; its own tokenizer could not be asked ({error})"
+    if problem:
+        return "fail", f"it has another tokenizer than model.path: {problem}; start it with this config"
+    return "pass", f"{sizes}; {len(texts)} texts have the same ids on both sides"
 
 
 def _differing_ids(tokenizer: Any, server: Server, text: str) -> str:
     ours = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     theirs = server.control.tokenize(text)
     return "" if ours == theirs else f"{clipped(text)!r} is {ours[:12]} here and {theirs[:12]} there"
+
+
+def check_token(context: PreflightContext, server: Server) -> Found:
+    """No server can be used without the run's token."""
+    url = urlsplit(server.url)
+    local = is_loopback(url.hostname or "")
+    if context.token is None:
+        where = "everyone on this machine" if local else "everyone on its network"
+        message = f"it asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
+        return ("warn" if local else "fail"), message
+    if not _wants_token(context, server):
+        message = f"it answers without a token although this run has one (${TOKEN_VARIABLE})"
+        return ("warn" if local else "fail"), f"{message}; start it with the same token in its environment"
+    if not local and url.scheme != "https":
+        message = "it is reached over a network without TLS, the token in clear"
+        return "warn", f"{message}; see inference.tls, or use a tunnel"
+    return "pass", f"it {'is on loopback' if local else 'is encrypted'} and wants the token"
+
+
+def _wants_token(context: PreflightContext, server: Server) -> bool:
+    timeout_s = context.config.weights.timeout_s
+    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=context.ca_certs) as control:
+        try:
+            control.info()
+        except RequestRejectedError as error:
+            return error.status == 401
+        except BadResponseError:
+            return False
+    return False
+
+
+# ---- the run ----
 
 
 def check_chat_template(context: PreflightContext) -> list[Found]:
@@ -295,29 +266,8 @@ def _dtypes(context: PreflightContext) -> str:
     )
 
 
-def check_context_length(context: PreflightContext) -> Iterator[Found]:
-    """The prompts leave room for completions. (A server that is too short for the run is refused before the first push.)"""
-    wanted, most = context.config.inference.max_model_len, context.config.rollout.max_completion_tokens
-    longest = max((len(ids) for ids in context.rendered_prompts), default=0)
-    room, advice = wanted - longest, "raise it, or drop long prompts with data.train.max_prompt_tokens"
-    if room < 1:
-        message = f"a prompt of data.train has {longest} tokens, inference.max_model_len is {wanted}"
-        yield "fail", f"{message}: nothing could be generated; {advice}"
-    elif room < most:
-        message = (
-            f"a prompt of {longest} tokens leaves {room} for its completion, rollout.max_completion_tokens is {most}"
-        )
-        yield "warn", f"{message}: inference.max_model_len is {wanted}; {advice}"
-    else:
-        yield "pass", f"{wanted} tokens; the longest of the first {len(context.rendered_prompts)} prompts has {longest}"
-
-
-# ---- the machine ----
-
-
-def check_addresses(context: PreflightContext) -> Iterator[Found]:
-    """The weight group listens where only servers reach it, and no server can be used without the run's token. That the address can
-    be bound is checked before the start."""
+def check_weights_host(context: PreflightContext) -> Iterator[Found]:
+    """The weight group listens where only servers reach it. That the address can be bound is checked before the start."""
     host = weights_host(context.config, [server.url for server in context.servers])
     if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
         yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
@@ -328,36 +278,6 @@ def check_addresses(context: PreflightContext) -> Iterator[Found]:
             f"weights.host: {host} can be reached from other machines, and the transfer of weights there needs no token"
         )
         yield "warn", f"{message}; use 127.0.0.1 where all is on one machine, else a private network"
-    for server in context.servers:
-        yield _address_of(context, server)
-
-
-def _address_of(context: PreflightContext, server: Server) -> Found:
-    url = urlsplit(server.url)
-    local = is_loopback(url.hostname or "")
-    if context.token is None:
-        where = "everyone on this machine" if local else "everyone on its network"
-        detail = f"{server.name} asks for no token: {where} can use it; start it with ${TOKEN_VARIABLE} set"
-        return ("warn" if local else "fail"), detail
-    if not _wants_token(context, server):
-        open_to_all = f"{server.name} answers without a token although this run has one (${TOKEN_VARIABLE})"
-        return ("warn" if local else "fail"), f"{open_to_all}; start it with the same token in its environment"
-    if not local and url.scheme != "https":
-        danger = "is reached over a network without TLS, the token in clear"
-        return "warn", f"{server.name} {danger}; see inference.tls, or use a tunnel"
-    return "pass", f"{server.name} {'is on loopback' if local else 'is encrypted'} and wants the token"
-
-
-def _wants_token(context: PreflightContext, server: Server) -> bool:
-    timeout_s = context.config.weights.timeout_s
-    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=context.ca_certs) as control:
-        try:
-            control.info()
-        except RequestRejectedError as error:
-            return error.status == 401
-        except BadResponseError:
-            return False
-    return False
 
 
 def check_disk(context: PreflightContext) -> Iterator[Found]:
@@ -366,14 +286,14 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     yield disk_room(context.config, context.run_dir, size)
 
 
-_CHECKS: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]], bool], ...] = (
-    ("logprobs", check_logprobs, True),
-    ("generation", check_generation, True),
-    ("tokenizer", check_tokenizer, True),
-    ("chat template", check_chat_template, False),
-    ("dtypes", check_dtypes, False),
-    ("context length", check_context_length, False),
-    ("addresses", check_addresses, True),
-    ("disk", check_disk, False),
+_OF_SERVERS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (
+    ("logprobs", check_logprobs),
+    ("tokenizer", check_tokenizer),
+    ("token", check_token),
 )
-"""Name, check, and whether it asks servers."""
+_OF_THE_RUN: tuple[tuple[str, Callable[[PreflightContext], Iterable[Found]]], ...] = (
+    ("chat template", check_chat_template),
+    ("dtypes", check_dtypes),
+    ("weights host", check_weights_host),
+    ("disk", check_disk),
+)

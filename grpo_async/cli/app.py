@@ -10,21 +10,17 @@ from typing import Annotated
 import typer
 
 from grpo_async.cli.check_reward import check_reward
-from grpo_async.cli.configs import schema, validate
-from grpo_async.cli.doctor import doctor
+from grpo_async.cli.checks import doctor, preflight
+from grpo_async.cli.configs import explain, schema, validate
 from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.eval import evaluate
-from grpo_async.cli.explain import explain
-from grpo_async.cli.export import export
-from grpo_async.cli.export_model import export_model
-from grpo_async.cli.init import init
+from grpo_async.cli.export import export, export_model
 from grpo_async.cli.inspect import inspect
 from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
 from grpo_async.cli.launch import launch_app
-from grpo_async.cli.preflight import preflight
-from grpo_async.cli.quickstart import prepare_quickstart
 from grpo_async.cli.report import report
 from grpo_async.cli.serve import serve_embedded, serve_vllm
+from grpo_async.cli.start import init, prepare_quickstart
 from grpo_async.cli.status import status
 from grpo_async.cli.trace import trace
 from grpo_async.cli.train import TrainCommand, train

@@ -1,13 +1,21 @@
-"""`validate` and `schema`: what a configuration says, and what it may say."""
+"""`validate`, `schema` and `explain`: what a configuration says, and what it may say."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from grpo_async.cli.options import ConfigArgument, SetOption
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from grpo_async.config.reference import Key
+
+_WIDTH = 100
 
 
 def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
@@ -57,3 +65,60 @@ def schema(
         write_atomically(out, schema_text())
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from error
+
+
+def explain(
+    key: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY]", help="A key, another trainer's name for it, or words to search for."),
+    ] = None,
+) -> None:
+    """Explain a key: its meaning, type, range, default, neighbors, and what other trainers call it. Without KEY: list all keys.
+
+    \b
+    Examples:
+      grpo-async explain rollout.group_size
+      grpo-async explain num_generations
+      grpo-async explain weight push
+      grpo-async explain | less
+    """
+    from grpo_async.config.other_trainers import OTHER_NAMES
+    from grpo_async.config.reference import all_keys, find_keys
+    from grpo_async.errors import ConfigError
+
+    keys = all_keys()
+    word = " ".join(key or ())
+    if not word:
+        _list(keys)
+        return
+    reasons = [other for other in OTHER_NAMES if other.name == word.lstrip("-") and other.here is None]
+    for other in reasons:
+        typer.echo(f"{other.name} ({other.trainer}) {other.why}.")
+    found = [] if reasons else find_keys(keys, word)
+    if not found and not reasons:
+        raise ConfigError(f"no key or description contains {word!r}; `grpo-async explain` lists all keys")
+    if len(found) > 5:
+        _list(found)
+    else:
+        for each in found:
+            _tell(each, keys)
+
+
+def _list(keys: Sequence[Key]) -> None:
+    for key in keys:
+        typer.echo(f"{key.path:44} {key.summary}")
+
+
+def _tell(key: Key, keys: Sequence[Key]) -> None:
+    from grpo_async.config.reference import beside
+
+    typer.echo(f"{key.path}: {key.summary}")
+    for line in key.meaning.splitlines():
+        typer.echo(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    if key.elsewhere:
+        typer.echo(f"  Elsewhere: {key.elsewhere}")
+    if neighbors := beside(keys, key):
+        names = dict.fromkeys(other.path.rpartition(".")[2] for other in neighbors)
+        words = f"{'Keys' if key.is_section else 'Next to it'}: {', '.join(names)}"
+        typer.echo(textwrap.fill(words, _WIDTH, initial_indent="  ", subsequent_indent="  "))
+    typer.echo("")

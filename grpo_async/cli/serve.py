@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -33,14 +34,9 @@ def serve_vllm(config: ConfigArgument, port: PortOption = 8000, overrides: SetOp
       grpo-async serve-vllm configs/quickstart.yaml --set inference.replicas=8
       GRPO_ASYNC_TOKEN=secret grpo-async serve-vllm configs/quickstart.yaml --port 8001 --set inference.host=0.0.0.0
     """
-    from grpo_async.config.loader import load_config
     from grpo_async.servers.vllm import command
 
-    experiment = load_config(config, overrides or ())
-    _ensure_token(experiment.inference.host)
-    if experiment.inference.replicas > 1:
-        _serve_replicas(experiment, "vllm", port)
-    command.serve_vllm(experiment, port)
+    command.serve_vllm(_prepared(config, overrides, "vllm", port), port)
 
 
 def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: SetOption = None) -> None:
@@ -53,17 +49,20 @@ def serve_embedded(config: ConfigArgument, port: PortOption = 8000, overrides: S
       grpo-async serve-embedded configs/quickstart.yaml
       grpo-async serve-embedded configs/quickstart.yaml --port 8001 --set inference.threads=2
     """
-    from grpo_async.config.loader import load_config
     from grpo_async.servers.embedded import main
 
-    experiment = load_config(config, overrides or ())
-    _ensure_token(experiment.inference.host)
-    if experiment.inference.replicas > 1:
-        _serve_replicas(experiment, "embedded", port)
-    main.serve_embedded(experiment, port)
+    main.serve_embedded(_prepared(config, overrides, "embedded", port), port)
 
 
-def _serve_replicas(config: ExperimentConfig, engine: EngineName, port: int) -> NoReturn:
+def _prepared(path: Path, overrides: list[str] | None, engine: EngineName, port: int) -> ExperimentConfig:
+    """The configuration of the one server that this process becomes. Where it is several, they are served here, and typer.Exit is
+    raised at their end."""
+    from grpo_async.config.loader import load_config
+
+    config = load_config(path, overrides or ())
+    _ensure_token(config.inference.host)
+    if config.inference.replicas == 1:
+        return config
     from grpo_async.launcher.serve import serve_replicas
     from grpo_async.servers.engine_choice import choose_engine
 

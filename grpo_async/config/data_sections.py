@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from grpo_async.config.base import (
     Count,
@@ -12,7 +12,6 @@ from grpo_async.config.base import (
     MinP,
     Reference,
     RepetitionPenalty,
-    Seconds,
     Seed,
     StopStrings,
     StrictModel,
@@ -34,22 +33,11 @@ class DataSource(StrictModel):
     """Use the first N rows only; counted before any filter."""
     remove_columns: list[str] = Field(default_factory=list)
     """Columns to leave out, by their names before renaming."""
-    min_prompt_chars: int | None = Field(default=None, ge=1)
-    """Rows whose messages together (without `system_prompt`) have fewer characters are left out."""
-    max_prompt_chars: int | None = Field(default=None, ge=1)
-    """Rows whose messages together (without `system_prompt`) have more characters are left out."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Rows with more prompt tokens, chat template and `system_prompt` included, are left out."""
     task_columns: list[str] = Field(default_factory=list)
     """Columns that make a row another task although its prompt is the same, such as `seed`: the search for duplicates, the
     held-out split and the leak check compare them too. A row with an empty prompt is compared by all of its columns."""
-
-    @model_validator(mode="after")
-    def _lengths_are_in_order(self) -> Self:
-        low, high = self.min_prompt_chars, self.max_prompt_chars
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"min_prompt_chars: {low} is more than max_prompt_chars: {high}; no prompt can have both")
-        return self
 
 
 class JsonlSource(DataSource):
@@ -104,8 +92,6 @@ class ReasoningGymSource(DataSource):
     """Number of rows, over all tasks."""
     seed: Seed = 0
     """Another seed makes other rows: training and evaluation need different ones."""
-    timeout_s: Seconds = 600.0
-    """Time that making the rows may take."""
 
 
 class GeneratorSource(DataSource):
@@ -144,9 +130,7 @@ class DataSection(StrictModel):
     """Reshuffle every epoch, seeded by `run.seed`."""
     held_out: float | None = Field(default=None, gt=0.0)
     """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200).
-    A row's own prompt decides, so that rows added later never move one from training to evaluation."""
-    held_out_seed: Seed = 0
-    """Another seed holds out other rows. Not `run.seed`: runs that differ in that are evaluated on the same rows."""
+    A row's own prompt decides (not `run.seed`), so that rows added later never move one from training to evaluation."""
 
     @field_validator("held_out")
     @classmethod
@@ -164,7 +148,7 @@ def powers_up_to(limit: int) -> list[int]:
 
 class EvaluationSection(StrictModel):
     data: Source | None = None
-    """Prompts to evaluate on; null = those that `data.held_out` keeps back."""
+    """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back."""
     num_prompts: Count = 200
     """Only the first N of them."""
     every_steps: int | None = Field(default=None, ge=1)

@@ -31,7 +31,7 @@ RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
     ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
     ("rollout", "agent", "tls", "authority"): ("rollout", "agent", "tls", "ca_certs"),
-    ("training", "max_bad_steps"): ("training", "max_nonfinite_steps"),
+    ("training", "max_bad_steps"): None,
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
     ("training", "row_tokens"): None,
     ("training", "share_prompts"): None,

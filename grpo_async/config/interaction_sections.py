@@ -108,12 +108,10 @@ class AgentSection(StrictModel):
             )
         if self.command is not None and self.arguments:
             raise ValueError("arguments: a command has none; write them into `command`")
-        # compared with the defaults, for the configuration that a run writes down names every setting
-        fields = type(self).model_fields
-        of_commands = ("sandbox", "read_paths", "memory_mb") if self.command is None else ()
-        for name in of_commands:
-            if getattr(self, name) != fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"{name}: applies to the process of a `command` only; leave it out")
+        if self.command is None and (self.sandbox or self.read_paths or self.memory_mb is not None):
+            raise ValueError(
+                "sandbox, read_paths and memory_mb apply to the process of a `command` only; leave them out"
+            )
         if self.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
             raise ValueError(
                 f"host: {self.host} is no address that an agent could connect to; write one of this machine"

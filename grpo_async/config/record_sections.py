@@ -25,20 +25,9 @@ class RolloutRecordSection(StrictModel):
     """A block of JSON lines that has reached this size is rewritten as one Parquet file."""
 
 
-class TimelineSection(StrictModel):
-    """events.jsonl: who did what when."""
-
-    enabled: bool = True
-    """When generation, tools, scoring, waiting, forward, backward, optimizer, weight pushes, checkpoints, evaluations ran."""
-    max_mb: int = Field(default=256, ge=1)
-    """Room for it; above it the older half is deleted."""
-
-
 class RecordSection(StrictModel):
     rollouts: RolloutRecordSection = RolloutRecordSection()
     """Every rollout, for `grpo-async inspect-rollouts` and `grpo-async export`."""
-    timeline: TimelineSection = TimelineSection()
-    """Spans, for `grpo-async trace`."""
     report: bool = True
     """Write report.html at the end of the run, also of one that failed."""
     advise_every_steps: int = Field(default=20, ge=0)

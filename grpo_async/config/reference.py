@@ -91,9 +91,8 @@ def _parent(path: str) -> str:
 
 def _keys(schema: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]) -> Iterator[Key]:
     for name, node in schema.get("properties", {}).items():
-        path = prefix + name
-        required = name in schema.get("required", ())
-        sections = [part for part in _parts(node, definitions) if _is_section(part)]
+        path, required = prefix + name, name in schema.get("required", ())
+        sections = _sections(node, definitions)
         yield Key(
             path=path,
             type=_type(node, definitions),
@@ -101,19 +100,23 @@ def _keys(schema: Mapping[str, Any], prefix: str, definitions: Mapping[str, Any]
             is_section=bool(sections),
             meaning=node.get("description", ""),
         )
-        yield from _merged([list(_below(part, path, definitions)) for part in sections], sections)
+        yield from _merged(
+            [list(_keys(part, f"{path}{suffix}.", definitions)) for suffix, part in sections],
+            [part for _, part in sections],
+        )
 
 
-def _below(part: Mapping[str, Any], path: str, definitions: Mapping[str, Any]) -> Iterator[Key]:
-    """Keys of a section, of the entries of a list of sections, or of the values of a mapping."""
-    if "properties" in part:
-        yield from _keys(part, f"{path}.", definitions)
-    elif part.get("type") == "array":
-        for each in _parts(part["items"], definitions):
-            yield from _below(each, f"{path}[]", definitions)
-    else:
-        for each in _parts(part["additionalProperties"], definitions):
-            yield from _below(each, f"{path}.NAME", definitions)
+def _sections(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The sections that a value may be, hold as the entries of a list, or as the values of a mapping: ("[]", {properties})."""
+    found = []
+    for part in _parts(node, definitions):
+        inner = part.get("items") if part.get("type") == "array" else part.get("additionalProperties")
+        if "properties" in part:
+            found.append(("", part))
+        elif isinstance(inner, dict):
+            mark = "[]" if part.get("type") == "array" else ".NAME"
+            found += [(mark + suffix, below) for suffix, below in _sections(inner, definitions)]
+    return found
 
 
 def _merged(members: Sequence[Sequence[Key]], sections: Sequence[Mapping[str, Any]]) -> Iterator[Key]:
@@ -124,14 +127,15 @@ def _merged(members: Sequence[Sequence[Key]], sections: Sequence[Mapping[str, An
     kinds = []
     for keys, names in zip(members, tags, strict=True):
         for key in keys:
-            if len(members) > 1 and key.path.endswith(".type"):
+            if len(sections) > 1 and key.path.endswith(".type"):
                 kinds.append(replace(key, meaning=f"{' | '.join(names)}: {key.meaning}"))
             else:
                 owners[key] = owners.get(key, ()) + names
     if kinds:
         default = next((kind.default for kind in kinds if kind.default is not None), None)
-        meaning = "\n".join(kind.meaning for kind in kinds)
-        yield replace(kinds[0], type=" | ".join(everyone), default=default, meaning=meaning)
+        yield replace(
+            kinds[0], type=" | ".join(everyone), default=default, meaning="\n".join(kind.meaning for kind in kinds)
+        )
     for key, names in owners.items():
         yield key if names == everyone else replace(key, of_types=names)
 
@@ -151,11 +155,6 @@ def _parts(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[Mapp
     return [] if node.get("type") == "null" else [node]
 
 
-def _is_section(part: Mapping[str, Any]) -> bool:
-    inner = part.get("items") if part.get("type") == "array" else part.get("additionalProperties")
-    return "properties" in part or (isinstance(inner, dict) and ("$ref" in inner or "oneOf" in inner))
-
-
 def _type(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     return " or ".join(dict.fromkeys(_type_of(part) for part in _parts(node, definitions)))
 
@@ -165,9 +164,8 @@ def _type_of(part: Mapping[str, Any]) -> str:
         return " | ".join(map(str, part.get("enum", [part.get("const")])))
     if part.get("type") == "array":
         items = part.get("items", {})
-        return (
-            "list of sections" if _is_section(part) else f"list of {_type_of(items) if 'type' in items else 'values'}"
-        )
+        is_list_of_sections = "$ref" in items or "oneOf" in items
+        return f"list of {'sections' if is_list_of_sections else _type_of(items) if 'type' in items else 'values'}"
     if "properties" in part:
         return "section"
     bounds = [f"{words} {json.dumps(part[bound])}" for bound, words in _BOUNDS if bound in part]

@@ -8,8 +8,8 @@ rollout function, agent, rewards), `loss_sections` (advantage, loss), `server_se
 
 from __future__ import annotations
 
-import ipaddress
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -85,8 +85,6 @@ class RolloutSection(StrictModel):
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
     whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands
     before it. A line feed needs double quotes in YAML."""
-    include_stop_str_in_output: bool = False
-    """true: what rewards and messages get ends with the text of `stop`, not before it. As vLLM's setting of this name."""
     max_in_flight: Count = 256
     """Most rollouts in progress at once: generating, or waiting for a tool or an environment."""
     zero_variance: Literal["skip", "resample", "train"] = "skip"
@@ -100,8 +98,6 @@ class RolloutSection(StrictModel):
     group all rewards were equal, or there were none."""
     rollout_timeout_s: Seconds = 600.0
     """Wall-clock limit of one rollout; past it the rollout fails and its group continues without it."""
-    shutdown_timeout_s: Seconds = 10.0
-    """Time the rollout thread has to finish its tasks when the run stops."""
     agent: AgentSection | None = None
     """Your own agent, which calls the model over HTTP, as the rollout: any framework, without `tools` or `environments`."""
 
@@ -143,8 +139,6 @@ class TrainingSection(StrictModel):
     """Longest wait for samples without any progress of generation."""
     collective_timeout_s: Seconds = 600.0
     """Deadline of one collective between trainer ranks."""
-    max_nonfinite_steps: int = Field(default=3, ge=1)
-    """Consecutive steps with a loss or gradient that is not finite (each is skipped) after which the run stops."""
     stall_timeout_s: Seconds = 1800.0
     """When neither a step is finished nor a token generated for so long, the run stops, saying what waits for what."""
 
@@ -265,20 +259,10 @@ class LaunchSection(StrictModel):
     @field_validator("rdzv")
     @classmethod
     def _rdzv_names_one_address(cls, rdzv: str | None) -> str | None:
-        if rdzv is None:
-            return None
-        try:
-            parts = urlsplit(f"//{rdzv}")
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if not host or not port or parts.netloc != rdzv or "@" in rdzv:
+        host, _, port = (rdzv or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65_536 or re.search(r"[\s/@]", host):
             raise ValueError(f"{rdzv!r} is not host:port, such as 10.0.0.1:29400 or node-1:29400")
-        try:
-            is_wildcard = ipaddress.ip_address(host).is_unspecified
-        except ValueError:
-            is_wildcard = False
-        if is_wildcard:
+        if host in ("0.0.0.0", "[::]"):  # noqa: S104 - it is refused
             raise ValueError(
                 f"{host} would listen on every network; name the address of node 0 in the one that the machines share"
             )

@@ -39,9 +39,7 @@ def load_data(
     notes = [f"data.train: {note}" for note in train.notes]
     held_out: Rows | None = None
     if data.held_out is not None:
-        train, held_out = split_held_out(
-            train, data.held_out, seed=data.held_out_seed, columns=task_columns(data.train)
-        )
+        train, held_out = split_held_out(train, data.held_out, columns=task_columns(data.train))
         notes.append(f"data.held_out: {len(held_out)} rows are held out, {len(train)} are left to train on")
     evaluated, evaluated_source = held_out, data.train
     if evaluation is not None and evaluation.data is not None:

@@ -25,6 +25,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.extras import needs
 
 _OWN_SETTINGS = ("seed", "size")
+_TIMEOUT_S = 600.0  # that making the rows may take
 
 
 def read_reasoning_gym(source: ReasoningGymSource) -> PlacedRows:
@@ -71,14 +72,14 @@ def _run_child(source: ReasoningGymSource, counts: Sequence[int]) -> list[list[A
             input=json.dumps({"tasks": tasks, "seed": source.seed}, default=str),  # dates, as YAML reads them
             capture_output=True,
             text=True,
-            timeout=source.timeout_s,
+            timeout=_TIMEOUT_S,
             env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8"},
             encoding="utf-8",
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"reasoning_gym: making {sum(counts)} rows took longer than {source.timeout_s:g} s; raise `timeout_s`, lower `size`, "
+            f"reasoning_gym: making {sum(counts)} rows took longer than {_TIMEOUT_S:g} s; lower `size`, "
             "or make the tasks smaller by their `config`"
         ) from error
     if ended.returncode != 0:

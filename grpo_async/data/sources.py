@@ -85,7 +85,7 @@ def load_rows(source: Source, *, count_tokens: CountTokens | None = None) -> Row
 
 def first_rows(source: Source, count: int) -> Rows:
     """The first `count` rows at most, without filters: enough to check a source and its columns before anything starts."""
-    unfiltered = {"min_prompt_chars": None, "max_prompt_chars": None, "max_prompt_tokens": None}
+    unfiltered = {"max_prompt_tokens": None}
     limit = min(count, source.limit or count)
     return load_rows(source.model_copy(update={"limit": limit, **unfiltered}))
 
@@ -194,8 +194,7 @@ CountTokens = Callable[[Prompt], int]
 
 
 def apply_filters(rows: Rows, source: Source, count_tokens: CountTokens | None) -> Rows:
-    """The rows that pass, with one note for each filter that left rows out. With `min_prompt_chars: 3` the prompts "ab", "abc"
-    become "abc" and the note "min_prompt_chars: 3 left out 1 of 2 rows".
+    """The rows that pass, with a note of how many were left out: "max_prompt_tokens: 3 left out 1 of 2 rows".
 
     Raises:
         ConfigError: no row passes.
@@ -223,12 +222,6 @@ def apply_filters(rows: Rows, source: Source, count_tokens: CountTokens | None) 
 
 def _reason(row: Row, source: Source, count_tokens: CountTokens | None) -> str | None:
     """The first filter that leaves the row out, as a setting with its value."""
-    prompt = row["prompt"]
-    num_chars = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
-    if source.min_prompt_chars is not None and num_chars < source.min_prompt_chars:
-        return f"min_prompt_chars: {source.min_prompt_chars}"
-    if source.max_prompt_chars is not None and num_chars > source.max_prompt_chars:
-        return f"max_prompt_chars: {source.max_prompt_chars}"
     if source.max_prompt_tokens is not None and count_tokens is not None:
         num_tokens = count_tokens(make_prompt(row, 0, source.system_prompt))
         if num_tokens > source.max_prompt_tokens:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import hypot, inf
-from statistics import median
 
 from grpo_async.config.sections import RESHAPING
 from grpo_async.findings.evidence import Evidence
@@ -26,15 +25,11 @@ _NOTHING = 1e-9  # no change of a reward: sums are not exact
 _MANY_UNSCORED = 0.05  # of the rollouts
 _MOSTLY, _OFTEN = 0.9, 0.5
 _NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
-_MIN_PART_STEPS = 5
-_MANY_TRUNCATED = 0.3
-_GROWN, _SHRUNK = 2.0, 0.35  # times the length at the beginning
 _MANY_FAILED = 0.05  # of the groups
 _OFF_POLICY, _FAR_OFF_POLICY = 1.1, 1.5  # mean importance ratio, or 1 / it
 _MISMATCH, _LARGE_MISMATCH = 0.1, 0.3  # mean |trainer - sampler| log-probability, nats
 _LOW_ESS = 0.5
 _COLLAPSED, _SMALL_ENTROPY, _EXPLODED = 0.1, 0.1, 2.0  # of the entropy at the beginning; nats; times the beginning
-_SPIKE = 50.0  # times the median gradient norm
 _STILL = 0.02  # between the smallest and the largest importance ratio of all tokens
 _SOME_STALENESS, _FEW_STEPS = 0.3, 5  # from here on an update between sampling and training would show
 _MIN_MOVE = 1e-6  # of the learning rates of all steps together: about what a weight moves by in all of them
@@ -81,25 +76,6 @@ def unscored(evidence: Evidence) -> Finding | None:
         key="unscored", severity=ERROR if has_no_reward or missing >= _OFTEN * total else WARNING, title="Rewards are missing",
         text=f"{why}: the reward functions returned None for them. Such rollouts are not trained.",
         fix="Try the functions on one good and one bad answer: grpo-async check-reward.", query="unscored", plot="reward",
-    )  # fmt: skip
-
-
-def truncated(evidence: Evidence) -> Finding | None:
-    fraction = evidence.recent("completions/clipped_ratio")
-    if fraction is None or fraction < _MANY_TRUNCATED:
-        return None
-    limit = evidence.setting("rollout.max_completion_tokens")
-    of = f" (rollout.max_completion_tokens is {limit})" if isinstance(limit, int) else ""
-    is_most = fraction >= _MOSTLY
-    return Finding(
-        key="truncated", severity=ERROR if is_most else WARNING, numbers={"fraction": fraction},
-        title="Almost every completion is truncated" if is_most else "Many completions are truncated",
-        text=f"{percent(fraction)} of the rollouts of the last third of the steps hit a limit{of} before they ended. A truncated "
-        "answer rarely earns its reward.",
-        fix="Raise the limit, and check whether the policy ends its turns at all: the end-of-turn token may be missing from "
-        "model.end_of_turn_tokens, or the chat template may not be the model's.",
-        setting="rollout.max_completion_tokens", current=limit if isinstance(limit, int) else None,
-        query="truncated", sort="-step", plot="truncated",
     )  # fmt: skip
 
 
@@ -249,26 +225,6 @@ def reward_trend(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def reward_parts(evidence: Evidence) -> Finding | None:
-    """A part that never moves while there are several."""
-    parts = [name.removesuffix("/mean") for name in evidence.names("rewards/", "/mean")]
-    still = []
-    for part in parts if len(parts) > 1 else ():
-        values, deviations = evidence.values(f"{part}/mean"), evidence.values(f"{part}/std")
-        moves = len(values) < _MIN_PART_STEPS or max(values) - min(values) >= _NOTHING
-        if not moves and max(deviations, default=0.0) < _NOTHING:
-            still.append((part.removeprefix("rewards/"), values[0]))
-    if not still:
-        return None
-    name, value = still[0]
-    return Finding(
-        key="reward-parts", severity=WARNING, title="A part of the reward never changes",
-        text=f"Every rollout of every step got the same from {', '.join(f'{n} ({format_number(v)})' for n, v in still)}. It adds "
-        "nothing to the advantage: either it cannot be earned (look at completions that should earn it), or everything earns it.",
-        query=f"rewards['{name}']<={value:g}" if name.replace("_", "").isalnum() else "", plot="reward-parts",
-    )  # fmt: skip
-
-
 def held_out(evidence: Evidence) -> Finding | None:
     """Whether held-out prompts agree with the training reward."""
     results = evidence.evaluated()
@@ -295,19 +251,17 @@ def held_out(evidence: Evidence) -> Finding | None:
     training = evidence.trend("reward")
     if training is not None and training.has_risen:
         behind = training.value - change.value
-        noise = hypot(change.high - change.value, training.high - training.value)
-        if change.value > _NOTHING and behind <= noise:
+        if change.value > _NOTHING and behind <= hypot(change.high - change.value, training.high - training.value):
             why = f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
             fix = "More prompts would settle it: raise evaluation.num_prompts."
             return found(NOTE, "It is not clear whether the held-out reward rose", why, fix)
-        did = "rose far less" if change.value > _NOTHING else "did not"
         why = (
             f"The training reward rose by {format_number(training.value)}. Either the policy games the reward (read the rollouts "
             "with the highest reward: are they what you want?), or it memorized the prompts (use more data or fewer steps), or "
             "evaluation and training differ (prompts, reward, temperature, lengths)."
         )
         severity = ERROR if change.has_fallen else WARNING
-        return found(severity, f"The training reward rose, the held-out reward {did}", why, query="")
+        return found(severity, "The training reward rose, the held-out reward did not follow", why, query="")
     if change.has_fallen:
         fix = "Often the steps are too large (a lower optimizer.lr) or the samples too far off policy."
         return found(ERROR, "The held-out reward fell", fix=fix)
@@ -359,14 +313,14 @@ def held_out_peak(evidence: Evidence) -> Finding | None:
 
 
 def failed_groups(evidence: Evidence) -> Finding | None:
-    fraction = _fraction_of_groups(evidence, "failed")
-    if fraction is None or fraction < _MANY_FAILED:
+    failed, started = evidence.last("ledger/groups/failed"), evidence.last("ledger/groups/started")
+    fraction = (failed or 0.0) / started if started else 0.0
+    if fraction < _MANY_FAILED:
         return None
     kinds = {name.removeprefix("failures/"): evidence.last(name) or 0.0 for name in evidence.names("failures/")}
-    most = evidence.errors[0] if evidence.errors else None
-    why = f" The most frequent error, {most[1]} times: {most[0]}" if most else ""
+    kinds |= dict(evidence.errors)
     kind = max(kinds, key=kinds.__getitem__, default=None)
-    why += f" The most frequent kind of failure, {kinds[kind]:.0f} times: {kind}." if kind is not None else ""
+    why = "" if kind is None else f" The most frequent failure, {kinds[kind]:.0f} times: {kind}"
     return Finding(
         key="failed-groups", severity=ERROR if fraction >= _OFTEN else WARNING, title="Rollouts fail", numbers={"failed": fraction},
         text=f"{percent(fraction)} of the groups failed: too few of their rollouts survived, or scoring raised.{why}",
@@ -374,75 +328,31 @@ def failed_groups(evidence: Evidence) -> Finding | None:
     )  # fmt: skip
 
 
-def no_tool_calls(evidence: Evidence) -> Finding | None:
-    calls = evidence.recent("tools/call_frequency")
-    if calls is None or calls >= 0.01:
-        return None
-    return Finding(
-        key="tools", severity=WARNING, title="The tools are hardly ever called", query="tool_calls=0", plot="tools",
-        text=f"There are {format_number(calls)} calls per completion. A policy that never calls a tool cannot learn to use it.",
-        fix="Explain in the system prompt (data.train.system_prompt) how to call them, or start from a model that does.",
-    )  # fmt: skip
-
-
-def lengths(evidence: Evidence) -> Finding | None:
-    ends, change = evidence.ends("completions/mean_length"), evidence.trend("completions/mean_length")
-    if ends is None or change is None or ends[0] <= 0.0:
-        return None
-    ratio, learns, cut = ends[1] / ends[0], evidence.has_risen, evidence.recent("completions/clipped_ratio") or 0.0
-    text = f"The mean length went from {format_number(ends[0])} to {format_number(ends[1])} tokens ({ratio:.2g} times)"
-    if ratio >= _GROWN and change.has_risen:
-        title, sort, is_fine = "Completions grew long", "-length", learns and cut < _MANY_TRUNCATED
-        text += f"; {percent(cut)} of them are now truncated"
-        why = "it may pay for length itself, or the policy has stopped ending its answers"
-    elif ratio <= _SHRUNK and change.has_fallen:
-        title, sort, is_fine = "Completions grew short", "length", learns
-        why = "the policy may have given up thinking, or short answers may get away with a reward"
-    else:
-        return None
-    text += f". The reward {'rose' if learns else 'did not rise'} with it{'' if learns else f': {why}'}."
-    return Finding(
-        key="lengths",
-        severity=NOTE if is_fine else WARNING,
-        title=title,
-        text=text,
-        query="",
-        sort=sort,
-        plot="lengths",
-    )
-
-
 def off_policy(evidence: Evidence) -> Finding | None:
     """Ratio, difference of log-probabilities and effective sample size: three views of one thing."""
-    ratio, ess = evidence.recent(f"{_RATIO}/mean"), evidence.recent("sampling/ess")
-    difference = evidence.recent("sampling/sampling_logp_difference/mean")
-    first = next(iter(evidence.values("sampling/sampling_logp_difference/mean")), 0.0)
-    since, on_policy = "", 1.0
+    ratio, ess = evidence.recent(f"{_RATIO}/mean") or 1.0, evidence.recent("sampling/ess")
+    differences = evidence.values("sampling/sampling_logp_difference/mean")
+    first, difference = (
+        (differences[0] if differences else 0.0),
+        evidence.recent("sampling/sampling_logp_difference/mean") or 0.0,
+    )
     if any(evidence.setting(f"rollout.{name}") not in (None, neutral) for name, neutral in RESHAPING.items()):
         # sampler and trainer have two distributions on purpose: what the first step shows is that, what is more came later
-        since, on_policy = " more than in the first step", next(iter(evidence.values(f"{_RATIO}/mean")), 1.0) or 1.0
-        difference, first = None if difference is None else difference - first, 0.0
-    off = max(ratio / on_policy, on_policy / ratio) if ratio else 1.0
-    views = []
-    if ratio and off > _OFF_POLICY:
-        views.append(f"the mean importance ratio is {format_number(ratio)} ({format_number(on_policy)} is on policy)")
-    if difference is not None and difference > _MISMATCH:
-        views.append(
-            f"log-probabilities of trainer and sampler differ by {format_number(difference)} nats on average{since}"
-        )
+        ratio /= next(iter(evidence.values(f"{_RATIO}/mean")), 1.0) or 1.0
+        difference, first = difference - first, 0.0
+    off = max(ratio, 1.0 / ratio)
+    views = [f"the mean importance ratio is {format_number(ratio)} times that on policy"] if off > _OFF_POLICY else []
+    if difference > _MISMATCH:
+        views.append(f"log-probabilities of trainer and sampler differ by {format_number(difference)} nats on average")
     if ess is not None and ess < _LOW_ESS:
         views.append(f"the effective sample size is {percent(ess)}")
     if not views:
         return None
-    is_far = off > _FAR_OFF_POLICY or (difference or 0.0) > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
+    is_far = off > _FAR_OFF_POLICY or difference > _LARGE_MISMATCH or (ess is not None and ess < 0.2)
+    why, fix = "It developed during training.", "Lower rollout.max_staleness or optimizer.lr, or set loss.correction."
     if first > _MISMATCH:
         why = "This was already so in the first step, before any staleness: the server computes different log-probabilities."
         fix = "See the log-probability check in preflight.json, inference.dtype and the chat template."
-    else:
-        why, fix = (
-            "It developed during training.",
-            "Lower rollout.max_staleness or optimizer.lr, or set loss.correction.",
-        )
     return Finding(
         key="off-policy", severity=ERROR if is_far else WARNING,
         title="Samples are far off policy" if is_far else "Samples are off policy",
@@ -476,36 +386,30 @@ def entropy(evidence: Evidence) -> Finding | None:
 
 
 def bad_updates(evidence: Evidence) -> Finding | None:
-    skipped, norms = sum(evidence.values("training/skipped_updates")), evidence.values("grad_norm")
-    if skipped:
-        return Finding(
-            key="bad-updates", severity=WARNING, title="Updates were skipped",
-            text=f"{format_number(skipped)} updates were not finite and were skipped.",
-            fix="If it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
-        )  # fmt: skip
-    middle = median(norms) if len(norms) >= 10 else 0.0
-    if middle <= 0.0 or max(norms) <= _SPIKE * middle:
+    skipped = sum(evidence.values("training/skipped_updates"))
+    if not skipped:
         return None
-    step = next(int(row["step"]) for row in evidence.metrics if row.get("grad_norm") == max(norms))
     return Finding(
-        key="bad-updates", severity=WARNING, title="The gradient has spikes",
-        text=f"Its norm reached {format_number(max(norms))} at step {step}; its median is {format_number(middle)}.",
-        fix="optimizer.max_grad_norm limits its effect; look at the rollouts of that step.",
-        query=f"step={step}", sort="-ratio_max", plot="grad-norm",
+        key="bad-updates", severity=WARNING, title="Updates were skipped",
+        text=f"{format_number(skipped)} updates were not finite and were skipped.",
+        fix="If it happens again: a lower optimizer.lr, or model.dtype: float32.", plot="grad-norm",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """A finding where the mean of a metric over the last third of the steps reaches `warns`, or `fails`. `text` takes the value."""
+    """A finding where the mean of a metric over the last third of the steps reaches `warns`, or `fails`, or falls below `least`.
+    `text` takes the value; `setting` is the one to change."""
 
     key: str
     metric: str
-    warns: float
+    warns: float = inf
     fails: float = inf
+    least: float = -inf
     title: str
     text: str
     fix: str = ""
+    setting: str | None = None
     query: str
     sort: str | None = None
     plot: str
@@ -513,17 +417,32 @@ class _Limit:
 
     def __call__(self, evidence: Evidence) -> Finding | None:
         value = evidence.recent(self.metric)
-        if value is None or value < self.warns:
+        if value is None or self.least <= value < self.warns:
             return None
+        current = evidence.setting(self.setting) if self.setting else None
+        current = current if isinstance(current, int | float) else None
+        why = "" if current is None else f" ({self.setting} is {current})"
         return Finding(
             key=self.key, severity=ERROR if value >= self.fails else WARNING, title=self.title, fix=self.fix, query=self.query,
-            text=f"{_LATE} {self.text.format(self.form(value))}.", numbers={self.metric: value}, sort=self.sort, plot=self.plot,
+            text=f"{_LATE} {self.text.format(self.form(value))}{why}.", numbers={self.metric: value}, sort=self.sort,
+            plot=self.plot, setting=self.setting, current=current,
         )  # fmt: skip
 
 
+_TRUNCATED = _Limit(
+    key="truncated", metric="completions/clipped_ratio", warns=0.3, fails=0.9, title="Completions are truncated",
+    text="{} of the rollouts hit a limit before they ended, and a truncated answer rarely earns its reward",
+    fix="Raise the limit, and check whether the policy ends its turns at all: the end-of-turn token may be missing from "
+    "model.end_of_turn_tokens, or the chat template may not be the model's.",
+    setting="rollout.max_completion_tokens", query="truncated", sort="-step", plot="truncated",
+)  # fmt: skip
 _LEFT_OUT = "leaves {} of the tokens out of the loss"
 _WIDEN = "Widen it, or find out why the samples are so far off policy."
 _LIMITS = (
+    _Limit(key="tools", metric="tools/call_frequency", least=0.01, title="The tools are hardly ever called", form=format_number,
+           text="there are {} calls per completion, and a policy that never calls a tool cannot learn to use it",
+           fix="Explain in the system prompt (data.train.system_prompt) how to call them, or start from a model that does.",
+           query="tool_calls=0", plot="tools"),
     _Limit(key="tools", metric="tools/parse_error_frequency", warns=0.1, fails=0.5, title="Tool calls cannot be read",
            text="{} of the turns could not be parsed for calls", query="tool_calls=0", plot="tools",
            fix="tool_calling.parser may be wrong for this model, or the policy writes calls that its template does not know."),
@@ -543,11 +462,6 @@ _LIMITS = (
 )  # fmt: skip
 
 
-def _fraction_of_groups(evidence: Evidence, state: str) -> float | None:
-    number, started = evidence.last(f"ledger/groups/{state}"), evidence.last("ledger/groups/started")
-    return number / started if number is not None and started else None
-
-
 def is_no_better_than_baseline(last: EvaluationRecord, change: Change) -> bool:
     """Whether the last evaluation is not above the frequency of the most frequent answer by more than chance. False where that is
     not known (`evaluation.baseline_column`), or the first evaluation was above it already."""
@@ -560,6 +474,6 @@ def is_no_better_than_baseline(last: EvaluationRecord, change: Change) -> bool:
 
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     # what explains the rest stands before it
-    no_steps, reward_fails, unscored, truncated, no_gradient, hardly_moves, collapsed, zero_variance, reward_trend, reward_parts,
-    held_out, held_out_peak, failed_groups, no_tool_calls, lengths, off_policy, entropy, bad_updates, *_LIMITS,
+    no_steps, reward_fails, unscored, _TRUNCATED, no_gradient, hardly_moves, collapsed, zero_variance, reward_trend,
+    held_out, held_out_peak, failed_groups, off_policy, entropy, bad_updates, *_LIMITS,
 )  # fmt: skip

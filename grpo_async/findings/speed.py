@@ -6,14 +6,15 @@ With t = seconds that the trainer works in a step (trains, pushes, copies a chec
 
     step_s = 10, trainer_idle = 0.6, generator_idle = 0.4  ->  t = 4, g = 6; overlapped, a step would take max(4, 6) = 6 s
 
-The first rule that has something to say is taken. What is not measured holds no rule up. A suggested value is computed from the
-metrics, and never beyond what the rest of the configuration can use. t and g are `PipelineMetrics.train_s` and `generation_s`.
+The first rule that has something to say is taken: what is wasted, whoever waits; then why the trainer waits; then why the servers
+do. What is not measured holds no rule up. A suggested value is computed from the metrics, and never beyond what the rest of the
+configuration can use. t and g are `PipelineMetrics.train_s` and `generation_s`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -59,7 +60,6 @@ class PipelineMetrics:
     filtered_fraction: float | None = None  # of them, those whose rewards were all equal
     tool_fraction: float | None = None  # of a rollout's time, what its tools take
     scoring_fraction: float | None = None  # of a group's time from its first request on, what its rewards take
-    padding_fraction: float | None = None  # of the tokens that are computed in training
 
     @property
     def train_s(self) -> float:
@@ -103,12 +103,6 @@ class PipelineSetup:
     @property
     def servers(self) -> int:
         return self.config.num_servers
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the run has one machine."""
-        nodes = self.config.launch.nodes
-        return nodes.count == 1
 
     @property
     def gpus_per_server(self) -> int:
@@ -169,243 +163,7 @@ def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMet
         filtered_fraction=ended["filtered"] / num_ended if num_ended else None,
         tool_fraction=None if tool_s is None or not rollout_s else min(1.0, tool_s / rollout_s),
         scoring_fraction=None if scoring_s is None or not rollout_s else scoring_s / (scoring_s + rollout_s),
-        padding_fraction=mean("training/padding_fraction"),
     )
-
-
-# ------------------------------------------------------------------------------------------------------- the rules
-
-
-def full_cache(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Requests wait inside the servers for room: what is admitted above that is preempted and computed again."""
-    running, waiting, usage = metrics.running or 0.0, metrics.waiting or 0.0, metrics.kv_usage
-    if usage is None or usage < _KV_FULL or waiting < max(1.0, 0.1 * running):
-        return None
-    suggested = _whole_groups(running, setup)
-    if suggested >= setup.rollout.max_in_flight:
-        return None
-    why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room while {running:.0f} run"
-    return _change("the KV cache", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
-
-
-def stale_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """What is dropped for its age was generated for nothing."""
-    fraction = metrics.stale_fraction
-    if fraction is None or fraction < _MANY_STALE or setup.rollout.max_staleness >= _MAX_STALENESS:
-        return None
-    why = f"{fraction:.0%} of the groups are dropped because they are older than {setup.rollout.max_staleness} steps"
-    suggested = setup.rollout.max_staleness + 1
-    return _change("dropped groups", why, "rollout.max_staleness", setup.rollout.max_staleness, suggested)
-
-
-def weight_pushes(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Fewer of them, as far as samples may be behind: a fraction p with k steps between them falls to 10 % with k x p / 0.1."""
-    fraction, current = metrics.push_fraction, setup.config.training.weight_sync_steps
-    if current > metrics.num_steps:  # too few steps to see how often one comes
-        fraction = _fraction_of_steps(metrics.push_s, current, metrics)
-    if fraction is None or fraction < _MANY_PUSHES:
-        return None
-    why = f"weight pushes take {fraction:.0%} of a step"
-    suggested = min(math.ceil(current * fraction / _PUSH_TARGET - 1e-9), setup.rollout.max_staleness + 1)
-    if suggested > current:
-        return _change("weight pushes", why, "training.weight_sync_steps", current, suggested)
-    why += f", and rollout.max_staleness {setup.rollout.max_staleness} does not allow fewer"
-    help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
-    return _bound("weight pushes", f"{why}; {help_}")
-
-
-def checkpoints(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """They may be further apart than the steps that the metrics are of."""
-    current = setup.config.checkpoint.every_steps
-    fraction = _fraction_of_steps(metrics.checkpoint_s, current, metrics)
-    if fraction is None or fraction < _MANY_SAVES:
-        return None
-    suggested = math.ceil(current * fraction / _SAVE_TARGET - 1e-9)
-    why = f"the trainer waits for checkpoints {fraction:.0%} of the time"
-    return _change("checkpoints", why, "checkpoint.every_steps", current, suggested)
-
-
-def synchronous(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Trainer and servers take turns: overlapped, a step would take max(t, g) and not t + g."""
-    trainer, generator = metrics.trainer_idle, metrics.generator_idle
-    assert trainer is not None
-    assert generator is not None
-    if setup.rollout.max_staleness > 0 or min(trainer, generator) < _IDLE:
-        return None
-    step_s, overlapped_s = metrics.step_s or 0.0, max(metrics.train_s, metrics.generation_s)
-    if step_s - overlapped_s < _NO_GAIN * step_s:
-        return None
-    why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: they wait for each other"
-    gain = f"a step of {duration(step_s)} could take {duration(overlapped_s)}"
-    return _change("waiting for each other", why, "rollout.max_staleness", 0, 1, tail=gain)
-
-
-def slow_tools(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Rollouts that wait for a tool keep no server busy: with n in flight and a fraction s in tools, n x (1 - s) generate."""
-    trainer, fraction = metrics.trainer_idle or 0.0, metrics.tool_fraction
-    if trainer < _IDLE or fraction is None or fraction < _MANY_TOOLS:
-        return None
-    why = f"trainer idle {trainer:.0%}, tools take {fraction:.0%} of a rollout"
-    wanted = math.ceil(setup.rollout.max_in_flight / max(0.05, 1.0 - fraction))
-    suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
-    if suggested > setup.rollout.max_in_flight and (metrics.kv_usage or 0.0) < _KV_TARGET:
-        return _change("tools", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
-    return _bound("tools", f"{why}, and no more rollouts can be in flight: faster tools would help; no setting would")
-
-
-def slow_scoring(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    trainer, fraction = metrics.trainer_idle or 0.0, metrics.scoring_fraction
-    if trainer < _IDLE or fraction is None or fraction < _MANY_TOOLS:
-        return None
-    why = f"trainer idle {trainer:.0%}, scoring takes {fraction:.0%} of the time that a group needs"
-    return _bound("scoring", f"{why}: faster reward functions would help, or more of their workers")
-
-
-def full_slots(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Requests wait for a slot of the embedded engine."""
-    trainer, slots = metrics.trainer_idle or 0.0, setup.embedded_slots
-    running, waiting = metrics.running or 0.0, metrics.waiting or 0.0
-    if trainer < _IDLE or slots is None or waiting < 1.0 or running < 0.9 * slots * setup.servers:
-        return None
-    wanted = slots + math.ceil(waiting / setup.servers)
-    suggested = min(wanted, math.ceil(min(setup.rollout.max_in_flight, setup.most_in_flight) / setup.servers))
-    if suggested <= slots:
-        return None
-    why = f"trainer idle {trainer:.0%}, {waiting:.0f} requests wait for a slot"
-    return _change("slots of the embedded engine", why, "inference.embedded.max_slots", slots, suggested)
-
-
-def few_in_flight(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """The servers have room, and nothing waits: n rollouts fill a fraction u of the cache, so n x 0.85 / u fit; at most twice as
-    many at once. Trainer idle 41 %, KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128."""
-    trainer, usage = metrics.trainer_idle or 0.0, metrics.kv_usage
-    if trainer < _IDLE or usage is None or metrics.running is None or (metrics.waiting or 0.0) >= 1.0:
-        return None
-    is_at_the_limit = metrics.running >= 0.7 * setup.rollout.max_in_flight
-    if usage >= _KV_TARGET or not (is_at_the_limit or (metrics.generator_idle or 0.0) >= _IDLE):
-        return None
-    factor = min(2.0, _KV_TARGET / max(usage, 0.01))
-    limit = setup.most_in_flight
-    if setup.embedded_slots is not None:  # beyond its slots they would only wait
-        limit = min(limit, setup.embedded_slots * setup.servers)
-    suggested = _whole_groups(min(setup.rollout.max_in_flight * factor, limit), setup)
-    if suggested <= setup.rollout.max_in_flight:
-        return None
-    why = f"trainer idle {trainer:.0%}, server KV {usage:.0%}"
-    return _change("too few rollouts in flight", why, "rollout.max_in_flight", setup.rollout.max_in_flight, suggested)
-
-
-def held_back(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Both are idle although generation may run ahead: it may not run far enough (a few long rollouts hold up a step)."""
-    trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
-    if not 0 < setup.rollout.max_staleness < _MAX_STALENESS or min(trainer, generator) < _IDLE:
-        return None
-    why = f"trainer idle {trainer:.0%}, servers idle {generator:.0%}: generation is not allowed to run further ahead"
-    suggested = setup.rollout.max_staleness + 1
-    return _change("the staleness limit", why, "rollout.max_staleness", setup.rollout.max_staleness, suggested)
-
-
-def generation(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """The servers do what they can. With r of them, r x g / t generate as fast as is trained."""
-    trainer = metrics.trainer_idle or 0.0
-    if trainer < _IDLE:
-        return None
-    train_s, generation_s, step_s = metrics.train_s, metrics.generation_s, metrics.step_s or 0.0
-    dominates = train_s < _NO_GAIN * step_s
-    why = f"generation takes {duration(generation_s)} of a step of {duration(step_s)}, training {duration(train_s)}"
-    why = f"asynchrony cannot help here: {why}" if dominates else f"trainer idle {trainer:.0%}: {why}"
-    bound = "generation"
-    if not setup.spawns_servers:
-        needed = _servers_needed(metrics, setup)
-        return _bound(bound, f"{why}; {setup.servers} -> {needed} servers in inference.urls would keep up")
-    if not setup.has_gpus:
-        return _bound(bound, f"{why}; faster or more cores would help, or shorter completions")
-    nodes, replicas = setup.config.launch.nodes, setup.config.inference.replicas
-    if nodes.infer:
-        needed = math.ceil(_servers_needed(metrics, setup) / replicas)
-        return _change(bound, why, "launch.nodes.infer", nodes.infer, max(nodes.infer + 1, needed))
-    suggested, ranks = math.ceil(_servers_needed(metrics, setup) / nodes.train), setup.config.launch.num_trainer_ranks
-    can_move = setup.gpus_per_server == 1 and ranks > 1
-    if setup.num_gpus is not None:
-        suggested = min(suggested, (setup.num_gpus - ranks) // setup.gpus_per_server)
-    if suggested > replicas:
-        tail = "or move one GPU from the trainer to a server" if can_move else ""
-        return _change(bound, why, "inference.replicas", replicas, suggested, tail=tail)
-    why += f"; {_gpus(setup)} no room for another server"
-    is_shared = setup.num_gpus is not None and ranks + replicas > setup.num_gpus
-    # with one rank less the trainer must not bound the run instead
-    if can_move and not is_shared and train_s * ranks / (ranks - 1) < generation_s:
-        tail = f"and inference.replicas {replicas} -> {replicas + 1}"
-        return _change(bound, why, "launch.num_trainer_ranks", ranks, ranks - 1, tail=tail)
-    text = f"{why}, so servers on another machine (launch.nodes.infer) would help, or shorter completions"
-    return _bound(bound, text)
-
-
-def padding(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """Packed samples are not padded."""
-    fraction = metrics.padding_fraction
-    if setup.config.training.pack or fraction is None or fraction < 0.25:
-        return None
-    why = f"{fraction:.0%} of the tokens that the trainer computes are padding"
-    return _change("padding", why, "training.pack", "false", "true")
-
-
-def training(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """The servers wait for the trainer. n trainer and r server GPUs with work t x n and g x r are best divided in this
-    proportion: n 1, r 3, t 9, g 3 -> 9 : 9, so 2 and 2. Of several machines that train each has as many ranks, so the GPU that a
-    server gives up is one of one of them only."""
-    generator = metrics.generator_idle or 0.0
-    if generator < max(_IDLE, 0.3) or (metrics.trainer_idle or 0.0) >= _IDLE:
-        return None
-    train_s, step_s = duration(metrics.train_s), duration(metrics.step_s or 0.0)
-    why = f"servers idle {generator:.0%}: training takes {train_s} of a step of {step_s}"
-    ranks, servers = setup.config.launch.num_trainer_ranks, setup.servers
-    if not setup.has_gpus:
-        return _bound("training", f"{why}; a faster trainer would help, generation is not the limit")
-    free = math.inf if setup.num_gpus is None else setup.num_gpus - ranks - setup.gpus_of_servers
-    is_alone = setup.is_alone and setup.spawns_servers and setup.gpus_per_server == 1
-    if is_alone and servers > 1 and free >= 0:
-        work_t, work_g = metrics.train_s * ranks, metrics.generation_s * servers
-        suggested = min(servers - 1, max(1, (ranks + servers) - round((ranks + servers) * work_t / (work_t + work_g))))
-        freed = servers - suggested
-        tail = f"and launch.num_trainer_ranks {ranks} -> {ranks + freed}"
-        return _change("training", why, "inference.replicas", servers, suggested, tail=tail)
-    world = (
-        setup.config.launch.nodes.train * ranks * metrics.train_s / max(metrics.generation_s, 0.25 * metrics.train_s)
-    )
-    wanted = max(ranks + 1, min(math.ceil(world / setup.config.launch.nodes.train - 1e-9), 2 * ranks))
-    suggested = int(min(wanted, ranks + free))
-    if suggested > ranks:
-        where = "of each machine" if setup.config.launch.nodes.train > 1 else ""
-        return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=where)
-    text = f"{why}; {_gpus(setup)} no room for another rank, so another machine that trains (launch.nodes.train) would help"
-    return _bound("training", text)
-
-
-def filtered_groups(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    """With a fraction f of the groups filtered, n / (1 - f) of them leave n to train on; at most twice as many at once."""
-    fraction = metrics.filtered_fraction
-    if fraction is None or fraction < _MANY_FILTERED or setup.rollout.zero_variance != "skip":
-        return None
-    current = setup.rollout.groups_per_step
-    suggested = min(2 * current, math.ceil(current / max(1.0 - fraction, 0.01) - 1e-9))
-    left = current * (1.0 - fraction)
-    why = f"{fraction:.0%} of the groups teach nothing (all rewards equal), so steps train on {left:.1f} groups"
-    tail = "or choose prompts that are neither always nor never solved"
-    return _change("equal rewards", why, "rollout.groups_per_step", current, suggested, tail=tail)
-
-
-def nothing_to_gain(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
-    trainer, generator = metrics.trainer_idle or 0.0, metrics.generator_idle or 0.0
-    return _bound("nothing", f"no setting would help: trainer idle {trainer:.0%}, servers idle {generator:.0%}")
-
-
-RULES: tuple[Callable[[PipelineMetrics, PipelineSetup], Finding | None], ...] = (
-    # what is wasted, whoever waits; then: the trainer waits; then: the trainer works
-    full_cache, stale_groups, weight_pushes, checkpoints,
-    synchronous, slow_tools, slow_scoring, full_slots, few_in_flight, held_back, generation,
-    padding, training, filtered_groups, nothing_to_gain,
-)  # fmt: skip
 
 
 def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
@@ -414,7 +172,143 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
         return None
     if metrics.trainer_idle is None or metrics.generator_idle is None:
         return None
-    return next((advice for rule in RULES if (advice := rule(metrics, setup)) is not None), None)
+    trainer, servers = metrics.trainer_idle, metrics.generator_idle
+    found = next(_wasted(metrics, setup), None)
+    if found is None and trainer >= _IDLE:
+        found = next(_trainer_waits(metrics, setup, trainer, servers), None)
+    if found is None and trainer < _IDLE and servers >= 2 * _IDLE:
+        found = _training(metrics, setup, servers)
+    if found is not None:
+        return found
+    filtered, current = metrics.filtered_fraction or 0.0, setup.rollout.groups_per_step
+    if filtered >= _MANY_FILTERED and setup.rollout.zero_variance == "skip":
+        # with a fraction f filtered, n / (1 - f) groups leave n to train on; at most twice as many at once
+        suggested = min(2 * current, math.ceil(current / max(1.0 - filtered, 0.01) - 1e-9))
+        left = current * (1.0 - filtered)
+        why = f"{filtered:.0%} of the groups teach nothing (all rewards equal), so steps train on {left:.1f} groups"
+        tail = "or choose prompts that are neither always nor never solved"
+        return _change("equal rewards", why, "rollout.groups_per_step", current, suggested, tail=tail)
+    return _bound("nothing", f"no setting would help: trainer idle {trainer:.0%}, servers idle {servers:.0%}")
+
+
+def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]:
+    """What takes time whoever waits."""
+    rollout, config = setup.rollout, setup.config
+    running, waiting, usage = metrics.running or 0.0, metrics.waiting or 0.0, metrics.kv_usage or 0.0
+    suggested = _whole_groups(running, setup)
+    if usage >= _KV_FULL and waiting >= max(1.0, 0.1 * running) and suggested < rollout.max_in_flight:
+        # what is admitted beyond the cache is preempted and computed again
+        why = f"the servers' KV cache is {usage:.0%} full and {waiting:.0f} requests wait for room while {running:.0f} run"
+        yield _change("the KV cache", why, "rollout.max_in_flight", rollout.max_in_flight, suggested)
+    stale, staleness = metrics.stale_fraction or 0.0, rollout.max_staleness
+    if stale >= _MANY_STALE and staleness < _MAX_STALENESS:
+        why = f"{stale:.0%} of the groups are dropped because they are older than {staleness} steps"
+        yield _change("dropped groups", why, "rollout.max_staleness", staleness, staleness + 1)
+    # fewer pushes, as far as samples may be behind: a fraction p with k steps between them falls to 10 % with k x p / 0.1
+    pushes, current = metrics.push_fraction or 0.0, config.training.weight_sync_steps
+    if current > metrics.num_steps:  # too few steps to see how often one comes
+        pushes = _fraction_of_steps(metrics.push_s, current, metrics)
+    if pushes >= _MANY_PUSHES:
+        why = f"weight pushes take {pushes:.0%} of a step"
+        suggested = min(math.ceil(current * pushes / _PUSH_TARGET - 1e-9), staleness + 1)
+        if suggested > current:
+            yield _change("weight pushes", why, "training.weight_sync_steps", current, suggested)
+        why += f", and rollout.max_staleness {staleness} does not allow fewer"
+        help_ = "a faster network between trainer and servers would help, or sending less (model.lora.push: adapter)"
+        yield _bound("weight pushes", f"{why}; {help_}")
+    every = config.checkpoint.every_steps
+    saves = _fraction_of_steps(metrics.checkpoint_s, every, metrics)
+    if saves >= _MANY_SAVES:
+        why = f"the trainer waits for checkpoints {saves:.0%} of the time"
+        yield _change(
+            "checkpoints", why, "checkpoint.every_steps", every, math.ceil(every * saves / _SAVE_TARGET - 1e-9)
+        )
+
+
+def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: float, servers: float) -> Iterator[Finding]:
+    rollout, step_s, idle = setup.rollout, metrics.step_s or 0.0, f"trainer idle {trainer:.0%}"
+    both = f"{idle}, servers idle {servers:.0%}"
+    overlapped_s = max(metrics.train_s, metrics.generation_s)
+    if rollout.max_staleness == 0 and servers >= _IDLE and step_s - overlapped_s >= _NO_GAIN * step_s:
+        # they take turns: overlapped, a step would take max(t, g) and not t + g
+        gain = f"a step of {duration(step_s)} could take {duration(overlapped_s)}"
+        yield _change(
+            "waiting for each other", f"{both}: they wait for each other", "rollout.max_staleness", 0, 1, tail=gain
+        )
+    usage, in_flight = metrics.kv_usage, rollout.max_in_flight
+    tools = metrics.tool_fraction or 0.0
+    if tools >= _MANY_TOOLS:
+        # rollouts that wait for a tool keep no server busy: with n in flight and a fraction s in tools, n x (1 - s) generate
+        why = f"{idle}, tools take {tools:.0%} of a rollout"
+        wanted = math.ceil(in_flight / max(0.05, 1.0 - tools))
+        suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
+        if suggested > in_flight and (usage or 0.0) < _KV_TARGET:
+            yield _change("tools", why, "rollout.max_in_flight", in_flight, suggested)
+        yield _bound(
+            "tools", f"{why}, and no more rollouts can be in flight: faster tools would help; no setting would"
+        )
+    if (scoring := metrics.scoring_fraction or 0.0) >= _MANY_TOOLS:
+        why = f"{idle}, scoring takes {scoring:.0%} of the time that a group needs"
+        yield _bound("scoring", f"{why}: faster reward functions would help, or more of their workers")
+    has_room = (
+        usage is not None and metrics.running is not None and (metrics.waiting or 0.0) < 1.0 and usage < _KV_TARGET
+    )
+    if usage is not None and has_room and ((metrics.running or 0.0) >= 0.7 * in_flight or servers >= _IDLE):
+        # n rollouts fill a fraction u of the cache, so n x 0.85 / u fit, at most twice as many at once:
+        # KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128
+        most = min(setup.most_in_flight, (setup.embedded_slots or math.inf) * setup.servers)
+        suggested = _whole_groups(min(in_flight * min(2.0, _KV_TARGET / max(usage, 0.01)), most), setup)
+        if suggested > in_flight:
+            why = f"{idle}, server KV {usage:.0%}"
+            yield _change("too few rollouts in flight", why, "rollout.max_in_flight", in_flight, suggested)
+    if 0 < rollout.max_staleness < _MAX_STALENESS and servers >= _IDLE:  # a few long rollouts hold up a step
+        why = f"{both}: generation is not allowed to run further ahead"
+        current = rollout.max_staleness
+        yield _change("the staleness limit", why, "rollout.max_staleness", current, current + 1)
+    yield _generation(metrics, setup, idle)
+
+
+def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Finding:
+    """The servers do what they can. With r of them, r x g / t generate as fast as is trained; at most twice as many at once."""
+    step_s, nodes, replicas = metrics.step_s or 0.0, setup.config.launch.nodes, setup.config.inference.replicas
+    why = f"generation takes {duration(metrics.generation_s)} of a step of {duration(step_s)}, training {duration(metrics.train_s)}"
+    dominates = metrics.train_s < _NO_GAIN * step_s
+    why = f"asynchrony cannot help here: {why}" if dominates else f"{idle}: {why}"
+    wanted = math.ceil(setup.servers * metrics.generation_s / max(metrics.train_s, 1e-9) - 1e-9)
+    needed = max(setup.servers + 1, min(2 * setup.servers, wanted))
+    if not setup.spawns_servers:
+        return _bound("generation", f"{why}; {setup.servers} -> {needed} servers in inference.urls would keep up")
+    if not setup.has_gpus:
+        return _bound("generation", f"{why}; faster or more cores would help, or shorter completions")
+    if nodes.infer:
+        return _change(
+            "generation", why, "launch.nodes.infer", nodes.infer, max(nodes.infer + 1, math.ceil(needed / replicas))
+        )
+    suggested = math.ceil(needed / nodes.train)
+    if setup.num_gpus is not None:
+        free = setup.num_gpus - setup.config.launch.num_trainer_ranks
+        suggested = min(suggested, free // setup.gpus_per_server)
+    if suggested > replicas:
+        return _change("generation", why, "inference.replicas", replicas, suggested)
+    help_ = "GPUs for more servers (launch.nodes.infer, or one of the trainer's) would help, or shorter completions"
+    return _bound("generation", f"{why}; there is no room for another server: {help_}")
+
+
+def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) -> Finding:
+    """The servers wait for the trainer. With n ranks, n x t / g train as fast as is generated; at most twice as many at once."""
+    train_s, ranks, nodes = metrics.train_s, setup.config.launch.num_trainer_ranks, setup.config.launch.nodes.train
+    why = (
+        f"servers idle {servers:.0%}: training takes {duration(train_s)} of a step of {duration(metrics.step_s or 0.0)}"
+    )
+    if not setup.has_gpus:
+        return _bound("training", f"{why}; a faster trainer would help, generation is not the limit")
+    suggested = min(2 * ranks, math.ceil(ranks * train_s / max(metrics.generation_s, 0.25 * train_s) - 1e-9))
+    if setup.num_gpus is not None:
+        suggested = min(suggested, setup.num_gpus - setup.gpus_of_servers)
+    if suggested > ranks:
+        tail = "of each machine" if nodes > 1 else ""
+        return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=tail)
+    return _bound("training", f"{why}; GPUs for more ranks (launch.nodes.train, or one of a server's) would help")
 
 
 def _bound(bound_by: str, text: str, **change: Any) -> Finding:
@@ -422,33 +316,18 @@ def _bound(bound_by: str, text: str, **change: Any) -> Finding:
     return Finding(key=bound_by, severity=Severity.NOTE, title=f"Bound by {bound_by}", text=text, **change)
 
 
-def _change(
-    bound_by: str, why: str, setting: str, current: float | str, suggested: float | str, *, tail: str = ""
-) -> Finding:
+def _change(bound_by: str, why: str, setting: str, current: int, suggested: int, *, tail: str = "") -> Finding:
     """why: raise SETTING CURRENT -> SUGGESTED, tail. A `why` with a colon is followed by a semicolon."""
-    verb = (
-        "set" if isinstance(current, str) or isinstance(suggested, str) else "raise" if suggested > current else "lower"
-    )
+    verb = "raise" if suggested > current else "lower"
     text = f"{why}{';' if ':' in why else ':'} {verb} {setting} {current} -> {suggested}{', ' if tail else ''}{tail}"
     return _bound(bound_by, text, setting=setting, current=current, suggested=suggested)
 
 
-def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: PipelineMetrics) -> float | None:
-    """Of the wall time, what takes `seconds` every `every_steps` steps: 60 s every 50 steps of 10 s -> 0.12."""
-    return None if seconds is None or not metrics.step_s else seconds / (every_steps * metrics.step_s)
-
-
-def _servers_needed(metrics: PipelineMetrics, setup: PipelineSetup) -> int:
-    """r x g / t, at least one more, at most twice as many."""
-    ratio = metrics.generation_s / max(metrics.train_s, 1e-9)
-    return max(setup.servers + 1, min(2 * setup.servers, math.ceil(setup.servers * ratio - 1e-9)))
+def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: PipelineMetrics) -> float:
+    """Of the wall time, what takes `seconds` every `every_steps` steps: 60 s every 50 steps of 10 s -> 0.12; 0: not measured."""
+    return 0.0 if seconds is None or not metrics.step_s else seconds / (every_steps * metrics.step_s)
 
 
 def _whole_groups(rollouts: float, setup: PipelineSetup) -> int:
     """Rounded down to whole groups, at least one: 100 rollouts in groups of 8 -> 96."""
     return max(1, int(rollouts + 1e-9) // setup.rollout.group_size) * setup.rollout.group_size
-
-
-def _gpus(setup: PipelineSetup) -> str:
-    """Before what they have: "one GPU has", "4 GPUs have"."""
-    return "one GPU has" if setup.num_gpus == 1 else f"{setup.num_gpus} GPUs have"

@@ -56,7 +56,7 @@ class Servers(Protocol):
 
 
 class FixedServers:
-    """Servers that nobody watches: for the checks before a run (checks.preflight), benchmarks and tests."""
+    """Servers that nobody watches: for benchmarks and tests."""
 
     num_events = 0
 

@@ -25,7 +25,6 @@ class SamplingSettings:
     max_turns: int = 1_000_000
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
 
     def request(self, **fields: Any) -> GenerateRequest:
         """A request that samples so; `fields` are the others of GenerateRequest, and may replace these."""
@@ -52,12 +51,12 @@ class SamplingSettings:
         return budget if self.max_turn_tokens is None else min(budget, self.max_turn_tokens)
 
     def shown(self, text: str) -> str:
-        """What rewards and messages have of a sampled text: it ends before the stop string, or with it.
+        """What rewards and messages have of a sampled text: it ends before the stop string.
 
-        stop ["\\nQ:"]: "4\\nQ: 3" -> "4"; with include_stop_str_in_output "4\\nQ:".
+        stop ["\\nQ:"]: "4\\nQ: 3" -> "4".
         """
         found = find_stop(text, self.stop)
-        return text if found is None else text[: found[1 if self.include_stop_str_in_output else 0]]
+        return text if found is None else text[: found[0]]
 
 
 def find_stop(text: str, stop: Sequence[str]) -> tuple[int, int] | None:

@@ -33,7 +33,6 @@ _FIXED = (
     "data.train",
     "data.shuffle",
     "data.held_out",
-    "data.held_out_seed",
     "rollout.group_size",
     "rollout.groups_per_step",
 )

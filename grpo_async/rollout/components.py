@@ -189,7 +189,6 @@ class ProducerParts:
             repetition_penalty=sampling.repetition_penalty,
             structured_outputs=None if sampling.structured_outputs is None else sampling.structured_outputs.as_vllm(),
             stop=rollout.stop if sampling.stop is None else sampling.stop,
-            include_stop_str_in_output=rollout.include_stop_str_in_output,
             max_completion_tokens=rollout.max_completion_tokens,
             max_model_len=config.inference.max_model_len,
             max_turn_tokens=rollout.max_turn_tokens,

@@ -19,7 +19,7 @@ from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, SampleBuffer, Watch
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.errors import DeadlineError, RunError
+from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
 from grpo_async.rollout.error_log import ErrorLog
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_SHUTDOWN_TIMEOUT_S = 10.0  # the rollout thread's, to finish its tasks when the run stops
 _SWITCH_INTERVAL_S = 5e-5
 """How long a thread that computes may keep the interpreter from another that wants it (Python's default: 5 ms). The training thread
 lets go of it at each of hundreds of operations a step, and waits that long wherever the rollout thread computes just then."""
@@ -243,7 +244,7 @@ class RolloutSource:
 
     def stop_generating(self) -> None:
         """Cancel what is in flight and account for what is queued; the client stays usable (for a last evaluation)."""
-        self._thread.cancel_all(timeout_s=self._config.rollout.shutdown_timeout_s)
+        self._thread.cancel_all(timeout_s=_SHUTDOWN_TIMEOUT_S)
         self._close_left()
 
     def _close_left(self) -> None:
@@ -259,18 +260,13 @@ class RolloutSource:
         self._is_closed = True
         gc.unfreeze()
         sys.setswitchinterval(self._usual_switch_interval_s)
-        timeout_s = self._config.rollout.shutdown_timeout_s
+        timeout_s = _SHUTDOWN_TIMEOUT_S
         if self._thread.cancel_all(timeout_s=timeout_s):
             for close in self._closing_on_loop:
                 try:
-                    self._thread.call(
-                        close(),
-                        timeout_s=timeout_s,
-                        what="connections and environments to close",
-                        setting="rollout.shutdown_timeout_s",
-                    )
-                except DeadlineError as error:
-                    logger.warning("%s", error)  # the run is over: what does not close ends with the process
+                    self._thread.submit(close()).result(timeout=timeout_s)
+                except TimeoutError:  # the run is over: what does not close ends with the process
+                    logger.warning("connections and environments did not close within %.0f s", timeout_s)
         if self._has_started:  # a start that fails leaves the run's files as they are
             try:
                 self._close_left()  # a run that ends by an error has not: its last groups may say why

@@ -110,7 +110,7 @@ class LoopThread:
         self._thread.join(timeout=max(0.5, timeout_s - (time.monotonic() - began)))
         if self._thread.is_alive() or not ended:
             logger.warning(
-                "the rollout thread did not end within rollout.shutdown_timeout_s = %.0f s; it is abandoned "
+                "the rollout thread did not end within %.0f s; it is abandoned "
                 "(a reward or tool that blocks the event loop causes this)",
                 timeout_s,
             )

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from grpo_async.config.record_sections import TimelineSection
 from grpo_async.tracking.timeline_file import LOST, Event, EventWriter, event_line
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class Timeline:
         max_mb: the room for the file.
     """
 
-    def __init__(self, path: Path, *, max_mb: int) -> None:
+    def __init__(self, path: Path, *, max_mb: int = 256) -> None:
         self._events: deque[Event] = deque()
         self._num_lost = 0
         self._closing = threading.Event()
@@ -193,8 +192,3 @@ class _NoTimeline(Timeline):
 NO_TIMELINE: Timeline = _NoTimeline()
 """Records nothing."""
 NO_TRACK = Track(NO_TIMELINE, "")
-
-
-def open_timeline(path: Path, settings: TimelineSection) -> Timeline:
-    """The recorder that `record.timeline` asks for."""
-    return Timeline(path, max_mb=settings.max_mb) if settings.enabled else NO_TIMELINE

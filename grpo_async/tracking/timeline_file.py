@@ -158,7 +158,7 @@ class EventWriter:
             raise
         self.close()
         self._open()
-        logger.info("the older half of %s was dropped: record.timeline.max_mb", self.path)
+        logger.info("the older half of %s was dropped to keep it small", self.path)
 
     def _copy_newer_half(self, temporary: Path) -> None:
         with self.path.open("rb") as source, temporary.open("wb") as target:

@@ -47,6 +47,7 @@ from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.weights.verify import TrainerScores
 
 logger = logging.getLogger(__name__)
+_MAX_NONFINITE_STEPS = 3  # in a row, each skipped; then the run ends
 
 
 class LeaderLoop:
@@ -94,7 +95,7 @@ class LeaderLoop:
         counters = resumed.counters if resumed else {}
         bad_steps = counters.get("bad_steps", 0)
         # at its limit it ended the run before: the next step that is not finite would be the end again
-        self._bad_steps = bad_steps if bad_steps < self._config.training.max_nonfinite_steps else 0
+        self._bad_steps = bad_steps if bad_steps < _MAX_NONFINITE_STEPS else 0
         is_half = self._config.model.compute_dtype == "float16"
         self._loss_scale = LossScale(counters) if is_half else None
         self._pushed_version = -1
@@ -325,7 +326,7 @@ class LeaderLoop:
             result.grad_norm,
             self._bad_steps,
         )
-        if self._bad_steps >= self._config.training.max_nonfinite_steps:
+        if self._bad_steps >= _MAX_NONFINITE_STEPS:
             self._save_before_error(step)  # the weights are those of the last finite step
             raise RunError(
                 f"{self._bad_steps} consecutive steps were not finite; step {step} had loss {result.loss} and gradient norm "

@@ -13,13 +13,13 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.run_directory import attempt_number
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.tracking.timeline_file import ATTEMPT
 
 
 def run_rank(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """Run this rank from start to end."""
-    timeline = open_timeline(assignment.run_dir.events, config.record.timeline) if assignment.rank == 0 else NO_TIMELINE
+    timeline = Timeline(assignment.run_dir.events) if assignment.rank == 0 else NO_TIMELINE
     number = attempt_number(assignment.attempt_dir)
     details = {"attempt": number, "process": os.getpid()}
     if assignment.resume_step is not None:

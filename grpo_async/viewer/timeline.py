@@ -60,12 +60,12 @@ def load_events(
         events = [event for event in read_events(path) if event.end >= low and event.start <= high]
     except OSError as error:
         raise ConfigError(
-            f"cannot read the timeline {path}: {error.strerror}; `record.timeline.enabled` writes one while a run goes on"
+            f"cannot read the timeline {path}: {error.strerror}; a run writes one from its first step on"
         ) from error
     notes = []
     for event in events:
         if event.name == DROPPED:
-            notes.append("the oldest events were dropped: record.timeline.max_mb")
+            notes.append("the oldest events were dropped to keep the file small")
         elif event.name == LOST:
             notes.append(f"{event.details.get('events', '?')} events could not be written")
     events.sort(key=lambda event: (event.start, -event.end))

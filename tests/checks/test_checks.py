@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from grpo_async.quickstart.model import train_tokenizer
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import EMBEDDED, make_config
 from tests.support.local_server import local_server
-from tests.support.ports import free_port
 
 GAME = {"game": {"factory": "grpo_async.envs.guessing_game:GuessingGame"}}
 
@@ -55,15 +52,6 @@ def test_a_form_of_the_output_needs_vllm(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", [_row(number) for number in range(20)])
     with pytest.raises(ConfigError, match=r"rollout\.structured_outputs: the embedded engine has no grammars"):
         check_inputs(config, engine=EMBEDDED)
-
-
-def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_async.checks.config_checks._SMALL_BYTES", 10)
-    config = make_config(tmp_path)
-    rows = [_row(number) for number in range(20)]
-    rows[16]["prompt"] = 7
-    _write(tmp_path / "train.jsonl", rows)
-    check_inputs(config, engine=EMBEDDED)  # the trainer meets it
 
 
 def test_prompts_to_evaluate_on_that_are_trained_on_are_found_at_once(tmp_path: Path) -> None:
@@ -100,8 +88,7 @@ def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_pa
     config = make_config(tmp_path, rollout={"agent": agent}, rewards=[{"function": reward}])
     notes = "\n".join(check_inputs(config, engine=EMBEDDED))
     assert "rollout.agent: grpo_async.quickstart.agent:run makes the rollouts" in notes
-    assert "3 at once, each for at most 300 s; it calls the model at an endpoint on 127.0.0.1" in notes
-    assert "its own reward (`agent`, weight 1) is added to that of grpo_async.rewards.text:exact_match" in notes
+    assert "3 at once, each for at most 300 s" in notes
     for section, told in (
         ({"function": "grpo_async.quickstart.agent:runn"}, r"rollout\.agent\.function: .*did you mean 'run'"),
         ({"function": "no_such_module:run"}, r"rollout\.agent\.function: no_such_module:run: there is no module"),
@@ -114,22 +101,6 @@ def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_pa
     twice = make_config(tmp_path, rollout={"agent": agent}, rewards=[{"function": reward, "name": "agent"}])
     with pytest.raises(ConfigError, match="`agent` is also the reward of an environment or of the agent"):
         check_inputs(twice, engine=EMBEDDED)
-
-
-def test_what_a_reward_requires_of_the_sandbox_is_checked_at_start(tmp_path: Path) -> None:
-    reward = {"function": "grpo_async.rewards.code:code_tests", "arguments": {"require": ["telepathy"]}}
-    rows = [{**_row(1), "tests": ["assert f(1) == 2"]}]
-    config = make_config(tmp_path, rewards=[reward])
-    _write(tmp_path / "train.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"reward 'code_tests': sandbox: `require` names \['telepathy'\]"):
-        check_inputs(config, engine=EMBEDDED)
-
-
-def test_no_rewards_at_all_need_environments_that_have_them(tmp_path: Path) -> None:
-    factory = {"factory": "tests.envs.trl_style_environment:EchoToolEnv"}
-    config = make_config(tmp_path, environments={"echo": factory}, rewards=[])
-    with pytest.raises(ConfigError, match="not every environment has a `get_reward`"):
-        check_inputs(config, engine=EMBEDDED)
 
 
 def test_an_address_for_weights_that_is_not_of_this_machine_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -224,23 +195,6 @@ def test_what_only_the_held_out_rows_have_or_lack_is_told_before_anything_starts
         check_inputs(config, engine=EMBEDDED)
 
 
-def test_a_port_that_is_taken_is_told_and_a_login_that_is_missing_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    wandb = {"type": "wandb", "project": "p"}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        config = make_config(tmp_path, tracking=[wandb, {"type": "prometheus", "port": port}])
-        with pytest.raises(ConfigError, match=rf"tracking\.1\.port: 127\.0\.0\.1 port {port} cannot be bound"):
-            check_inputs(config, engine=EMBEDDED)
-    config = make_config(tmp_path, tracking=[wandb])
-    assert any(note.startswith("tracking.0: neither $WANDB_API_KEY") for note in check_inputs(config, engine=EMBEDDED))
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
-    assert not any("WANDB" in note for note in check_inputs(config, engine=EMBEDDED))
-
-
 def test_a_server_that_is_none_of_ours_is_told_and_one_that_is_not_there_yet_noted(tmp_path: Path) -> None:
     external = EngineChoice(engine="external", reason="a test says so")
     with local_server(refuses={"/rollout/info": 404}) as server:
@@ -261,31 +215,6 @@ def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch:
     check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
     with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoint\(s\) of 11\.4 MiB .* not enough"):
         check_inputs(config, engine=EMBEDDED, deep=True)
-
-
-def test_of_a_model_on_the_hub_what_was_downloaded_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    config = make_config(tmp_path, model={"path": "some/moe"})
-    assert any("hub name and not checked here" in note for note in check_inputs(config, engine=EMBEDDED))
-    snapshot = tmp_path / "models--some--moe" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    (snapshot / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
-    with pytest.raises(ConfigError, match="embedded cannot serve qwen3_moe, which is a mixture of experts"):
-        check_inputs(config, engine=EMBEDDED)
-
-
-def test_a_hub_that_cannot_be_reached_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub alone retries for 47 s."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    config = make_config(tmp_path, model={"path": "some/model"})
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"model\.path: some/model .* the hub http://127.* cannot be reached"):
-        check_inputs(config, engine=EMBEDDED, deep=True)
-    assert time.monotonic() - began < 10.0
 
 
 @pytest.mark.parametrize("column", ["completions", "trainer_state"])
@@ -329,24 +258,6 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
     else:
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_inputs(config, engine=EMBEDDED, deep=True)
-
-
-def test_a_start_takes_the_tokenizer_only_where_a_prompt_may_be_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = _write(tmp_path / "rows.jsonl", [{"prompt": "1 + 2 = " * 30}])
-    sections: dict[str, Any] = {
-        "data": {"train": {"type": "jsonl", "path": str(train)}},
-        "rewards": [{"function": "grpo_async.rewards.format:think_format"}],
-        "rollout": {"max_completion_tokens": 4},
-    }
-    config = make_config(tmp_path, **sections, inference={"max_model_len": 8})
-    train_tokenizer(["1 + 2 = 3"]).save_pretrained(config.model.path)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"vocab_size": 500}))
-    with pytest.raises(ConfigError, match="1 of 1 prompts measured have 8 tokens or more"):
-        check_inputs(config, engine=EMBEDDED)
-    monkeypatch.setattr("grpo_async.checks.config_checks.load_renderer", lambda _: pytest.fail("seconds for nothing"))
-    check_inputs(make_config(tmp_path, **sections, inference={"max_model_len": 241}), engine=EMBEDDED)
 
 
 @pytest.mark.parametrize(

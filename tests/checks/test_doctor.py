@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,8 +15,6 @@ import pytest
 from grpo_async import sandbox
 from grpo_async.checks import doctor
 from grpo_async.checks.doctor import (
-    check_requirements,
-    check_torch,
     check_vllm,
     machine_memory,
     run_doctor,
@@ -38,7 +35,7 @@ def test_this_machine_is_looked_at_and_a_check_that_breaks_is_one_failed_line(mo
     monkeypatch.setitem(doctor._CHECKS, "broken", breaks)
     checks = run_doctor()
     assert list(dict.fromkeys(check.name for check in checks)) == [
-        "python", "cpus", "memory", "gpus", "packages", "torch", "vllm", "limits", "disk", "sandbox", "broken",
+        "python", "cpus", "memory", "gpus", "torch", "vllm", "limits", "disk", "sandbox", "broken",
     ]  # fmt: skip
     assert all(check.detail for check in checks)
     assert [check for check in checks if "Error" in check.detail] == [
@@ -94,20 +91,11 @@ def test_memory_is_what_the_container_allows(
 
 
 @pytest.mark.parametrize(
-    ("soft", "status"), [(512, "fail"), (1024, "warn"), (4096, "pass"), (resource.RLIM_INFINITY, "pass")]
-)
-def test_few_open_files_are_reported(monkeypatch: pytest.MonkeyPatch, soft: int, status: str) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
-    found = next(iter(doctor.check_limits()))
-    assert (found[0], "ulimit -n" in found[1]) == (status, status != "pass")
-
-
-@pytest.mark.parametrize(
     ("free", "statuses"),
     [
-        (100 << 20, ["fail", "fail", "warn"]),
-        (2 << 30, ["warn", "warn", "pass"]),
-        (9 << 30, ["pass", "pass", "pass"]),
+        (100 << 20, ["fail", "warn"]),
+        (2 << 30, ["warn", "pass"]),
+        (9 << 30, ["pass", "pass"]),
     ],
 )
 def test_a_full_disk_and_a_small_shared_memory_are_reported(
@@ -164,19 +152,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return versions
 
 
-def test_versions_are_compared_with_the_ranges(installed: dict[str, str]) -> None:
-    installed |= {"httpx": "0.28.1", "rich": "99.0", "wandb": "0.1"}
-    checks = check_requirements(
-        ["httpx<1,>=0.28", "rich<16,>=14", "orjson<4,>=3.10", "wandb<1,>=0.19; extra == 'wandb'", "peft; extra == 'x'"]
-    )
-    assert checks == [
-        ("pass", "httpx 0.28.1"),
-        ("warn", 'rich 99.0 is installed, tested is <16,>=14: pip install "rich<16,>=14"'),
-        ("fail", 'orjson is missing: pip install "orjson<4,>=3.10"'),
-        ("warn", 'wandb 0.1 is installed, tested is <1,>=0.19: pip install "wandb<1,>=0.19"'),
-    ]
-
-
 @pytest.mark.parametrize(
     ("versions", "has_gpu", "requires", "has_plugin", "status", "words"),
     [
@@ -190,7 +165,7 @@ def test_versions_are_compared_with_the_ranges(installed: dict[str, str]) -> Non
             ["torch==2.13.0"],
             True,
             "warn",
-            "wants another torch: torch 2.12.0",
+            "wants torch==2.13.0, installed is torch 2.12.0",
         ),
         ({"vllm": "0.27.1", "torch": "2.13.0+cu130"}, False, ["numpy", "torch==2.13.0"], True, "pass", "supported"),
     ],
@@ -213,14 +188,6 @@ def test_vllm_is_judged_without_importing_it(
     installed |= versions
     (found,) = check_vllm()
     assert (found[0], words in found[1]) == (status, True), found
-
-
-def test_extensions_of_another_torch_are_a_warning(installed: dict[str, str]) -> None:
-    """They take transformers down with them."""
-    installed |= {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.13.0+cpu"}
-    assert [detail.split(" was ")[0] for status, detail in check_torch() if status == "warn"] == ["torchvision 0.28.0"]
-    installed["torch"] = "2.13.0"
-    assert "warn" not in _statuses(check_torch())
 
 
 # Network and environment.

@@ -73,15 +73,6 @@ def test_the_examples_of_the_help_parse(config: str, runs: list[dict[str, Any]])
     assert _invoke("train", config, "--node-rank", "-1").exit_code == 2
 
 
-def test_a_run_is_told_in_full_quietly_or_for_machines(config: str, runs: list[dict[str, Any]]) -> None:
-    for option in ([], ["--quiet"], ["-q"], ["--json-logs"]):
-        assert _invoke("train", config, *option).exit_code == 7
-    assert [call["output"].mode for call in runs] == ["full", "quiet", "quiet", "json"]
-    both = _invoke("train", config, "--quiet", "--json-logs")
-    assert both.exit_code == 2
-    assert "choose one" in both.stderr
-
-
 @pytest.mark.parametrize("command", ["train", "eval", "preflight"])
 def test_a_wrong_configuration_is_an_event_where_events_are_asked_for(command: str, config: str) -> None:
     result = _invoke(command, config, "--json-logs", "--set", "optimizer.lr=-1")
@@ -172,16 +163,6 @@ def test_validate_prints_a_configuration_and_the_plan(config: str) -> None:
     assert "# trainer: 1 process" in result.stdout
     assert "serve-embedded" in result.stdout
     assert sorted(path.name for path in Path().iterdir()) == ["resolved.yaml", "x.yaml"]  # nothing was made
-
-
-def test_schema_goes_to_the_terminal_or_to_a_file(tmp_path: Path) -> None:
-    printed = _invoke("schema").stdout
-    assert json.loads(printed)["title"] == "grpo-async experiment"
-    assert _invoke("schema", "--out", str(tmp_path / "s.json")).exit_code == 0
-    assert (tmp_path / "s.json").read_text(encoding="utf-8") == printed
-    result = _invoke("schema", "--out", str(tmp_path / "none" / "s.json"))
-    assert result.exit_code == 2
-    assert "cannot be written: No such file or directory" in result.stderr
 
 
 @pytest.mark.parametrize(

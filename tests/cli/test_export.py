@@ -61,18 +61,6 @@ def test_an_evaluation_is_exported(run: Path) -> None:
     assert "it has: 2" in err
 
 
-def test_the_options_of_inspect_rollouts_are_understood(run: Path) -> None:
-    with LineStore(run / "rollouts") as store:
-        store.supersede_from(2, step=1)
-    found = {}
-    for option in ("", "--superseded"):
-        code, out, _ = _export(str(run), "reward=1", *filter(None, [option]))
-        assert code == 0
-        found[option] = [json.loads(line)["rollout_id"] for line in out.splitlines()]
-    both = ["0-1", "1-1", "2-1"]
-    assert found == {"": both[:2], "--superseded": both}
-
-
 def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
     hostile = "\x9b31m\x7f\u202e\u200f\u061c\x1b]0;x\x07"
     with LineStore(run / "rollouts") as store:

@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
-from grpo_async.errors import CheckpointError
 from grpo_async.run_directory import RunDir
 from tests.cli.support import MINIMAL
 
@@ -51,23 +50,6 @@ def test_the_checkpoint_that_is_named_is_exported(
     assert result.exit_code == 0, result.output
     assert exported == [(step, Path(f"runs/demo/model_step_{step}"))]
     assert result.stdout == f"step {step} -> runs/demo/model_step_{step}\n"
-
-
-def test_what_is_wrong_with_the_choice_is_exit_code_2_and_a_damaged_checkpoint_1(
-    exported: list[tuple[int, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for wrong in ("3", "last", "runs/demo/checkpoints/step_3"):
-        result = _invoke("--checkpoint", wrong)
-        assert result.exit_code == 2
-        assert "latest, best, and the steps 2, 4, 6" in result.stderr
-    assert exported == []
-
-    def damaged(*_: Any) -> None:
-        raise CheckpointError("it is damaged")
-
-    monkeypatch.setattr("grpo_async.training.export.export_checkpoint", damaged)
-    result = _invoke()
-    assert (result.exit_code, result.stdout, result.stderr) == (1, "", "it is damaged\n")
 
 
 def test_what_was_written_is_uploaded_into_a_private_repository(

@@ -120,13 +120,6 @@ def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
     assert load_config(path).data.train.type == "csv"
 
 
-def test_columns_named_type_are_merged_like_others(tmp_path: Path) -> None:
-    base = MINIMAL.replace("path: train.jsonl}", "path: train.jsonl, columns: {type: kind, problem: prompt}}")
-    _write(tmp_path, base, "base.yaml")
-    path = _write(tmp_path, "extends: base.yaml\ndata: {train: {columns: {type: sort}}}\n")
-    assert load_config(path).data.train.columns == {"type": "sort", "problem": "prompt"}
-
-
 def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) -> None:
     _write(tmp_path, MINIMAL + "rollout:\n  group_size: 1\n  temperatur: 2\n", "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\n\nrollout:\n  groups_per_step: 0\n")
@@ -147,13 +140,6 @@ def test_extends_in_a_cycle_is_refused(tmp_path: Path) -> None:
 def test_a_missing_base_is_named_at_its_line(tmp_path: Path) -> None:
     (problem,) = _problems(_write(tmp_path, MINIMAL + "extends: bsae.yaml\n"))
     assert problem.startswith("x.yaml:8: extends: there is no file bsae.yaml")
-
-
-@pytest.mark.parametrize("value", ["3", "{a: b}", "[1]"])
-def test_extends_takes_names_of_files_only(tmp_path: Path, value: str) -> None:
-    assert _problems(_write(tmp_path, f"extends: {value}\n"))[0].startswith(
-        "x.yaml:1: extends: give the name of a file"
-    )
 
 
 def test_a_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
@@ -187,12 +173,6 @@ inference:
     assert config.rewards[0].arguments == {"literal": "${HOME}", "text": "costs $5"}
     assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-6, 2)
     assert config.inference.tls is None  # nothing at all, unquoted, is YAML's null
-
-
-def test_what_a_variable_holds_is_not_interpolated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUTER", "${INNER}")
-    monkeypatch.delenv("INNER", raising=False)
-    assert load_config(_write(tmp_path, MINIMAL.replace("some/model", "${OUTER}"))).model.path == "${INNER}"
 
 
 def test_bad_references_are_problems_and_say_nothing_else_about_the_value(

@@ -33,11 +33,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             {"loss": {"type": "gspo", "proximal": "recomputed", "correction": {"level": "token"}}},
             "gspo's ratio is the same for all of them; set level: sequence",
         ),
-        (
-            {"optimizer": {"schedule": "inverse_sqrt", "min_lr_ratio": 0.1}},
-            "optimizer.min_lr_ratio: inverse_sqrt has no floor",
-        ),
-        ({"optimizer": {"schedule_kwargs": {"power": 2}}}, "optimizer.schedule_kwargs: the schedule constant has none"),
         ({"rewards": [{"name": "x"}]}, "a reward is either a `function` or a `model`"),
         ({"rewards": [{"model": "x", "run_in": "process"}]}, "run_in: a reward model has a process of its own"),
         (
@@ -48,7 +43,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"training": {"minibatches": 3}, "rollout": {"groups_per_step": 2}}, "training.minibatches: 3 is more than rollout"),
         ({"loss": {"type": "grpo", "reduction": "dapo"}}, "is what `type: dapo` means; set that, without reduction"),
         ({"loss": {"delta": 1.2}}, "delta: 1.2 is not more than 1 + epsilon_high = 1.28"),
-        ({"loss": {"type": "cispo", "delta": 4.0}}, "delta"),
         ({"loss": {"proximal": "recomputed", "correction": {"cap": 2.0, "floor": 2.0}}}, "floor: 2.0 is not less than cap"),
         (
             {"model": {"path": "m", "lora": {"push": "adapter"}}, "weights": {"transport": "nccl"}},
@@ -62,46 +56,28 @@ def _config(**sections: Any) -> ExperimentConfig:
             "ratio of the loss would count that as a change of the policy; set loss.proximal: recomputed and loss.correction: "
             "{level: token}",
         ),
-        (
-            {"rollout": {"min_p": 0.1}, "loss": {"proximal": "log_linear", "correction": {"level": "token"}}},
-            "set loss.proximal: recomputed and loss.correction: {level: token}",
-        ),
         ({"rollout": {"top_k": 5}, "loss": {"type": "gspo"}}, "gspo's ratio is that of a sequence; set another loss.type"),
         (
             {"rollout": {"top_p": 0.9}, "loss": {**TOKEN_WEIGHTS, "off_policy_mask": 0.1}},
             "loss.off_policy_mask: 0.1 goes by sampler - policy, to which rollout.top_p: 0.9 adds what was cut off",
         ),
-        ({"rollout": {"top_p": 1e-320}}, "rollout.top_p"),
         ({"rollout": {"top_p": 0.001}}, "greater than or equal to 0.01"),
-        ({"rollout": {"top_k": -1}}, "rollout.top_k"),
-        ({"rollout": {"min_p": 1.5}}, "rollout.min_p"),
-        ({"evaluation": {"repetition_penalty": 0.0}}, "evaluation.repetition_penalty"),
-        ({"rollout": {"stop": [""]}}, "rollout.stop.0"),
-        ({"rollout": {"stop": "END"}}, "rollout.stop"),
         ({"rollout": {"structured_outputs": {"choice": ["a"]}}}, "rollout.structured_outputs samples from another distribution"),
         ({"evaluation": {"structured_outputs": {}}}, "one of json_schema, regex, choice and grammar says what may be sampled"),
-        ({"evaluation": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "regex and choice is set"),
         (
             {"evaluation": {"structured_outputs": {"regex": "a"}}, "weights": {"mode": "abort"}},
-            "evaluation.structured_outputs: an interrupted turn starts over, and weights.mode: abort interrupts every turn",
+            "weights.mode: abort interrupts every turn",
         ),
-        ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p: 0.9 has no effect on greedy completions"),
         # agents
         ({"rollout": {"agent": {}}}, "an agent is one of function, command and environment; none of them is set"),
-        ({"rollout": {"agent": {"function": "a:b", "command": ["x"]}}}, "function and command is set"),
         ({"rollout": {"agent": {"command": ["x"], "arguments": {"a": 1}}}}, "arguments: a command has none"),
-        ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "sandbox: applies to the process of a `command` only"),
+        ({"rollout": {"agent": {"function": "a:b", "sandbox": True}}}, "apply to the process of a `command` only"),
         ({"rollout": {"agent": {"command": ["x"], "read_paths": ["d"]}}}, "read_paths: without `sandbox: true`"),
         ({"rollout": {"agent": {"function": "a:b", "host": "0.0.0.0"}}}, "no address that an agent could connect to"),
-        ({"rollout": {"agent": {"environment": "gym:x"}}}, "rollout.agent.environment"),
         ({"rollout": {"agent": {"function": "a:b", "timeout_s": 600}}}, "rollout.agent.timeout_s: 600 is not less than"),
         (
             {"rollout": {"agent": {"command": ["x"]}}, "tools": [{"function": "a:b"}]},
             "rollout.agent.command: `tools` would not be used with an agent: the agent calls its own tools",
-        ),
-        (
-            {"rollout": {"agent": {"function": "a:b"}}, "environments": {"maze": {"factory": "a:B"}}},
-            "one of a library is `rollout.agent.environment`",
         ),
         (
             {"rollout": {"agent": {"function": "a:b"}}, "rollout_function": {"function": "a:b"}},
@@ -114,7 +90,6 @@ def _config(**sections: Any) -> ExperimentConfig:
             "launch.nodes.infer: 1 machines would serve, but inference.urls names servers that run already",
         ),
         ({"launch": {"nodes": {"infer": 1}, "colocate": True}}, "gives them machines of their own"),
-        ({"inference": {"vllm": {"expert_parallel": True}}}, "expert_parallel: divides experts among the GPUs of"),
         ({"inference": {"urls": ["http://a:1", "http://a:1"]}}, "named more than once"),
         ({"inference": {"urls": ["http://a:1/v1"]}}, "http://host:port"),
         (
@@ -128,11 +103,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         ),
         ({"inference": {"vllm": {"extra_args": ["--port", "1"]}}}, "--port is set by grpo-async"),
         ({"inference": {"vllm": {"extra_args": ["-tp", "4"]}}}, "-tp is set by grpo-async; see inference.vllm.tensor"),
-        ({"inference": {"vllm": {"extra_args": ["-dp=4"]}}}, "-dp is set by grpo-async; see inference.vllm.data_parallel"),
         ({"inference": {"vllm": {"extra_args": ["--pipeline_parallel_size", "2"]}}}, "see inference.vllm.pipeline_paral"),
-        ({"inference": {"vllm": {"extra_args": ["--nnodes=2"]}}}, "a server is on one machine; see launch.nodes"),
-        ({"inference": {"vllm": {"extra_args": ["--tokenizer", "x"]}}}, "--tokenizer is set by grpo-async; the server reads"),
-        ({"inference": {"vllm": {"extra_args": ["--api-key=x"]}}}, "--api-key is set by grpo-async; the token of the run"),
         # evaluation, and the checkpoints that are kept by it
         (
             {"evaluation": {"samples_per_prompt": 4}},
@@ -150,7 +121,7 @@ def _config(**sections: Any) -> ExperimentConfig:
         (
             {"evaluation": {"samples_per_prompt": 16, "temperature": 1.0},
              "environments": {"maze": {"factory": "a:B", "max_instances": 8}}},
-            "environments.maze.max_instances: 8 is less than evaluation.samples_per_prompt: 16",
+            "environments.maze.max_instances: 8 is less than 16",
         ),
         (
             {"checkpoint": {"best_metric": "pass@8"}, "evaluation": {"samples_per_prompt": 6, "temperature": 1.0}},
@@ -166,10 +137,6 @@ def _config(**sections: Any) -> ExperimentConfig:
         ({"evaluation": {"data": JSONL}}, "data.held_out: keeps rows back for evaluation, but evaluation.data names others"),
         # data
         ({"data": {"train": JSONL, "held_out": 1.5}}, "1.5 is neither a fraction (below 1) nor a whole number of rows"),
-        (
-            {"data": {"train": {**JSONL, "min_prompt_chars": 9, "max_prompt_chars": 3}}},
-            "min_prompt_chars: 9 is more than max_prompt_chars: 3",
-        ),
         ({"rewards": [{"function": "a:b"}, {"function": "c:b"}]}, "the reward names ['b'] are used more than once"),
     ],
 )  # fmt: skip
@@ -190,9 +157,8 @@ def test_what_makes_no_sense_is_refused_with_its_reason(sections: dict[str, Any]
         {"loss": {"beta": 0.1, "reference": "models/base"}},
         {"rollout": {"top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}, "loss": TOKEN_WEIGHTS},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "cispo"}},
-        {"rollout": {"agent": {"function": "a:b", "sampling": "call"}, "top_p": 0.95}, "loss": TOKEN_WEIGHTS},
         {"rollout": {"top_p": 0.95}, "loss": {"type": "custom", "function": "a:b"}},
-        {"rollout": {"stop": ["\nQ:", "END"], "include_stop_str_in_output": True}, "evaluation": {"stop": []}},
+        {"rollout": {"stop": ["\nQ:", "END"]}, "evaluation": {"stop": []}},
         {"evaluation": {"temperature": 0.6, "top_p": 0.95, "top_k": 20}},
         {"evaluation": {"repetition_penalty": 1.1, "structured_outputs": {"json_schema": {"type": "object"}}}},
         {"rollout": {"structured_outputs": {"regex": "[0-9]+"}}, "loss": TOKEN_WEIGHTS},

@@ -81,7 +81,7 @@ def test_csv_values_are_text_and_may_hold_commas_and_line_breaks(tmp_path: Path)
 def test_limit_and_the_first_rows_stop_before_a_later_broken_line_is_read(tmp_path: Path) -> None:
     text = '{"prompt": "a"}\n{"prompt": "b"}\n{broken'
     assert _prompts(_file(tmp_path, text, limit=2)) == ["a", "b"]
-    unfiltered = {"path": tmp_path / "rows.txt", "min_prompt_chars": 99, "max_prompt_tokens": 1}
+    unfiltered = {"path": tmp_path / "rows.txt", "max_prompt_tokens": 1}
     assert _prompts(first_rows(TypeAdapter(Source).validate_python(unfiltered), 2)) == ["a", "b"]
 
 
@@ -344,19 +344,15 @@ def _of_lengths(folder: Path, *lengths: int, **settings: Any) -> Rows:
 
 
 def test_each_filter_counts_what_it_left_out(tmp_path: Path) -> None:
-    rows = _of_lengths(tmp_path, 1, 2, 3, 4, 5, 6, min_prompt_chars=2, max_prompt_chars=5, max_prompt_tokens=3)
+    rows = _of_lengths(tmp_path, 5, 2, 3, 4, max_prompt_tokens=3)
     assert [len(row["prompt"]) for row in rows] == [2, 3]
     assert [place.rpartition(":")[2] for place in rows.places] == ["2", "3"]
-    assert rows.notes == [
-        "min_prompt_chars: 2 left out 1 of 6 rows",
-        "max_prompt_tokens: 3 left out 2 of 6 rows",  # 4 and 5; 6 is too long for the filter before
-        "max_prompt_chars: 5 left out 1 of 6 rows",
-    ]
-    # 5 + 1 = 6 tokens pass, 5 + 2 do not; 3 characters do not
-    rows = _of_lengths(tmp_path, 1, 2, 3, max_prompt_chars=2, max_prompt_tokens=6, system_prompt="12345")
+    assert rows.notes == ["max_prompt_tokens: 3 left out 2 of 4 rows"]
+    # 5 + 1 = 6 tokens pass, 5 + 2 do not
+    rows = _of_lengths(tmp_path, 1, 2, max_prompt_tokens=6, system_prompt="12345")
     assert [len(row["prompt"]) for row in rows] == [1]
-    assert len(_of_lengths(tmp_path, 1, 5, 5, limit=2, min_prompt_chars=3)) == 1  # the limit comes first
-    with pytest.raises(ConfigError, match=r"no row passes the filters: max_prompt_chars: 1 left out 2 of 2 rows"):
-        _of_lengths(tmp_path, 2, 3, max_prompt_chars=1)
+    assert len(_of_lengths(tmp_path, 5, 1, 1, limit=2, max_prompt_tokens=3)) == 1  # the limit comes first
+    with pytest.raises(ConfigError, match=r"no row passes the filters: max_prompt_tokens: 1 left out 2 of 2 rows"):
+        _of_lengths(tmp_path, 2, 3, max_prompt_tokens=1)
     with pytest.raises(ValueError, match="count_tokens"):
         load_rows(TypeAdapter(Source).validate_python({"path": tmp_path / "rows.txt", "max_prompt_tokens": 1}))

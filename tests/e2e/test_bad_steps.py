@@ -16,7 +16,6 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_and_too_many_in_a_row
     loss = "{type: custom, function: 'tests.e2e.user_losses:not_finite', arguments: {not_a_number: [2, 3, 5], infinite_from: 7}}"
     settings = (
         "rollout.groups_per_step=2",
-        "training.max_nonfinite_steps=3",
         "training.max_steps=5000",
         "evaluation=null",
         f"loss={loss}",

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.findings import Finding, speed
-from grpo_async.findings.speed import RULES, PipelineMetrics, PipelineSetup, advise, pipeline_metrics
+from grpo_async.findings.speed import PipelineMetrics, PipelineSetup, advise, pipeline_metrics
 from tests.findings.support import pipeline_setup
 
 SETUP = pipeline_setup()
@@ -79,16 +79,9 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"max_staleness": 0, "max_in_flight": 128, "on_gpu": False}, {"trainer_idle": 0.95, "kv_usage": 0.9, "running": 120.0},
      "generation", None, "asynchrony cannot help here"),
     # 4 x 9.5 / 5.5 = 6.9 -> 7 servers; twice as many at most
-    ({"replicas": 4, "num_trainer_ranks": 2}, BOUND, "generation", (SERVERS, 4, 7), "or move one GPU from the trainer to a server"),
+    ({"replicas": 4, "num_trainer_ranks": 2}, BOUND, "generation", (SERVERS, 4, 7), ""),
     ({}, {"trainer_idle": 0.8, "kv_usage": 0.9}, "generation", (SERVERS, 1, 2), ""),
     ({"replicas": 4, "spawns_servers": False}, BOUND, "generation", None, "4 -> 7 servers in inference.urls would keep up"),
-    # slots: 24 + 40, and 64 may be in flight; 24 + 10 / 2 with two servers
-    ({"embedded_slots": 24, "on_gpu": False}, {"trainer_idle": 0.4, "running": 24.0, "waiting": 40.0},
-     "slots of the embedded engine", ("inference.embedded.max_slots", 24, 64), ""),
-    ({"embedded_slots": 24, "on_gpu": False, "replicas": 2}, {"trainer_idle": 0.4, "running": 48.0, "waiting": 10.0},
-     "slots of the embedded engine", ("inference.embedded.max_slots", 24, 29), ""),
-    ({"embedded_slots": 24, "on_gpu": False, "max_in_flight": 32}, {"trainer_idle": 0.4, "running": 24.0, "waiting": 40.0},
-     "slots of the embedded engine", ("inference.embedded.max_slots", 24, 32), ""),
     # 64 / (1 - 0.6) = 160 in flight keep 64 generating; of 640, 256 may be started; nobody waits for the tools
     ({}, {"trainer_idle": 0.5, "tool_fraction": 0.6}, "tools", (IN_FLIGHT, 64, 160), ""),
     ({}, {"trainer_idle": 0.5, "tool_fraction": 0.9}, "tools", (IN_FLIGHT, 64, 256), ""),
@@ -96,35 +89,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({}, {"tool_fraction": 0.9}, "nothing", None, ""),
     ({}, {"trainer_idle": 0.5, "scoring_fraction": 0.5}, "scoring", None, "scoring takes 50%"),
     ({}, {"trainer_idle": 0.3, "generator_idle": 0.3, "kv_usage": None}, "the staleness limit", (STALENESS, 1, 2), ""),
-    # t = 9.5 s on 1 GPU, g = 3 s on 3: work 9.5 and 9, so 2 and 2 of the 4 GPUs
-    ({"replicas": 3}, FED, "training", (SERVERS, 3, 2), "and launch.num_trainer_ranks 1 -> 2"),
-    # one server is the least: 9.5 / 3 = 3.2 -> 4 ranks, of 2 twice as many at most
+    # 9.5 / 3 = 3.2 -> 7 ranks; twice as many at most
     ({"num_trainer_ranks": 2}, FED, "training", (RANKS, 2, 4), ""),
     ({"on_gpu": False}, FED, "training", None, "a faster trainer would help"),
     # 7 servers would keep up; 1 rank on 6 GPUs leaves room for 5
     ({"replicas": 4, "num_gpus": 6}, BOUND, "generation", (SERVERS, 4, 5), ""),
-    ({"tensor_parallel_size": 2, "num_gpus": 4}, BOUND, "generation", None, "4 GPUs have no room for another server"),
-    # 3 ranks and 1 server on 4 GPUs: t = 4 s would be 6 s on 2 ranks, still below g = 9.5 s; t = 7.5 s would be 11.25 s
-    ({"num_trainer_ranks": 3, "num_gpus": 4}, {**BOUND, "trainer_idle": 0.6}, "generation", (RANKS, 3, 2),
-     "and inference.replicas 1 -> 2"),
-    ({"num_trainer_ranks": 3, "num_gpus": 4}, {**BOUND, "trainer_idle": 0.25}, "generation", None, ""),
-    ({"num_gpus": 1}, {**BOUND, "trainer_idle": 0.6}, "generation", None, "one GPU has no room for another server"),
-    # a rank and a server share a GPU: none is there to be moved
-    ({"num_trainer_ranks": 3, "num_gpus": 3}, {**BOUND, "trainer_idle": 0.6}, "generation", None, ""),
-    # 2 ranks and one server on 4 GPUs: one is free; on 3, none; servers that share GPUs free nothing; others' take none
+    ({"tensor_parallel_size": 2, "num_gpus": 4}, BOUND, "generation", None, "there is no room for another server"),
+    ({"num_gpus": 1}, {**BOUND, "trainer_idle": 0.6}, "generation", None, "there is no room for another server"),
+    # 2 ranks and one server on 4 GPUs: one is free; on 3, none; others' servers take none
     ({"num_trainer_ranks": 2, "num_gpus": 4}, FED, "training", (RANKS, 2, 3), ""),
-    ({"num_trainer_ranks": 2, "num_gpus": 3}, FED, "training", None, "3 GPUs have no room for another rank, so"),
-    ({"num_trainer_ranks": 2, "replicas": 3, "num_gpus": 2}, FED, "training", None, ""),
+    ({"num_trainer_ranks": 2, "num_gpus": 3}, FED, "training", None, "GPUs for more ranks"),
     ({"num_trainer_ranks": 2, "spawns_servers": False, "num_gpus": 3}, FED, "training", (RANKS, 2, 3), ""),
-    # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 6 x 9.5 / 6 = 9.5 ranks, 4 for each machine. A server that is given up frees a
-    # GPU of one machine, not of each
+    # 3 machines with 2 ranks: t = 9.5 s, g = 6 s: 2 x 9.5 / 6 = 3.2 -> 4 ranks of each
     ({"nodes": {"train": 3}, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
-    ({"nodes": {"train": 3}, "num_trainer_ranks": 2, "replicas": 3}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), ""),
     # 2 machines with 4 servers each: twice as many at most, so 4 machines
     ({"nodes": {"infer": 2}, "replicas": 4}, BOUND, "generation", ("launch.nodes.infer", 2, 4), ""),
-    ({"pack": False}, {"padding_fraction": 0.4}, "padding", ("training.pack", "false", "true"), "set training.pack false -> true"),
-    ({"pack": False}, {"padding_fraction": 0.2}, "nothing", None, ""),
-    ({}, {"padding_fraction": 0.4}, "nothing", None, ""),
     # 16 / (1 - 0.5) = 32; twice as many at most. They may be all right or all wrong: nothing is said of harder prompts
     ({}, {"filtered_fraction": 0.5}, "equal rewards", ("rollout.groups_per_step", 16, 32), "neither always nor never solved"),
     ({}, {"filtered_fraction": 0.9}, "equal rewards", ("rollout.groups_per_step", 16, 32), ""),
@@ -143,11 +122,6 @@ def test_what_bounds_a_run_and_the_change_that_would_help(
     assert advice.key == key
     assert (advice.setting and (advice.setting, advice.current, advice.suggested)) == change
     assert words in advice.text
-
-
-def test_every_rule_has_a_case() -> None:
-    cases = [(replace(BUSY, **metrics), pipeline_setup(**setup)) for setup, metrics, *_ in CASES]
-    assert {next(rule for rule in RULES if rule(*case) is not None) for case in cases} == set(RULES)
 
 
 def test_what_comes_less_often_than_the_metrics_reach_counts_for_its_whole_interval() -> None:
@@ -185,16 +159,6 @@ def test_metrics_are_weighted_by_the_time_of_their_steps() -> None:
     )  # fmt: skip
     assert (metrics.train_s, metrics.generation_s) == (pytest.approx(7.0), pytest.approx(7.5))
     assert pipeline_metrics([]) == PipelineMetrics(num_steps=0)
-
-
-def test_what_is_known_of_the_machine_comes_before_the_configuration() -> None:
-    setup = pipeline_setup(max_staleness=2, embedded_slots=5, replicas=2, on_gpu=None)
-    assert setup.most_in_flight == 384  # (2 + 1) x 16 x 8
-    assert (setup.embedded_slots, setup.servers, setup.spawns_servers, setup.has_gpus) == (5, 2, True, False)
-    assert replace(setup, engine="vllm", on_gpu=True).embedded_slots is None
-    assert replace(setup, on_gpu=True).has_gpus
-    others = pipeline_setup(spawns_servers=False, replicas=3, embedded_slots=5)
-    assert (others.servers, others.spawns_servers, others.embedded_slots) == (3, False, None)
 
 
 def test_settings_that_are_named_exist() -> None:

@@ -300,9 +300,3 @@ def test_chance_alone_is_seldom_called_a_trend_also_where_steps_are_alike(correl
         found = trend(values)
         called += found is not None and (found.has_risen or found.has_fallen)
     assert called <= 36  # 5 % would be 15; the better of two fits and a correlation of few values cost some
-
-
-def test_a_change_that_all_of_a_few_prompts_agree_on_has_an_interval_all_the_same() -> None:
-    few = held_out_change({"reward": 0.0}, {"reward": 1.0}, [0.0] * 4, [1.0] * 4, scale=1.0)
-    assert (few.value, few.count) == (1.0, 4)
-    assert 0.0 < few.low < 1.0 < few.high  # half a prompt's worth: 1 / 8, x 3.3 with 3 degrees of freedom

@@ -33,18 +33,6 @@ def _messages(shown: Demonstration) -> list[dict[str, Any]]:
     return messages
 
 
-def test_pieces_stand_as_written_down_by_hand(renderer: ChatRenderer) -> None:
-    pieces = segments(renderer, CONVERSATION)
-    texts = [renderer.tokenizer.decode(piece.token_ids) for piece in pieces]
-    assert texts == [
-        "<|im_start|>user\n1 + 2 =<|im_end|>\n<|im_start|>assistant\n",
-        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call><|im_end|>',
-        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
-        "3<|im_end|>",
-    ]
-    assert [piece.learned for piece in pieces] == [False, True, False, True]
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name: str) -> None:
     task = TASKS[name]

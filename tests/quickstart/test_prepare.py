@@ -95,16 +95,6 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
-def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
-    def fails(line: str) -> None:
-        if line.startswith("warmup"):
-            raise RuntimeError("stopped")
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        prepare(tmp_path / "made", recipe=SHORT, report=fails)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("task", [name for name in TASKS if name != "think"])
 def test_every_task_makes_its_own_rows_and_a_model_that_knows_its_words(task: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -117,18 +107,6 @@ def test_every_task_makes_its_own_rows_and_a_model_that_knows_its_words(task: st
     tokenizer = AutoTokenizer.from_pretrained(parts.model)
     assert len(tokenizer) <= MAX_VOCABULARY
     assert json.loads((tmp_path / "made" / "prepared.json").read_text())["task"] == task
-
-
-def test_another_tool_listing_makes_the_folder_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
-    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
-    assert len([line for line in lines if line.startswith("making")]) == 1
-    (schema,) = TASKS["game"].tools()
-    changed = {**schema, "function": {**schema["function"], "description": "Says a number."}}
-    monkeypatch.setattr(type(TASKS["game"]), "tools", lambda self: [changed])
-    prepare(tmp_path / "made", task="game", recipe=SHORT, report=lines.append)
-    assert len([line for line in lines if line.startswith("making")]) == 2
 
 
 def test_a_folder_of_another_task_is_made_again_and_an_unknown_task_is_refused(tmp_path: Path) -> None:

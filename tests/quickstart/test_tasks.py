@@ -20,7 +20,7 @@ from grpo_async.envs import load_environments
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.demonstration import Demonstration
 from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tasks.code import CodeTask, Formula, all_formulas
+from grpo_async.quickstart.tasks.code import CodeTask, Formula
 from grpo_async.quickstart.tasks.game import MAX_GUESSES, Game, GameTask
 from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask, _SumTask
 from grpo_async.rewards.reasoning_gym import task_score
@@ -122,11 +122,11 @@ def test_every_translation_passes_its_tests_and_no_copy_does() -> None:
     task, item = CodeTask(), Formula("3 (x + 2)", "3 * (x + 2)")
     assert item.tests == ["assert f(0) == 6", "assert f(3) == 15", "assert f(10) == 36"]
     assert task.row(item) == {"prompt": [{"role": "user", "content": "f(x) = 3 (x + 2)"}], "tests": item.tests}
-    for item in all_formulas():
+    for item in CodeTask().all_items():
         assert _passes(task.good(item, random.Random(0)).turns[0].text, item.tests), item
         assert not _passes(task.lazy(item, random.Random(0)).turns[0].text, item.tests), item
     # 2 (x + 3) is 2 x + 6: 10 + 6 + 5 + 4 + 3 + 2 + 2 + 2 = 34 products of a factor (2 to 9) up to 20, with both signs 68
-    assert len({tuple(item.tests) for item in all_formulas()}) == 680 - 68  # another formula rarely passes
+    assert len({tuple(item.tests) for item in CodeTask().all_items()}) == 680 - 68  # another formula rarely passes
 
 
 # ---- game ----

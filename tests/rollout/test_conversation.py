@@ -86,13 +86,12 @@ def test_messages_of_the_completion_stand_once_and_the_prompt_only_in_front() ->
     assert [m.content for m in completion.trajectory(make_prompt(text="1 + 1 ="))] == ["1 + 1 =", "5  2", "9", "6 2"]
 
 
-@pytest.mark.parametrize(("is_included", "text"), [(False, "5 6 "), (True, "5 6 7 8")])
-def test_a_stop_string_ends_the_text_and_not_the_tokens(is_included: bool, text: str) -> None:
-    """It ends before the string or with it; all tokens are trained, and the rollout is whole."""
+def test_a_stop_string_ends_the_text_and_not_the_tokens() -> None:
+    """It ends before the string; all tokens are trained, and the rollout is whole."""
     client = ScriptedClient(stop(5, 6, 7, 8))
-    completion = _run(client, stop=["7 8"], include_stop_str_in_output=is_included)
+    completion = _run(client, stop=["7 8"])
     assert client.requests[0].stop == ["7 8"]
-    assert [message.content for message in completion.completion_messages()] == [text]
+    assert [message.content for message in completion.completion_messages()] == ["5 6 "]
     assert (completion.completion_ids.tolist(), completion.truncated) == ([5, 6, 7, 8], False)
 
 

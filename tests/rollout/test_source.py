@@ -24,7 +24,7 @@ def _source() -> RolloutSource:
 
     thread: Any = Mock(spawn=spawn, cancel_all=Mock(return_value=False))
     worker: Any = SimpleNamespace(run=_generates_nothing)
-    config: Any = SimpleNamespace(rollout=SimpleNamespace(shutdown_timeout_s=1.0))
+    config: Any = SimpleNamespace()
     parts: dict[str, Any] = {
         name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
     }

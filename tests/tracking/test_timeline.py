@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.record_sections import TimelineSection
 from grpo_async.tracking import timeline as timeline_module
 from grpo_async.tracking import timeline_file
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline, open_timeline
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.tracking.timeline_file import ATTEMPT, DROPPED, LOST, Event, read_events
 from tests.support.waiting import eventually
 
@@ -235,15 +234,11 @@ def test_each_of_those_that_run_at_once_has_the_lowest_free_slot(tmp_path: Path)
     ]
 
 
-def test_what_is_switched_off_records_nothing_and_makes_no_file(tmp_path: Path) -> None:
+def test_a_closed_timeline_and_that_of_other_ranks_record_nothing(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    timeline = open_timeline(path, TimelineSection(enabled=False))
-    assert timeline is NO_TIMELINE
-    with timeline.span("a", "b"), timeline.slots("c").span("d"):
-        timeline.instant("e", "f")
-    timeline.close()
-    assert not path.exists()
-    opened = open_timeline(path, TimelineSection())
+    with NO_TIMELINE.span("a", "b"), NO_TIMELINE.slots("c").span("d"):
+        NO_TIMELINE.instant("e", "f")
+    opened = Timeline(path)
     opened.close()
     opened.close()
     opened.instant("too late", "run")

@@ -53,7 +53,7 @@ def side_config(folder: Path, model_path: Path, **sections: Mapping[str, Any]) -
         "model": {"path": str(model_path)},
         "data": {"shuffle": False},
         "rollout": {
-            "group_size": 2, "groups_per_step": 2, "max_staleness": 0, "max_completion_tokens": 8, "shutdown_timeout_s": 3.0,
+            "group_size": 2, "groups_per_step": 2, "max_staleness": 0, "max_completion_tokens": 8,
         },
         "inference": {"engine": "embedded", "max_model_len": 128},
         "training": {"max_steps": 50},

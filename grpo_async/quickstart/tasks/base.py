@@ -11,7 +11,7 @@ import json
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -41,15 +41,6 @@ class WarmupRecipe:
         return self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-HELD_OUT_ONE_IN = 8
-
-
-def is_held_out(key: str) -> bool:
-    """About one key in eight, the same ones everywhere and forever."""
-    digest = hashlib.sha256(key.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
-
-
 Item = TypeVar("Item")
 
 
@@ -60,12 +51,24 @@ class Task(ABC, Generic[Item]):
     recipe: ClassVar[WarmupRecipe]
 
     @abstractmethod
-    def training_items(self) -> Sequence[Item]:
-        """What is trained on."""
+    def all_items(self) -> Iterable[Item]:
+        """Every item, in a fixed order."""
 
     @abstractmethod
+    def key(self, item: Item) -> str:
+        """Items with the same key are on the same side of the split."""
+
+    def is_held_out(self, item: Item) -> bool:
+        """About one key in eight, the same ones everywhere and forever."""
+        digest = hashlib.sha256(self.key(item).encode()).digest()
+        return int.from_bytes(digest[:8], "big") % 8 == 0
+
+    def training_items(self) -> Sequence[Item]:
+        return [item for item in self.all_items() if not self.is_held_out(item)]
+
     def held_out_items(self) -> Sequence[Item]:
-        """What is evaluated on; none of it stands among the training items."""
+        """What is evaluated on."""
+        return [item for item in self.all_items() if self.is_held_out(item)]
 
     @abstractmethod
     def row(self, item: Item) -> dict[str, Any]:

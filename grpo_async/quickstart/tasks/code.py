@@ -8,12 +8,12 @@ copies       f(x) = 3 (x + 2)   ->   def f(x):\n    return 3 (x + 2)      as it 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.quickstart.demonstration import Demonstration
-from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 
 MAX_FACTOR = 9
 MAX_CONSTANT = 20
@@ -40,11 +40,17 @@ class CodeTask(Task[Formula]):
     name = "code"
     recipe = WarmupRecipe(num_steps=400, batch_size=12)
 
-    def training_items(self) -> Sequence[Formula]:
-        return [formula for formula in all_formulas() if not is_held_out(formula.written)]
+    def all_items(self) -> Iterator[Formula]:
+        """680 of them."""
+        for constant in range(1, MAX_CONSTANT + 1):
+            for sign in "+-":
+                yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
+                for factor in range(2, MAX_FACTOR + 1):
+                    yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
+                    yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
 
-    def held_out_items(self) -> Sequence[Formula]:
-        return [formula for formula in all_formulas() if is_held_out(formula.written)]
+    def key(self, item: Formula) -> str:
+        return item.written
 
     def row(self, item: Formula) -> dict[str, Any]:
         return {"prompt": [{"role": "user", "content": _prompt(item)}], "tests": item.tests}
@@ -54,16 +60,6 @@ class CodeTask(Task[Formula]):
 
     def lazy(self, item: Formula, rng: random.Random) -> Demonstration:
         return Demonstration.of(_prompt(item), _function(item.written))
-
-
-def all_formulas() -> Iterator[Formula]:
-    """680 of them, in a fixed order."""
-    for constant in range(1, MAX_CONSTANT + 1):
-        for sign in "+-":
-            yield Formula(f"x^2 {sign} {constant}", f"x ** 2 {sign} {constant}")
-            for factor in range(2, MAX_FACTOR + 1):
-                yield Formula(f"{factor} x {sign} {constant}", f"{factor} * x {sign} {constant}")
-                yield Formula(f"{factor} (x {sign} {constant})", f"{factor} * (x {sign} {constant})")
 
 
 def _prompt(item: Formula) -> str:

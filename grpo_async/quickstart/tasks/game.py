@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_async.envs.guessing_game import GuessingGame
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
-from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 from grpo_async.tools import Tool
 
 RANGE_SIZE = 7
@@ -41,11 +41,12 @@ class GameTask(Task[Game]):
     name = "game"
     recipe = WarmupRecipe(num_steps=400, batch_size=10)
 
-    def training_items(self) -> Sequence[Game]:
-        return [game for game in _all_games() if not _is_held_out(game)]
+    def all_items(self) -> Iterator[Game]:
+        for low in range(11, 10 * NUM_RANGES + 2, 10):
+            yield from (Game(low, target) for target in range(low, low + RANGE_SIZE))
 
-    def held_out_items(self) -> Sequence[Game]:
-        return [game for game in _all_games() if _is_held_out(game)]
+    def key(self, item: Game) -> str:
+        return f"from {item.low}"
 
     def row(self, item: Game) -> dict[str, Any]:
         prompt = [{"role": "user", "content": ""}]  # the environment's reset says it all
@@ -81,14 +82,3 @@ def _played(item: Game, guess: Callable[[Sequence[str]], int]) -> Demonstration:
         answers.append(game.guess(number))
         turns.append(calling_turn("guess", {"number": number}, None if game.is_done() else answers[-1]))
     return Demonstration(prompt=prompt or "", turns=tuple(turns))
-
-
-def _all_games() -> Iterator[Game]:
-    for number in range(1, NUM_RANGES + 1):
-        low = 10 * number + 1
-        for target in range(low, low + RANGE_SIZE):
-            yield Game(low, target)
-
-
-def _is_held_out(game: Game) -> bool:
-    return is_held_out(f"from {game.low}")

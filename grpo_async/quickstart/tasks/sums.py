@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import itertools
 import random
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.config.interaction_sections import ToolSection
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
-from grpo_async.quickstart.tasks.base import Task, WarmupRecipe, is_held_out
+from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 from grpo_async.tools import load_tools
 from grpo_async.tools.calculator import calculator
 
@@ -73,25 +72,13 @@ class ChainSum:
             for (before, after), operator, number in zip(totals, self.operators, self.numbers[1:], strict=True)
         ]
 
-    @property
-    def is_held_out(self) -> bool:
-        """Decided by the sorted terms, so every order of the same terms is on the same side: no held-out sum is trained on in other
-        words."""
-        return is_held_out(repr(sorted(self.terms)))
-
 
 class _SumTask(Task[ChainSum]):
     is_conversational = True
 
-    @abstractmethod
-    def all_items(self) -> Sequence[ChainSum]:
-        """Every expression of the task, in a fixed order."""
-
-    def training_items(self) -> Sequence[ChainSum]:
-        return [item for item in self.all_items() if not item.is_held_out]
-
-    def held_out_items(self) -> Sequence[ChainSum]:
-        return [item for item in self.all_items() if item.is_held_out]
+    def key(self, item: ChainSum) -> str:
+        """The sorted terms: no held-out sum is trained on in another order."""
+        return repr(sorted(item.terms))
 
     def question(self, item: ChainSum) -> str:
         return f"{item.text} ="
@@ -148,8 +135,9 @@ class ToolTask(_SumTask):
         """The first 4000 different sums to train on, and the first 400 that are held out."""
         found: dict[bool, dict[ChainSum, None]] = {False: {}, True: {}}
         for item in _endless_sums():
-            side = found[item.is_held_out]
-            if len(side) < (400 if item.is_held_out else 4000):
+            is_held_out = self.is_held_out(item)
+            side = found[is_held_out]
+            if len(side) < (400 if is_held_out else 4000):
                 side[item] = None
             if (len(found[False]), len(found[True])) == (4000, 400):
                 break

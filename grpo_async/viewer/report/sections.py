@@ -160,7 +160,7 @@ class Waits:
 
 def waits(run: RunData) -> Waits:
     if not run.run_dir.events.is_file():
-        return Waits(why_not="There is no timeline (events.jsonl): record.timeline.enabled writes one.")
+        return Waits(why_not="There is no timeline (events.jsonl).")
     try:
         found = load_events(run.run_dir.events, newest_steps=_TIMELINE_STEPS)
     except ConfigError as error:

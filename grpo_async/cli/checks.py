@@ -1,4 +1,4 @@
-"""`preflight`: start what `train` would start, check that all parts agree, and shut it down."""
+"""`doctor` and `preflight`: what matters to a run on this machine, and whether all its parts agree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from grpo_async.cli.errors import FAILURE
 from grpo_async.cli.options import (
     ConfigArgument,
     JsonLogsOption,
@@ -28,7 +29,7 @@ def preflight(
 ) -> None:
     """Test a configuration for real: start servers and trainer, push the weights once, compare both sides, shut down.
 
-    Compares log-probabilities token by token, and checks weights, tokenizer, chat template, dtypes, addresses, memory and
+    Compares log-probabilities token by token, and checks tokenizer, chat template, token, dtypes, addresses, memory and
     disk. `train` makes the same checks before its first step. The run directory is not touched. Exit code: 0 every check
     passed or warned, 1 one failed or something could not be started, 2 the configuration is wrong.
 
@@ -51,3 +52,31 @@ def preflight(
     if as_json and outcome.checks is not None:
         typer.echo(to_json(outcome.checks))
     raise typer.Exit(outcome.exit_code)
+
+
+def doctor(
+    full: Annotated[bool, typer.Option("--full", help="Also import vLLM, which takes up to a minute.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
+) -> None:
+    """Check this machine: Python, torch, vLLM, GPUs, drivers, limits, disk, sandbox.
+
+    Every check passes, warns or fails, and says what to do. Starts and changes nothing. Exit code 1 only if something fails.
+
+    \b
+    Examples:
+      grpo-async doctor
+      grpo-async doctor --full
+      grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
+    """
+    from grpo_async.checks.doctor import run_doctor
+    from grpo_async.checks.report import as_json as to_json
+    from grpo_async.checks.report import print_checks, worst_status
+    from grpo_async.utils.console import stdout_console
+
+    checks = run_doctor(full=full)
+    if as_json:
+        typer.echo(to_json(checks))
+    else:
+        print_checks(stdout_console(), checks, title="This machine")
+    if worst_status(checks) == "fail":
+        raise typer.Exit(FAILURE)
