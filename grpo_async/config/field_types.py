@@ -30,7 +30,6 @@ RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
     ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
     ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
     ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
-    ("rollout", "agent", "tls", "authority"): ("rollout", "agent", "tls", "ca_certs"),
     ("training", "max_bad_steps"): None,
     ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
     ("training", "row_tokens"): None,
