@@ -75,7 +75,8 @@ def test_lines_on_a_terminal_are_shown_and_not_obeyed(run: Path, tmp_path: Path)
 def test_mistakes_end_with_2_and_say_what_to_do(run: Path, tmp_path: Path) -> None:
     code, _, err = _export(str(run), "rewad<1")
     assert code == 2
-    assert err.splitlines() == ["there is no column rewad; did you mean reward or rewards?", "  rewad<1", "  ^^^^^"]
+    assert "did you mean reward" in err
+    assert err.splitlines()[1:] == ["  rewad<1", "  ^^^^^"]
     code, _, err = _export(str(run), "--format", "parquet")
     assert code == 2
     assert "name a file" in " ".join(err.split())
