@@ -85,11 +85,11 @@ def test_factors_that_do_not_fit_the_base_are_named(tiny_model: Path) -> None:
     assert base.problems([left, right], shapes, []) == []
     for specs, words in [
         ([left], "only one of its factors"),
-        ([left, _spec(WEIGHT + RIGHT, 3, 64)], "have the shapes"),
-        ([_spec(WEIGHT + LEFT, 32, 4), right], "have the shapes"),
+        ([left, _spec(WEIGHT + RIGHT, 3, 64)], "have to be float32 and make"),
+        ([_spec(WEIGHT + LEFT, 32, 4), right], "have to be float32 and make"),
         ([_spec("unknown.left", 4, 4), _spec("unknown.right", 4, 4)], "not a factor of a weight"),
         ([_spec(WEIGHT, 64, 64)], "not a factor of a weight"),
-        ([_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), right], "not float32"),
+        ([_spec(WEIGHT + LEFT, 64, 4, dtype="bfloat16"), right], "have to be float32 and make"),
         ([left, _spec(WEIGHT + LEFT, 64, 4), right], "sent twice"),
     ]:
         assert any(words in problem for problem in base.problems(specs, shapes, [])), words
