@@ -2,9 +2,9 @@
 
 agent -> endpoint (HTTP) -> Exchange -> session: history -> InferenceClient -> engine
 
-endpoint.py           the HTTP server: keys, paths, streaming, hang-ups
-chat_completions.py   responses.py   messages.py      the APIs: JSON to `Call`, `Reply` to JSON and events
-session.py            one rollout: its calls, budget, and what became of them
-history.py            the tree of its calls: which recorded tokens a request continues
-agent.py              what runs for a rollout: function.py, command.py (and its subreaper.py), environments/
+endpoint.py    the HTTP server: keys, paths, hang-ups
+apis.py        the APIs of OpenAI and Anthropic: JSON to `Call`, `Reply` to JSON and events (both in calls.py)
+session.py     one rollout: its calls, budget, and what became of them
+history.py     the tree of its calls: which recorded tokens a request continues
+agent.py       what runs for a rollout: function.py, command.py (and its subreaper.py), environments/
 """
