@@ -263,7 +263,11 @@ def test_a_dry_run_measures_prompts_with_the_tokenizer(
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("train.jsonl", '{"prompt": "1 + 1", "answer": %s}' % ("9" * 5000), "train.jsonl:1: this line cannot be read as JSON"),
+        (
+            "train.jsonl",
+            '{"prompt": "1 + 1", "answer": %s}' % ("9" * 5000),
+            "train.jsonl:1: this line cannot be read as JSON",
+        ),
         ("model/model.safetensors.index.json", "null", "model.safetensors.index.json is broken"),
         ("model/config.json", '{"layer_types": [[1]]}', "config.json has layer_types: [[1]]"),
         ("model/config.json", '{"vocab_size": "7"}', "config.json has vocab_size: '7'"),
