@@ -74,8 +74,8 @@ class ExperimentConfig(StrictModel):
     record: RecordSection = RecordSection()
     """What the run leaves to look at."""
     tracking: list[TrackerSection] = Field(default_factory=list)
-    """Where metrics go in addition to metrics.jsonl, with a table of held-out completions after each evaluation
-    and the verdict."""
+    """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the verdict on
+    learning after each evaluation (prometheus: numbers alone)."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
 

@@ -155,6 +155,9 @@ def _load(datasets: Any, source: HubSource) -> Any:
     folder = Path(source.name)
     if not ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):
         return datasets.load_dataset(source.name, source.subset, split=source.split, revision=source.revision)
+    for setting in ("subset", "revision"):
+        if getattr(source, setting) is not None:
+            raise ConfigError(f"{source.name}: a folder that save_to_disk wrote has no `{setting}`; leave it out")
     saved = datasets.load_from_disk(source.name)
     if isinstance(saved, dict):
         if source.split not in saved:

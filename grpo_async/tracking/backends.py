@@ -7,6 +7,7 @@ summarized (`catalog`), where they can take that.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import re
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypeAlias
 
 from grpo_async.config.experiment import ExperimentConfig
@@ -33,11 +35,16 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.catalog import CATALOG, describe
 from grpo_async.utils.extras import needs
 from grpo_async.utils.network import host_in_url, is_loopback
+from grpo_async.utils.safe_text import visible
+from grpo_async.utils.text import both_ends
 
 logger = logging.getLogger(__name__)
 
 _PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
+_MAX_TEXT = 2000  # characters of a text in TensorBoard, which shows all completions at once
+_LINE_WIDTH = 120  # characters of a line there
+_MLFLOW_TABLES = "mlflow.loggedArtifacts"
 
 
 Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
@@ -45,7 +52,7 @@ Rows: TypeAlias = Sequence[Mapping[str, str | float | None]]
 
 
 class Tracker:
-    """One place that numbers go to. `shown_by`: where people see it, a command or an address."""
+    """One place that numbers go to, and texts where it takes them. `shown_by`: where people see it, a command or an address."""
 
     shown_by: str
 
@@ -53,7 +60,10 @@ class Tracker:
         raise NotImplementedError
 
     def log_completions(self, step: int, rows: Rows) -> None:
-        """What held-out prompts got in the evaluations that have ended since the last time. Not all trackers have tables."""
+        """What held-out prompts got in the evaluations that have ended since the last time; one row at least."""
+
+    def log_verdict(self, step: int, text: str) -> None:
+        """Whether the run learns, in sentences."""
 
     def close(self, *, failed: bool) -> None:
         """`failed`: the run ended with an error."""
@@ -72,8 +82,32 @@ class Tensorboard(Tracker):
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
+    def log_completions(self, step: int, rows: Rows) -> None:
+        self._log_text(step, _COMPLETIONS, "\n\n".join(map(_block, rows)))
+
+    def log_verdict(self, step: int, text: str) -> None:
+        self._log_text(step, "verdict", text)
+
+    def _log_text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, global_step=step)
+        self._writer.flush()
+
     def close(self, *, failed: bool) -> None:
         self._writer.close()
+
+
+def _block(row: Mapping[str, str | float | None]) -> str:
+    """A row in Markdown: its numbers as a heading, each text below its name as code, which is indented, so that nothing in a text
+    is a mark or can end it, and in lines that fit, because TensorBoard does not wrap code."""
+    numbers = {name: value for name, value in row.items() if not isinstance(value, str)}
+    shown = (f"{name} {'none' if value is None else f'{value:g}'}" for name, value in numbers.items())
+    parts = [f"### {', '.join(shown)}"]
+    for name, value in row.items():
+        if isinstance(value, str):
+            lines = visible(both_ends(value, _MAX_TEXT)).splitlines()
+            wrapped = [part for line in lines for part in wrap(line, _LINE_WIDTH, drop_whitespace=False) or [""]]
+            parts.append("\n".join([f"**{name}**", "", *(f"    {line}" for line in wrapped)]))
+    return "\n\n".join(parts)
 
 
 class Wandb(Tracker):
@@ -106,6 +140,9 @@ class Wandb(Tracker):
         table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({_COMPLETIONS: table}, step=step)
 
+    def log_verdict(self, step: int, text: str) -> None:
+        self._run.summary["verdict"] = text
+
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
@@ -136,7 +173,13 @@ class Trackio(Tracker):
         self._run.log(dict(metrics), step=step)
 
     def log_completions(self, step: int, rows: Rows) -> None:
-        self._run.log({_COMPLETIONS: self._table(data=[dict(row) for row in rows])}, step=step)
+        self._log_table(step, _COMPLETIONS, rows)
+
+    def log_verdict(self, step: int, text: str) -> None:
+        self._log_table(step, "verdict", [{"step": step, "verdict": text}])
+
+    def _log_table(self, step: int, name: str, rows: Rows) -> None:
+        self._run.log({name: self._table(data=[dict(row) for row in rows])}, step=step)
 
     def close(self, *, failed: bool) -> None:
         self._run.finish()
@@ -173,12 +216,23 @@ class Mlflow(Tracker):
             self._run_id, metrics=[self._metric(name, value, now, step) for name, value in named.items()]
         )
 
+    def log_completions(self, step: int, rows: Rows) -> None:
+        """What `log_table` writes, which wants pandas. Its page has a table of the first of these files and of the newest."""
+        file = f"completions/step_{step}.json"
+        table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
+        self._client.log_dict(self._run_id, table, file)
+        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_MLFLOW_TABLES, "[]"))
+        self._client.set_tag(self._run_id, _MLFLOW_TABLES, json.dumps([*known[:1], {"path": file, "type": "table"}]))
+
+    def log_verdict(self, step: int, text: str) -> None:
+        self._client.set_tag(self._run_id, "verdict", text)
+
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
 class Prometheus(Tracker):
-    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`."""
+    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`. It takes numbers alone."""
 
     def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
         library = _library("prometheus_client")

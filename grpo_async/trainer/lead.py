@@ -438,9 +438,11 @@ class _Leader:
             self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
     def _track_evaluation(self, step: int) -> Verdict:
-        """Trackers get what evaluations that have ended generated; whether the run learns by now is returned."""
+        """Trackers get what evaluations that have ended generated, and whether the run learns by now, which is returned."""
+        verdict = judge(Evidence.read(self._assignment.run_dir))
         self._trackers.log_completions(step, self._evaluations.take_completions())
-        return judge(Evidence.read(self._assignment.run_dir))
+        self._trackers.log_verdict(step, verdict.text)
+        return verdict
 
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""

@@ -169,6 +169,8 @@ def test_a_saved_dataset_gives_python_values_whatever_its_format(tmp_path: Path,
     assert type(rows[0]["level"]) is int
     assert rows.places[1] == f"{folder} [train], row 1"
     assert "set `split: train`, not `test`" in _error("hub", name=folder, split="test")
+    for setting in ("subset", "revision"):
+        assert f"has no `{setting}`; leave it out" in _error("hub", name=folder, **{setting: "main"})
 
 
 def test_splits_of_saved_collections_and_folders_of_files_are_taken_by_name(tmp_path: Path, datasets: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from grpo_async.config.sections import LaunchSection
 from grpo_async.errors import RunError
-from grpo_async.records import GroupStatus
+from grpo_async.records import GroupStatus, RolloutGroup
 from grpo_async.store import RolloutStore, rollout_store
 from grpo_async.store.files import find_blocks, read_metadata, torn_bytes
 from grpo_async.tracking import trackers
@@ -236,6 +236,15 @@ def _append_and_fail(store: RolloutStore) -> None:
     append(store, build_group(2, [build_rollout("2-0")]), [], GroupStatus.TRAINED, 1, stats=stats)
 
 
+def test_a_group_that_cannot_be_made_into_a_line_is_named(tmp_path: Path, open_store: OpenStore) -> None:
+    store = open_store(tmp_path)
+    append(store, RolloutGroup(group_id=4, prompt=None, completions=[]), [], GroupStatus.TRAINED, 1)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="group 4 cannot be stored: AttributeError"):
+        store.flush()
+    append_simple(store, 5)
+    assert _ids(tmp_path) == [5]
+
+
 def test_a_disk_that_hangs_is_an_error_and_the_queue_has_an_end(
     tmp_path: Path, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,3 +339,18 @@ def test_blocks_that_were_sealed_after_the_checkpoint_are_superseded_as_well(tmp
     with LineStore(tmp_path) as from_the_start:
         from_the_start.supersede_from(0, step=0)
     assert _ids(tmp_path) == []
+
+
+def test_a_store_whose_newest_blocks_were_removed_by_hand_uses_no_seq_twice(
+    tmp_path: Path, open_store: OpenStore
+) -> None:
+    with open_store(tmp_path) as store:
+        _append(store, 0, 1, 2)
+        checkpoint = store.position()
+    (tmp_path / FIRST_BLOCK).unlink()
+    for _ in range(2):  # the first attempt writes nothing
+        with open_store(tmp_path) as resumed:
+            resumed.supersede_from(checkpoint, step=1)
+            assert resumed.position() == 3
+    append_simple(open_store(tmp_path), 3)
+    assert _seqs(tmp_path) == [(3, 3)]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.store import RolloutStore
+from grpo_async.store import RolloutStore, files, index
 from grpo_async.store.index import Index
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
@@ -91,6 +91,37 @@ def test_a_table_follows_a_writer_in_another_process_that_seals(tmp_path: Path) 
         assert [group.group_id for group in table.group_page(sort="seq", limit=200)] == list(range(120))
         assert len(list(folder.glob("*.parquet"))) > 2
         assert table.notes == []
+
+
+@pytest.mark.parametrize(("owner", "name"), [(index, "find_blocks"), (Index, "_insert")])
+def test_a_block_that_is_sealed_while_it_is_read_is_found_by_its_new_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    """After the listing, or after its lines were read: each group is there once."""
+    write_groups(tmp_path, 0)
+    original = getattr(owner, name)
+
+    def sealed_after(*arguments: Any) -> Any:
+        found = original(*arguments)
+        seal_all(tmp_path)
+        return found
+
+    monkeypatch.setattr(owner, name, sealed_after)
+    with RolloutTable.open(tmp_path) as table:
+        assert table.group(0).group_id == 0
+        assert (table.count().groups, len(list(table.dump_json()))) == (1, 2)
+
+
+def test_a_block_that_a_listing_misses_is_not_taken_for_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listing a folder is no moment: a block that is renamed meanwhile may be in it under neither name."""
+    write_groups(tmp_path, 0)
+    with RolloutTable.open(tmp_path) as table:
+        listings, listed = iter([[]]), os.listdir
+        monkeypatch.setattr(files.os, "listdir", lambda folder: next(listings, None) or listed(folder))
+        assert not table.refresh()
+        assert table.count().groups == 1
 
 
 def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
@@ -190,6 +221,16 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
         path.write_bytes(whole)  # restored
         assert table.refresh()
         assert (table.damage, table.count().groups) == ([], 3)
+
+
+def test_damage_in_texts_and_tokens_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """They are read when they are asked for."""
+    write_groups(tmp_path, 0, seal=True)
+    (path,) = tmp_path.glob("*.parquet")
+    with RolloutTable.open(tmp_path) as table:
+        path.write_bytes(path.read_bytes().replace(b"\x28\xb5\x2f\xfd", b"\xff" * 4))  # begins each compressed page
+        with pytest.raises(RunError, match=path.name):
+            list(table.dump_json())
 
 
 @pytest.mark.parametrize("name", ["a[1]", "a?", "it's a[b]*?", 'q"uote ünï'])

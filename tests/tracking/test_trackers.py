@@ -28,6 +28,7 @@ ROWS: list[dict[str, str | float | None]] = [
     {"step": 4, "prompt": "1 + 1 =", "completion": "eleven", "reward": None},
 ]
 DATA = [list(ROWS[0].values()), [*ROWS[1].values(), None]]
+VERDICT = "Yes. The reward on held-out prompts rose."
 
 
 class _Recording(Tracker):
@@ -73,6 +74,24 @@ def test_tensorboard_gets_every_finite_value(tmp_path: Path) -> None:
     assert b"policy_loss" not in content
 
 
+def test_tensorboard_shows_each_completion_as_it_was_written_and_the_verdict(tmp_path: Path) -> None:
+    """Its Text tab makes HTML of Markdown: indented lines stay as they are."""
+    trackers = open_trackers(_config({"type": "tensorboard"}), RunDir(tmp_path))
+    trackers.log_completions(4, [])  # no evaluation has ended
+    trackers.log_completions(5, [ROWS[0], ROWS[1] | {"completion": "```\n\n# no heading" + " long" * 30}])
+    trackers.log_verdict(5, VERDICT)
+    trackers.close()
+    (file,) = (tmp_path / "trackers" / "tensorboard").glob("events.out.tfevents.*")
+    content = file.read_bytes()
+    shown = (
+        "### step 4, reward 1, rewards/exact 1\n\n**prompt**\n\n    3 + 4 =\n\n**completion**\n\n    it is\n    7 | seven\n\n"
+        "### step 4, reward none, rewards/exact none\n\n**prompt**\n\n    1 + 1 =\n\n**completion**\n\n"
+        f"    ```\n    \n    # no heading{' long' * 21} \n    {'long ' * 8}long"
+    )
+    assert shown.encode() in content
+    assert VERDICT.encode() in content
+
+
 def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,11 +99,12 @@ def test_weights_and_biases_writes_an_offline_run_below_the_run_directory(
     trackers = open_trackers(_config({"type": "wandb", "project": "p", "mode": "offline"}), RunDir(tmp_path))
     trackers.log(1, {"reward": 0.5})
     trackers.log_completions(1, ROWS)
+    trackers.log_verdict(1, VERDICT)
     trackers.close()
     (file,) = (tmp_path / "trackers").glob("wandb/offline-run-*/run-*.wandb")
     assert trackers.shown_by == [f"wandb: wandb sync {file.parent}"]
     # its own process writes the file, some time after finish() has returned
-    assert eventually(lambda: b"held_out/completions" in file.read_bytes(), 30.0), "the table to be written"
+    assert eventually(lambda: VERDICT.encode() in file.read_bytes(), 30.0), "the verdict to be written"
     (table,) = file.parent.glob("files/media/table/held_out/completions_*.table.json")
     content = json.loads(table.read_text())
     assert content["columns"] == list(ROWS[0])
@@ -131,9 +151,11 @@ def test_trackio_goes_on_with_the_run_after_a_resume(tmp_path: Path, monkeypatch
     assert trackers.shown_by == [f"trackio: TRACKIO_DIR={tmp_path}/trackio trackio show --project p"]
     trackers = open_trackers(_config({"type": "trackio", "project": "p"}), RunDir(tmp_path))
     trackers.log_completions(3, ROWS)
+    trackers.log_verdict(3, VERDICT)
     trackers.close()
-    *_, table = SQLiteStorage.get_logs("p", "tracked")
+    *_, table, verdict = SQLiteStorage.get_logs("p", "tracked")
     assert table["held_out/completions"]["_value"] == [dict(zip(ROWS[0], row, strict=True)) for row in DATA]
+    assert verdict["verdict"]["_value"] == [{"step": 3, "verdict": VERDICT}]
 
 
 def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
@@ -143,6 +165,8 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     for step in (1, 2):
         trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
         trackers.log(step, {"eval/pass@4": 0.25 * step})
+        trackers.log_completions(step, ROWS)
+        trackers.log_verdict(step, VERDICT)
         trackers.close()
     (file,) = (tmp_path / "trackers" / "mlflow").glob("*/*/metrics/eval/pass_at_4")
     assert [line.split()[1:3] for line in file.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
@@ -151,6 +175,11 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     trackers = open_trackers(_config({"type": "mlflow", "experiment": "e"}), RunDir(tmp_path))
     trackers.close(failed=True)
     assert yaml.safe_load(meta.read_text())["status"] == 4  # FAILED
+    tables = json.loads((meta.parent / "tags" / "mlflow.loggedArtifacts").read_text())
+    assert tables == [{"path": f"completions/step_{step}.json", "type": "table"} for step in (1, 2)]
+    content = json.loads((meta.parent / "artifacts" / tables[-1]["path"]).read_text())
+    assert content == {"columns": list(ROWS[0]), "data": DATA}
+    assert (meta.parent / "tags" / "verdict").read_text() == VERDICT
     (config,) = (tmp_path / "trackers" / "mlflow").glob("*/*/artifacts/config.json")
     assert "api_key" in config.read_text()
     assert "sk-12345" not in config.read_text()
