@@ -1,27 +1,52 @@
-"""What a training step reaches on a GPU against what the GPU allows. For whoever has one.
+"""What a GPU reaches against what it allows, and five parts of ten minutes that prove that all runs on one. For whoever has one.
 
-    python -m benchmarks gpu [--size 0.6b] [--json FILE]
-    python -m benchmarks gpu --size 1.7b --peak-tflops 989
-    python -m benchmarks gpu --device cpu --size tiny          # the same code, as a test of itself
+    python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
+    python -m benchmarks gpu [--size 0.6b] [--measure generate train] [--json FILE]
+    python -m benchmarks gpu --size 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
+    python -m benchmarks gpu --device cpu --measure generate train                  # the same code, as a test of itself
+    python -m benchmarks gpu --device cpu --part N
 
-MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Weights are random, made here. Without --peak-tflops the
-peak is that of a data sheet, where the GPU is listed. Without a GPU and without --device cpu: exit code 2. `vllm bench` measures
-generation, and `asynchrony --engine vllm` both sides of a run.
+generate  tokens/s of a server with --in-flight completions at once, and fraction of the bound: prompts at the peak of FLOPs, then a
+          step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
+train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
+
+part 1  doctor, the tests marked gpu of training and weights, train
+part 2  preflight in float32, bfloat16 and float16, the latter two also with a float32 head; the quickstart with vLLM over ipc
+part 3  pushes over ipc, over gloo, and over nccl between two processes (of two NCCL_HOSTIDs, where there is one card)
+part 4  generate at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
+part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
+
+A part reports the seconds of each of its commands; exit codes of 0 are its targets. With --device cpu its sizes are tiny, the
+engine is the embedded one, and what needs a GPU is skipped. Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else
+a data sheet's, where the GPU is listed. Without a GPU and without --device cpu: exit code 2. `asynchrony --engine vllm` measures
+both sides of a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import random
+import secrets
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks._models import SIZES, ModelSize, Peaks, listed_peaks
-from benchmarks.report import Report, parser_of
+from benchmarks import _server
+from benchmarks._models import SIZES, ModelSize, Peaks, generation_bound_s, listed_peaks
+from benchmarks.report import ROOT, Report, parser_of
 
+_ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
     "size": ("0.6b", "tiny"),
+    "engine": ("vllm", "embedded"),
     "dtype": ("bfloat16", "float32"),
+    "in_flight": ([1, 16, 64, 256], [1, 4]),
     "prompt_tokens": (128, 8),
     "completion_tokens": (512, 16),
     "samples": (256, 8),
@@ -31,15 +56,22 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof, in place of --measure")
+    parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
     parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: 0.6b, on a CPU tiny")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, on a CPU float32")
+    parser.add_argument("--engine", choices=["vllm", "embedded"], help="default: vllm, on a CPU embedded")
+    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help="that computes; default: bfloat16, on a CPU float32")
+    parser.add_argument("--in-flight", nargs="+", type=int, help="default: 1 16 64 256, on a CPU 1 4")
     parser.add_argument("--prompt-tokens", type=int, help="default: 128, on a CPU 8")
     parser.add_argument("--completion-tokens", type=int, help="default: 512, on a CPU 16")
-    parser.add_argument("--samples", type=int, help="of a step; default: 256, on a CPU 8")
+    parser.add_argument("--samples", type=int, help="of a training step; default: 256, on a CPU 8")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of one forward")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
+    parser.add_argument("--gpu-memory", type=float, default=0.8, help="fraction of the GPU that a lone server takes")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one round of completions")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the dtype that computes")
+    parser.add_argument("--memory-gbs", type=float, help="bandwidth of the memory, GB/s")
     options = parser.parse_args(arguments)
     import torch
 
@@ -53,30 +85,196 @@ def main(arguments: list[str]) -> int:
     for name, (on_gpu, on_cpu) in _DEFAULTS.items():
         if getattr(options, name) is None:
             setattr(options, name, on_gpu if options.device == "cuda" else on_cpu)
+    os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     report = Report("gpu", options)
+    if options.part is not None:
+        return _prove(report, parts(options.device)[options.part], options)
     size, peaks = SIZES[options.size], _peaks(options)
     report.note(
-        f"{size.num_parameters / 1e6:.2f} M parameters; peak ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s"
+        f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
+        f"{peaks.memory / 1e9:.4g} GB/s"
     )
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
-    _report_training(report, _train(size, options), size, peaks)
+    if "generate" in options.measure:
+        _report_generation(report, _generate(size, options), size, peaks, options)
+    if "train" in options.measure:
+        _report_training(report, _train(size, options), size, peaks)
+    return report.finish()
+
+
+# ------------------------------------------------------------------------------------------------------------- the proof
+
+_PART_S = 600.0
+
+
+def parts(device: str) -> dict[int, tuple[str, ...]]:
+    """Of each part the arguments of Python, in the checkout; {runs} is a folder that goes afterward. With device "cuda" they need a
+    GPU and vLLM, with "cpu" neither."""
+    on_gpu = device == "cuda"
+    config = "configs/quickstart-vllm.yaml" if on_gpu else "configs/quickstart.yaml"
+    short = "" if on_gpu else " --set training.max_steps=2 --set optimizer.warmup_steps=1 --set evaluation=null"
+    run = f"-m grpo_async train {config} --quiet --set run.dir={{runs}} --set launch.device={device}"
+    check = f"-m grpo_async preflight {config} --set launch.device={device}"
+    sizes = "--dtype bfloat16 --shape 0.6b --rounds 5" if on_gpu else "--engine embedded --megabytes 4 --rounds 2"
+    tiny = "" if on_gpu else " --device cpu --rounds 1 --completion-tokens 4 --samples 2"
+    graphs = " --set inference.vllm.enforce_eager=false --set training.max_steps=10" if on_gpu else short
+    prepare = "-m grpo_async prepare-quickstart"
+    dtypes = (
+        ("float32", "null"),
+        *((dtype, head) for dtype in ("bfloat16", "float16") for head in ("null", "float32")),
+    )
+    return {
+        1: (
+            f"-m grpo_async doctor{' --full' if on_gpu else ''}",
+            "-m pytest -q -m gpu tests/training tests/weights",
+            f"-m benchmarks gpu --measure train{tiny}",
+        ),
+        2: (
+            prepare,
+            *(
+                f"{check} --set inference.dtype={dtype} --set model.compute_dtype={dtype} --set model.head_dtype={head}"
+                for dtype, head in dtypes
+            ),
+            f"{run} --set weights.transport={'ipc' if on_gpu else 'gloo'}{short}",
+        ),
+        3: tuple(
+            f"-m benchmarks push --device {device} --transport {transport} {sizes}"
+            for transport in (("ipc", "gloo", "nccl") if on_gpu else ("gloo",))
+        ),
+        4: (
+            f"-m benchmarks gpu --measure generate --in-flight {'1 64 256' if on_gpu else '1 4'}{tiny}",
+            prepare,
+            f"{run} --set weights.verify_every_pushes=1{graphs}",
+        ),
+        5: ("-m pytest -q tests/e2e/test_gpu.py",),
+    }
+
+
+def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace) -> int:
+    """Run a part's commands one after the other, also after one that failed, within ten minutes."""
+    ends_at = time.monotonic() + _PART_S
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if options.device == "cuda":
+        environment["GRPO_REQUIRE"] = "gpu,vllm"  # a test that is skipped proves nothing
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as runs:
+        for arguments in commands:
+            print(f"== python {arguments}", flush=True)
+            command = [sys.executable, *arguments.format(runs=runs).split()]
+            began = time.monotonic()
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+            try:
+                code = process.wait(timeout=max(1.0, ends_at - began))
+            except subprocess.TimeoutExpired:
+                code = -1  # the ten minutes are over
+            finally:
+                _server.stop(process)
+            report.row(f"python {arguments}", [time.monotonic() - began], "s")
+            report.target(f"exit code of python {arguments}", abs(code), at_most=0)
     return report.finish()
 
 
 def _peaks(options: argparse.Namespace) -> Peaks:
-    """Raises: SystemExit, the GPU is not listed and no peak is given."""
+    """Raises: SystemExit, the GPU is not listed and not both are given."""
     import torch
 
-    if options.peak_tflops:
-        return Peaks(flops=options.peak_tflops * 1e12, memory=0.0, source="given")
+    flops, memory = (options.peak_tflops or 0) * 1e12, (options.memory_gbs or 0) * 1e9
+    if flops and memory:
+        return Peaks(flops=flops, memory=memory, source="given")
     if options.device == "cpu":
-        return Peaks(flops=1e12, memory=0.0, source="assumed")
+        return Peaks(flops=flops or 1e12, memory=memory or 1e11, source="assumed")
     device = torch.cuda.get_device_name()
     listed = listed_peaks(device)
     if listed is None:
-        raise SystemExit(f"the peak of {device} is not listed here; give --peak-tflops")
-    return listed
+        raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
+    return Peaks(flops=flops or listed.flops, memory=memory or listed.memory, source=listed.source)
+
+
+# -------------------------------------------------------------------------------------------------------------- generation
+
+
+def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
+    """In flight -> seconds of each round of that many completions of --completion-tokens. One round before them warms up."""
+    most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
+    memory = {"gpu_memory_utilization": options.gpu_memory} if options.device == "cuda" else {"kv_cache_mb": 256}
+    engines = {
+        "vllm": {"enforce_eager": options.device == "cpu", **memory},
+        "embedded": {"device": options.device, "max_slots": most},
+    }
+    sections = {
+        "rollout": {"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
+        "inference": {
+            "engine": options.engine,
+            "dtype": options.dtype,
+            "max_model_len": length,
+            "threads": options.threads,
+            options.engine: engines[options.engine],
+        },
+    }
+    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
+        folder = Path(name)
+        _server.write_model(
+            folder / "model", seed=options.seed, dtype=options.dtype, max_position_embeddings=length, **size.qwen3()
+        )
+        with _server.serving(_server.write_config(folder, sections), options.engine) as server:
+            return asyncio.run(_rounds(server.url, size, options))
+
+
+async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
+    from grpo_async.inference.api import GenerateRequest
+    from grpo_async.inference.client import InferenceClient
+    from grpo_async.inference.router import FixedServers
+
+    draw = random.Random(options.seed)
+    number = 0
+
+    def request() -> GenerateRequest:
+        nonlocal number
+        number += 1
+        return GenerateRequest(
+            request_id=f"gpu-{number}",
+            token_ids=[draw.randrange(min(256, size.vocab)) for _ in range(options.prompt_tokens)],
+            max_tokens=options.completion_tokens,
+            temperature=1.0,
+            seed=number,
+            ignore_eos=True,
+        )
+
+    found: dict[int, list[float]] = {}
+    async with InferenceClient(
+        FixedServers([url]), token=os.environ["GRPO_ASYNC_TOKEN"], request_timeout_s=options.timeout_s,
+        wait_timeout_s=_server.START_TIMEOUT_S,
+    ) as client:  # fmt: skip
+        for in_flight in options.in_flight:
+            seconds: list[float] = []
+            for _ in range(options.rounds + 1):
+                requests = [request() for _ in range(in_flight)]
+                began = time.perf_counter()
+                async with asyncio.timeout(options.timeout_s):
+                    made = await asyncio.gather(*(client.generate(each) for each in requests))
+                seconds.append(time.perf_counter() - began)
+                lengths = {len(each.token_ids) for each in made}
+                if lengths != {options.completion_tokens}:
+                    raise RuntimeError(f"completions of {sorted(lengths)} tokens, not {options.completion_tokens}")
+            found[in_flight] = seconds[1:]
+    return found
+
+
+def _report_generation(
+    report: Report, found: dict[int, list[float]], size: ModelSize, peaks: Peaks, options: argparse.Namespace
+) -> None:
+    for in_flight, seconds in found.items():
+        tokens = in_flight * options.completion_tokens
+        bound_s = generation_bound_s(
+            size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
+            itemsize=_ITEMSIZE[options.dtype],
+        )  # fmt: skip
+        report.row(f"generate: {in_flight} in flight", [tokens / each for each in seconds], "tokens/s")
+        report.row(f"generate: {in_flight} in flight, bound", [tokens / bound_s], "tokens/s")
+        report.row(f"generate: {in_flight} in flight, of the bound", [bound_s / each for each in seconds], "fraction")
+
+
+# ---------------------------------------------------------------------------------------------------------------- training
 
 
 def _train(size: ModelSize, options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,8 @@
 A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
 receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time, without that of
 waiting for what it loads. "paused" is how long the server stands still. --trainer-dtype float32 --dtype bfloat16 makes gathering a
-cast.
+cast. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU NCCL's two ends have two
+NCCL_HOSTIDs.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -27,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import _server
 from benchmarks._models import SIZES
@@ -171,8 +172,11 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
 
 
 @contextmanager
-def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callable[[], float]]:
-    """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all."""
+def bare_broadcast(
+    sizes: Sequence[int], *, transport: Literal["gloo", "nccl"], timeout_s: float
+) -> Iterator[Callable[[], float]]:
+    """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all. Over
+    gloo they are in host memory, over nccl on GPUs."""
     import torch
 
     from grpo_async.weights.backends import Rendezvous
@@ -180,11 +184,15 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
-    info = rendezvous.init_info("gloo", rank_offset=1).model_dump()
-    receiver = context.Process(target=_receive, args=(theirs, info, list(sizes), timeout_s), daemon=True)
+    info = rendezvous.init_info(transport, rank_offset=1).model_dump()
+    device = torch.device("cuda", 0) if transport == "nccl" else torch.device("cpu")
+    environment = _nccl_environment() if transport == "nccl" else {}
+    receiver = context.Process(
+        target=_receive, args=(theirs, info, list(sizes), timeout_s, str(device), environment), daemon=True
+    )
     receiver.start()
-    group = rendezvous.join("gloo", torch.device("cpu"))
-    buffers = [torch.ones(size, dtype=torch.uint8) for size in sizes]
+    group = rendezvous.join(transport, device)
+    buffers = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def broadcast() -> float:
         ours.send("go")
@@ -203,14 +211,22 @@ def bare_broadcast(sizes: Sequence[int], *, timeout_s: float) -> Iterator[Callab
         receiver.join(timeout=30.0)
 
 
-def _receive(pipe: Connection, init_info: dict[str, Any], sizes: list[int], timeout_s: float) -> None:
+def _receive(
+    pipe: Connection,
+    init_info: dict[str, Any],
+    sizes: list[int],
+    timeout_s: float,
+    device: str,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     import torch
 
     from grpo_async.inference.api import WeightInitInfo
     from grpo_async.weights.backends import join_group
 
     torch.set_num_threads(1)
-    group = join_group(WeightInitInfo.model_validate(init_info), rank=1, device=torch.device("cpu"))
+    group = join_group(WeightInitInfo.model_validate(init_info), rank=1, device=torch.device(device))
     while pipe.recv() == "go":
         kept = []  # fresh memory for all
         for size in sizes:
@@ -227,7 +243,7 @@ class Measured:
 
     pushes: list[dict[str, float]]
     load_s: list[float]
-    bare_s: list[float]  # empty on a GPU
+    bare_s: list[float]
 
 
 def _measure(pusher: Pusher, server: _server.Server, options: argparse.Namespace) -> Measured:
@@ -238,13 +254,10 @@ def _measure(pusher: Pusher, server: _server.Server, options: argparse.Namespace
         measured.pushes.append(pusher.push())
         measured.load_s.append(server.wait_for_load_time(seen))
 
-    if options.device != "cpu":
-        for _ in range(options.rounds + 1):
-            push()
-    else:
-        with bare_broadcast(pusher.bucket_sizes, timeout_s=STEP_TIMEOUT_S) as bare:
-            for _, variant in in_turns(("bare", "push"), options.rounds + 1):
-                push() if variant == "push" else measured.bare_s.append(bare())
+    transport: Literal["gloo", "nccl"] = "nccl" if options.transport == "nccl" else "gloo"
+    with bare_broadcast(pusher.bucket_sizes, transport=transport, timeout_s=STEP_TIMEOUT_S) as bare:
+        for _, variant in in_turns(("bare", "push"), options.rounds + 1):
+            push() if variant == "push" else measured.bare_s.append(bare())
     return Measured(measured.pushes[1:], measured.load_s[1:], measured.bare_s[1:])  # the first round warms up
 
 
@@ -252,21 +265,20 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
     report = Report("push", options)
     pushes = measured.pushes
     num_bytes = pushes[0]["sync/bytes"]
-    if measured.bare_s:
-        report.row("bare broadcast", [1e3 * seconds for seconds in measured.bare_s], "ms")
+    report.row("bare broadcast", [1e3 * seconds for seconds in measured.bare_s], "ms")
     report.row("load, by the server", [1e3 * seconds for seconds in measured.load_s], "ms")
     report.row("push", [1e3 * push["sync/push_s"] for push in pushes], "ms")
     for phase in PHASES:
         report.row(f"  {phase}", [1e3 * push[f"sync/phase/{phase}_s"] for push in pushes], "ms")
     report.row("  paused", [1e3 * push["sync/pause_s"] for push in pushes], "ms")
     report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
-    if measured.bare_s:
-        report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")
-        found = [
-            push["sync/push_s"] / (BARE_FACTOR * bare_s + load_s)
-            for push, bare_s, load_s in zip(pushes, measured.bare_s, measured.load_s, strict=True)
-        ]
-        report.row(f"push / ({BARE_FACTOR:g} x bare + load)", found, "ratio")
+    report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")
+    found = [
+        push["sync/push_s"] / (BARE_FACTOR * bare_s + load_s)
+        for push, bare_s, load_s in zip(pushes, measured.bare_s, measured.load_s, strict=True)
+    ]
+    report.row(f"push / ({BARE_FACTOR:g} x bare + load)", found, "ratio")
+    if options.device == "cpu":
         what = f"push / ({BARE_FACTOR:g} x bare broadcast + load), median"
         report.target(what, statistics.median(found), at_most=MAX_RATIO)
     report.note(

@@ -1,8 +1,10 @@
-"""The trainer's step against a plain padded Hugging Face loop: tokens/s and packing.
+"""The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, and what comes before the first forward.
 
     python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --hidden 2048 --layers 28 --heads 16 --kv-heads 8 --head-dim 128
                               --vocab 151936 --micro-batch-tokens 32768 --completion-tokens 4096 --chunk 4096
+    python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
+                              --micro-batch-tokens 32768
 
 The same random Qwen3, ragged samples from a seed, GRPO's clipped loss, AdamW and tokens in a micro-batch, padding included, for all
 of them; they take turns in one process (with --ranks, under torchrun: ours sharded by FSDP, the loop under
@@ -15,6 +17,10 @@ DistributedDataParallel):
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; `gpu` says the MFU. Exit code 1 when the
 step is not as fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py;
 where the time of a step goes is in every run's timeline (`events.jsonl`).
+
+With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
+them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
+time, since the ranks of this machine share its cores.
 """
 
 from __future__ import annotations
@@ -24,8 +30,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios, seconds_of
@@ -58,10 +66,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
+    parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
     if options.ranks > 1 and "RANK" not in os.environ:
         return _under_torchrun(options.ranks, arguments)
-    return _measure(options)
+    return _measure_before_forward(options) if options.before_forward else _measure(options)
 
 
 def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
@@ -116,6 +125,69 @@ def _measure(options: argparse.Namespace) -> int:
         f"each, {kind}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
     )
     return report.finish() if rank == 0 else 0
+
+
+def _measure_before_forward(options: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks._step_sides import make_samples, process_group
+    from grpo_async.batching.pack import split_by_rank
+    from grpo_async.batching.plan import plan_batch
+    from grpo_async.batching.weights import token_weights
+    from grpo_async.training.ranks import CommandChannel, StepCommand
+
+    torch.set_num_threads(1)
+    report = Report("step", options)
+    seconds: dict[str, list[float]] = {name: [] for name in ("plan", "divide", "send", "pack", "all")}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in seconds}
+
+    def now() -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    with process_group(options.ranks, torch.device("cpu")):
+        is_leader = dist.get_rank() == 0
+        samples = make_samples(options) if is_leader else []
+        channel = CommandChannel(timeout_s=600.0)
+        for number in range(options.rounds + 1):  # the first warms up
+            dist.barrier()
+            times = [now()]
+            if is_leader:
+                lengths = [len(sample.token_ids) for sample in samples]
+                plan = plan_batch(
+                    lengths,
+                    num_ranks=options.ranks,
+                    micro_batch_tokens=options.micro_batch_tokens,
+                    pack=True,
+                )
+                weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=1)
+                times.append(now())
+                parts = split_by_rank(samples, weights, plan, trainer_version=0)
+                times.append(now())
+                commands = [StepCommand(minibatches=[part], lr=0.0) for part in parts]
+                channel.send(commands)
+                command = commands[0]
+            else:
+                received = channel.receive()
+                assert isinstance(received, StepCommand)
+                command = received
+            times.append(now())
+            command.pack()
+            times.append(now())
+            if is_leader and number > 0:
+                for name, (begin, end) in zip(seconds, [*pairwise(times), (times[0], times[-1])], strict=True):
+                    seconds[name].append(end[0] - begin[0])
+                    cpu_seconds[name].append(end[1] - begin[1])
+    if not is_leader:
+        return 0
+    for name in seconds:
+        report.row(name, seconds[name], "s on rank 0")
+        report.row(f"{name}, CPU", cpu_seconds[name], "s on rank 0")
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    report.note(f"{len(samples)} samples, {num_tokens} tokens, {options.ranks} ranks")
+    if num_tokens >= 8_000_000:
+        report.target("CPU time of all, median", statistics.median(cpu_seconds["all"]), at_most=0.3)
+    return report.finish()
 
 
 def _report_speed(

@@ -11,12 +11,18 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from benchmarks import gpu
 from benchmarks.__main__ import FOLDER, names
+from benchmarks.report import Report
+from grpo_async.cli.app import app
+from grpo_async.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "vllm", "duckdb", "datasets", "trl")
@@ -78,6 +84,30 @@ def test_the_commands_of_the_docstring_parse(name: str, parse: Callable[[str, li
     assert commands, f"benchmarks/{name}.py shows no command"
     for command in commands:
         parse(name, command)
+
+
+@pytest.mark.parametrize("part", range(1, 6))
+def test_every_command_of_the_proof_on_a_gpu_is_read(part: int, parse: Callable[[str, list[str]], None]) -> None:
+    """What can be known of it without one: arguments parse, configs load with what is set, tests are there."""
+    for command in (*gpu.parts("cuda")[part], *gpu.parts("cpu")[part]):
+        module, *arguments = command.format(runs="runs").split()[1:]
+        if module == "benchmarks":
+            parse(arguments[0], arguments[1:])
+        elif module == "pytest":
+            paths = [each for each in arguments if each.startswith("tests/")]
+            assert paths and all((ROOT / path).exists() for path in paths)  # noqa: PT018
+        elif arguments[0] in ("train", "preflight"):
+            overrides = [value for option, value in pairwise(arguments) if option == "--set"]
+            load_config(ROOT / arguments[1], overrides)
+        else:
+            help_of = CliRunner().invoke(app, [*arguments, "--help"])
+            assert help_of.exit_code == 0, help_of.output
+
+
+def test_a_part_of_the_proof_runs_every_command_and_fails_with_any() -> None:
+    report = Report("gpu", argparse.Namespace())
+    assert gpu._prove(report, ("-c raise(SystemExit(3))", "-c pass"), argparse.Namespace(device="cpu")) == 1
+    assert [(target.value, target.met) for target in report.targets] == [(3.0, False), (0.0, True)]
 
 
 def test_the_help_of_every_benchmark_is_light_and_offers_json() -> None:

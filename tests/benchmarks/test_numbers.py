@@ -80,6 +80,24 @@ def test_parameters_and_flops_are_those_of_the_formula() -> None:
     assert SMALL.kv_bytes(2) == 2 * 2 * 2 * 2
 
 
+def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many() -> None:
+    # one: a step reads 656 + 5 x 16 = 736 bytes: 73.6 ms, computes 816: 0.8 ms; 2 steps; the prompt of 4: 4 x (656 + 64) / 1e6
+    bound_s = 2 * 0.0736 + 4 * 720 / 1e6
+    one = _models.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
+    assert one == pytest.approx(bound_s)
+    fast_memory = _models.Peaks(flops=1e6, memory=1e12, source="test")
+    many = _models.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
+    assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
+    report = Report("gpu", Namespace())
+    options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
+    gpu._report_generation(report, {1: [0.5], 100: [4.0, 8.0]}, SMALL, PEAKS, options)
+    rows = _rows(report)
+    assert rows["generate: 1 in flight"] == (4.0,)
+    assert rows["generate: 100 in flight"] == (50.0, 25.0)
+    assert rows["generate: 1 in flight, bound"] == pytest.approx((2 / bound_s,))
+    assert rows["generate: 1 in flight, of the bound"] == pytest.approx((bound_s / 0.5,))
+
+
 def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
     """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
     report = Report("gpu", Namespace())

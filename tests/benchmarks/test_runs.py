@@ -55,8 +55,10 @@ def test_rollouts_and_turns_of_a_conversation_have_a_cost(run: Run) -> None:
 
 
 def test_the_code_for_gpus_runs_on_a_cpu(run: Run) -> None:
-    report = run("gpu", "--device cpu --rounds 1 --completion-tokens 4 --samples 2")
+    report = run("gpu", "--device cpu --rounds 1 --in-flight 2 --completion-tokens 4 --samples 2")
     found = _medians(report)
+    assert found["generate: 2 in flight"] > 0
+    assert 0 < found["generate: 2 in flight, of the bound"] < 1
     assert found["train: tokens of the samples"] > 0
     assert 0 < found["train: MFU"] < 1
     assert any("says nothing of a GPU" in note for note in report["notes"])
@@ -102,3 +104,15 @@ def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(run: Ru
         assert 0.0 < found[f"{side}: needed / computed tokens"] <= 1.0
     assert found["packed: needed / computed tokens"] > found["padded: needed / computed tokens"]
     assert found["packed: computed tokens"] < found["padded: computed tokens"]
+
+
+def test_plan_split_send_and_pack_add_up_to_the_time_before_the_first_forward(run: Run) -> None:
+    sizes = "--ranks 2 --samples 16 --prompt-tokens 8 --completion-tokens 64 --micro-batch-tokens 256 --rounds 2"
+    report = run("step", f"--before-forward {sizes}")
+    for suffix in ("", ", CPU"):
+        values = {row["name"]: row["values"] for row in report["rows"] if row["name"].endswith(", CPU") == bool(suffix)}
+        for whole, *phases in zip(
+            *(values[f"{name}{suffix}"] for name in ("all", "plan", "divide", "send", "pack")), strict=True
+        ):
+            assert sum(phases) == pytest.approx(whole)
+    assert not report["targets"]  # from 8 million tokens on
