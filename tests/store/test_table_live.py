@@ -118,8 +118,8 @@ def test_a_block_that_a_listing_misses_is_not_taken_for_deleted(
     """Listing a folder is no moment: a block that is renamed meanwhile may be in it under neither name."""
     write_groups(tmp_path, 0)
     with RolloutTable.open(tmp_path) as table:
-        listings, listed = iter([[]]), os.listdir
-        monkeypatch.setattr(files.os, "listdir", lambda folder: next(listings, None) or listed(folder))
+        listings = [os.listdir(tmp_path), []]
+        monkeypatch.setattr(files.os, "listdir", lambda _: listings.pop() if len(listings) > 1 else listings[0])
         assert not table.refresh()
         assert table.count().groups == 1
 
