@@ -1,11 +1,18 @@
-"""Guards a server's HTTP: asks for the run's bearer token. A request without it ends its connection."""
+"""Guards a server's HTTP: `TokenGuard` asks for the run's bearer token, `GuardedProtocol` limits connections that send nothing.
+
+A request without the token ends its connection, so nobody without it holds one for longer than it takes to send headers.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
+import resource
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from grpo_async.inference.token import token_from_environment
 
@@ -14,6 +21,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_HEADERS_TIMEOUT_S = 10.0
 _BODY = json.dumps({"error": "missing or wrong bearer token; the server's token is in $GRPO_ASYNC_TOKEN"}).encode()
 
 
@@ -63,3 +71,37 @@ def _closing(send: Send) -> Send:
         await send(message)
 
     return send_and_close
+
+
+_Base: Any = AutoHTTPProtocol  # h11 or httptools, whichever is installed
+
+
+class GuardedProtocol(_Base):  # type: ignore[misc]
+    """What `uvicorn.Config(http=...)` takes. The headers of a connection's first request have 10 s to arrive. Where connections
+    that wait for them hold half of the descriptors that the rest of the process leaves, the oldest goes for each new one."""
+
+    _waiting: ClassVar[dict[GuardedProtocol, asyncio.TimerHandle]] = {}  # the oldest first
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._waiting[self] = self.loop.call_later(_HEADERS_TIMEOUT_S, transport.close)
+        # the system gives the lowest free descriptor, so as many are open, those of waiting connections included
+        descriptor = transport.get_extra_info("socket").fileno()
+        if descriptor + len(self._waiting) > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            oldest = next(iter(self._waiting))
+            oldest._stop_waiting()
+            oldest.transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None:  # the headers are there
+            self._stop_waiting()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _stop_waiting(self) -> None:
+        deadline = self._waiting.pop(self, None)
+        if deadline is not None:
+            deadline.cancel()

@@ -139,6 +139,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("masked/low_entropy", "fraction of tokens that were left out for their low entropy", "fraction"),
     # trainer against sampler
     _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
+    _metric("sampling/sampling_logp_difference/p99", "99 of 100 are not larger, to 16%", "nats", better=_LOWER),
     _metric("sampling/sampling_logp_difference/max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sampling/kl", "KL divergence of the trained policy from the sampler, k3 estimator", "nats", better=_LOWER),
     _metric("sampling/importance_sampling_ratio/mean", "mean importance weight; 1 on policy"),
@@ -169,8 +170,10 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/held", "1: an evaluation held the push back", reduction=_SUM),
     _metric("sync/skipped", "1: no server was up to take the push", reduction=_SUM, better=_LOWER),
     _metric("sync/verify_mean", "mean |server - trainer| log-probability on the probes", "nats", better=_LOWER),
+    _metric("sync/verify_p99", "99 of 100 of these differences are not larger", "nats", _MAX, _LOWER),
     _metric("sync/verify_rounding", "the same mean of the trainer against itself, rounded differently", "nats"),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
+    _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
     _metric("sync/phase/send_s", "seconds of the push waiting for buckets to be sent, apart from gathering", "s", better=_LOWER),
     _metric("sync/phase/pause_s", "seconds of the push until every server had paused", "s", better=_LOWER),
     _metric("sync/phase/{phase}_s", "seconds of the push: {phase}", "s", better=_LOWER),

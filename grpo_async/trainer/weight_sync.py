@@ -280,8 +280,10 @@ class FleetSync:
             self._verify_now = True
             return {}
         return {
-            "sync/verify_mean": max(each.mean for each in found),
-            "sync/verify_max": max(each.max for each in found),
+            **{
+                f"sync/verify_{name}": max(getattr(each, name) for each in found)
+                for name in ("mean", "p99", "max", "k3")
+            },
             "sync/verify_rounding": expected.rounding.mean,
         }
 

@@ -31,6 +31,7 @@ _PROMPT_FRACTION = 0.5
 _MAX_RATIO = 2.0
 _MIN_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
 _MAX_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
+_MAX_EXPONENT = 700.0  # math.exp overflows a little later
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 
 
@@ -40,8 +41,12 @@ class LogprobDifference:
 
     mean: float
     """Mean of |d|."""
+    p99: float
+    """99 of 100 |d| are not larger."""
     max: float
     """Largest |d|."""
+    k3: float
+    """Mean of exp(d) - d - 1 >= 0: an estimate of the KL divergence (J. Schulman, "Approximating KL divergence", k3)."""
     num_tokens: int
 
 
@@ -61,7 +66,8 @@ class TrainerScores:
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
     """Token by token; NaN on either side makes every number NaN, which is within no limit.
 
-    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, max 0.5.
+    Worked example: trainer [[-1.0, -2.0]], server [[-1.0, -2.5]] -> d = [0, 0.5]: mean 0.25, p99 and max 0.5,
+    k3 = (0 + exp(0.5) - 0.5 - 1) / 2 = 0.0744.
 
     Args:
         trainer, server: one list per sequence, of the same lengths.
@@ -75,11 +81,20 @@ def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequen
             f"server {[len(scores) for scores in server]}"
         )
     pairs = zip(chain.from_iterable(trainer), chain.from_iterable(server), strict=True)
-    sizes = [abs(ours - theirs) for ours, theirs in pairs]
-    if not sizes:
+    differences = [ours - theirs for ours, theirs in pairs]
+    count = len(differences)
+    if not count:
         raise ValueError("there are no log-probabilities to compare")
-    largest = math.nan if any(map(math.isnan, sizes)) else max(sizes)
-    return LogprobDifference(mean=math.fsum(sizes) / len(sizes), max=largest, num_tokens=len(sizes))
+    if any(map(math.isnan, differences)):
+        return LogprobDifference(mean=math.nan, p99=math.nan, max=math.nan, k3=math.nan, num_tokens=count)
+    sizes = sorted(map(abs, differences))
+    return LogprobDifference(
+        mean=math.fsum(sizes) / count,
+        p99=sizes[math.ceil(0.99 * count) - 1],
+        max=sizes[-1],
+        k3=math.fsum(map(_k3, differences)) / count,
+        num_tokens=count,
+    )
 
 
 def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
@@ -119,3 +134,9 @@ def probe_sequences(prompt_ids: Sequence[Sequence[int]], *, vocab_size: int, max
         head = list(prompt[: int(length * _PROMPT_FRACTION)])
         sequences.append([*head, *(generator.randrange(vocab_size) for _ in range(length - len(head)))])
     return sequences
+
+
+def _k3(difference: float) -> float:
+    if difference > _MAX_EXPONENT:
+        return math.inf
+    return math.expm1(difference) - difference  # expm1: exp(d) - 1 loses all digits of a small d

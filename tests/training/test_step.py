@@ -174,6 +174,20 @@ def test_a_loss_scale_changes_nothing_but_what_overflows(tiny_model: Path) -> No
     assert _same(_weights(policy), scaled)
 
 
+def test_the_mismatch_of_trainer_and_sampler_is_that_of_their_tokens(tiny_model: Path) -> None:
+    """p99 to the width of a bin, 16%; both over all updates and micro-batches of the step."""
+    samples = random_samples(8, spread=0.2)
+    policy, optimizer = _build(tiny_model)
+    batches = [_pack(samples[:4], micro_batch_tokens=64), _pack(samples[4:])]
+    with torch.no_grad():
+        pairs = [(policy(batch).logprobs, batch.sampler_logprobs) for part in batches for batch in part]
+    d = torch.cat([ours - theirs for ours, theirs in pairs]).double()
+    metrics = _step(policy, optimizer, batches, loss_section(), lr=0.0).metrics
+    assert metrics["sampling/kl"] == pytest.approx((d.exp() - d - 1.0).mean().item(), rel=1e-4)
+    exact = d.abs().quantile(0.99, interpolation="higher").item()
+    assert exact <= metrics["sampling/sampling_logp_difference/p99"] <= 1.16 * exact
+
+
 def test_the_reference_is_asked_before_the_policy_and_for_every_micro_batch(tiny_model: Path) -> None:
     """Also where there is nothing to train: it is a collective."""
     policy, optimizer = _build(tiny_model)

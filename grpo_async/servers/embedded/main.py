@@ -89,7 +89,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     import transformers
     import uvicorn
 
-    from grpo_async.inference.guard import TokenGuard
+    from grpo_async.inference.guard import GuardedProtocol, TokenGuard
     from grpo_async.servers.app import RolloutApp
     from grpo_async.servers.embedded.server import EmbeddedEngine
 
@@ -133,6 +133,7 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     server = Server(
         uvicorn.Config(
             TokenGuard(RolloutApp(served).app),
+            http=GuardedProtocol,
             log_level="warning",
             access_log=False,
             lifespan="off",

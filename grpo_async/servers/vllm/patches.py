@@ -1,8 +1,8 @@
-"""Everything that is changed in vLLM and torch while they run; each change with its reason and the versions it was made
+"""Everything that is changed in vLLM, torch and uvicorn while they run; each change with its reason and the versions it was made
 for.
 
 `plugin` makes those of a whole process, `middleware` those of its engine. All of them fit the versions of vLLM that `command`
-names, and those of torch that pyproject.toml names. tests/vllm fails where one no longer has any effect,
+names, and those of torch and uvicorn that pyproject.toml names. tests/vllm fails where one no longer has any effect,
 scripts/check_vllm_versions.py where vLLM has changed what is used here. No supported version has a hook in their place.
 """
 
@@ -19,6 +19,16 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.utils.network import listening_store
+
+# ---- uvicorn: Config(http="auto") reads HTTP_PROTOCOLS ----
+
+
+def limit_silent_connections() -> None:
+    """In the API server: vLLM's own arguments do not choose uvicorn's protocol."""
+    import uvicorn.config
+
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "grpo_async.inference.guard:GuardedProtocol"
+
 
 # ---- torch: a private function of torch.distributed.rendezvous ----
 

@@ -122,6 +122,7 @@ CHAPTERS: tuple[Chapter, ...] = (
              include=(), log=True),
         Plot("mismatch", "Trainer against sampler", "mean |difference| of a token's log-probability, nats",
              (Line("sampling/sampling_logp_difference/mean", "mean"),
+              Line("sampling/sampling_logp_difference/p99", "99th percentile", alone=True),
               Line("sampling/sampling_logp_difference/max", "largest", alone=True))),
         Plot("ess", "Effective sample size", "fraction of the samples; 100% is on policy",
              (Line("sampling/ess", "effective fraction"),),
