@@ -24,6 +24,8 @@ logger = logging.getLogger("grpo_async")
 
 _SOON_S = 60.0  # the same line of code warns the launcher once in so long
 _MAX_CHARS = 1000
+_MAX_PRINTED_CHARS = 16 * 2**20
+"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
 
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
@@ -35,7 +37,8 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is not a reason to fail
-    sys.stdout = cast(TextIO, ResilientStream(sys.stdout, "standard output", lambda text: None))
+    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
+    sys.stdout = cast(TextIO, prints)
     sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True

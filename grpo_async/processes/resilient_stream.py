@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import os
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -18,23 +19,36 @@ class ResilientStream:
     Args:
         name: of the stream, for `on_lost`.
         on_lost: called once with a sentence.
+        max_chars: from the first write that would go beyond, all is dropped; a last line says so.
     """
 
-    def __init__(self, stream: TextIO, name: str, on_lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, stream: TextIO, name: str, on_lost: Callable[[str], None], *, max_chars: float = math.inf
+    ) -> None:
         self._stream = stream
         self._name = name
         self._on_lost = on_lost
         self._is_told = False
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._is_full = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        length = len(text)
+        if self._is_full:
+            return length
+        self._num_chars += length
+        if self._num_chars > self._max_chars:
+            self._is_full = True
+            text = f"\n[grpo-async: what is printed beyond {self._max_chars:,} characters is dropped]\n"
         try:
             self._stream.write(text)
         except OSError as error:
             self._give_up(error)
-        return len(text)
+        return length
 
     def flush(self) -> None:
         try:

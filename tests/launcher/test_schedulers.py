@@ -1,5 +1,5 @@
-"""The batch script for Slurm and the manifest for Kubernetes: what they say, that a shell takes it, and that the script runs, with
-stand-ins for Slurm's commands."""
+"""The batch script for Slurm and the manifest for Kubernetes: what they say, that a shell and a schema take them, and that the
+script runs, with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -40,8 +41,8 @@ HOSTS = "127.0.0.1,127.0.0.1,127.0.0.1"  # nodes 0, 1 and 2: all are this machin
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$FAKE_SLURM/scontrol.log"
 """
-# As Slurm's: a task on each machine, with its number. What it is sent kills the tasks; `scancel` with a signal reaches them
-# and nothing else.
+# As Slurm's: a task on each machine, with its number. A task sees all GPUs of its machine, whatever the script has exported. What
+# `srun` is sent kills the tasks; `scancel` with a signal reaches them and nothing else.
 SRUN = """#!/bin/bash
 echo "$@" >> "$FAKE_SLURM/srun.log"
 while [[ "$1" == --* ]]; do shift; done
@@ -49,7 +50,7 @@ IFS=, read -ra hosts <<< "$SLURM_JOB_NODELIST"
 tasks=()
 for index in "${!hosts[@]}"; do
   SLURM_NODEID=$index SLURM_NNODES=${#hosts[@]} SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST \\
-    "$@" &
+    CUDA_VISIBLE_DEVICES=$FAKE_GPUS "$@" &
   tasks+=("$!")
 done
 printf '%s\\n' "${tasks[@]}" > "$FAKE_SLURM/tasks"
@@ -196,6 +197,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_ID": "42",
         "SLURM_JOB_NODELIST": HOSTS,
         "SLURM_CPUS_ON_NODE": "2",
+        "FAKE_GPUS": "",
     }
 
 
@@ -254,6 +256,40 @@ def _batch_script(folder: Path, settings: Sequence[str]) -> tuple[Run, Path]:
     return run, script
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quickstart_files")
+def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bound(
+    tmp_path: Path, cluster: dict[str, str]
+) -> None:
+    """What the script exports outside `srun` does not count: the step overwrites it."""
+    settings = (
+        "launch.nodes.infer=1",
+        "launch.num_trainer_ranks=4",
+        "inference.engine=vllm",
+        "inference.replicas=2",
+        "inference.vllm.tensor_parallel_size=2",
+    )
+    _, script = _batch_script(tmp_path, settings)
+    environment = {
+        **cluster,
+        "SLURM_JOB_NODELIST": "gpu[7,9]",
+        "FAKE_GPUS": "4,5,6,7",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(SRUN.replace('IFS=, read -ra hosts <<< "$SLURM_JOB_NODELIST"', "hosts=(gpu7 gpu9)"))
+    done = subprocess.run(
+        ["bash", str(script), "--dry-run"], env=environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nodes      2, which meet at gpu7:29400" in done.stdout
+    assert "trainer: 4 processes, 1 CPU thread each, GPU 4,5,6,7" in done.stdout
+    assert "inference server 0: 1 process, 1 CPU thread each, GPU 4,5" in done.stdout
+    assert "inference server 1: 1 process, 1 CPU thread each, GPU 6,7" in done.stdout
+    (srun_line,) = (tmp_path / "srun.log").read_text().splitlines()
+    assert "--ntasks-per-node=1 --cpus-per-task=2 --mem=0" in srun_line
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickstart_files")
@@ -304,6 +340,69 @@ def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_g
 # ---- Kubernetes ----
 
 
+_TEXT = {"type": "string", "minLength": 1}
+_NAME = {"type": "string", "pattern": "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"}  # as a Service has it
+_LABELS = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "pattern": "^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"},
+}
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required.split(), "properties": properties}
+
+
+_METADATA = _object("name", name=_NAME, labels=_LABELS)
+_CONTAINER = _object(
+    "name image",
+    name=_NAME,
+    image=_TEXT,
+    command={"type": "array", "items": _TEXT},
+    workingDir=_TEXT,
+    env={"type": "array", "items": _object("name", name=_TEXT, value={"type": "string"})},
+    resources=_object("", limits={"type": "object", "additionalProperties": {"type": "string"}}),
+    volumeMounts={"type": "array", "items": _object("name mountPath", name=_NAME, mountPath=_TEXT)},
+)
+_VOLUME = _object(
+    "name",
+    name=_NAME,
+    persistentVolumeClaim=_object("claimName", claimName=_NAME),
+    emptyDir=_object("", medium={"enum": ["", "Memory"]}),
+)
+_POD = _object(
+    "containers restartPolicy",
+    subdomain=_NAME,
+    restartPolicy={"enum": ["Never", "OnFailure"]},  # what a Job takes
+    terminationGracePeriodSeconds={"type": "integer", "minimum": 0},
+    containers={"type": "array", "minItems": 1, "items": _CONTAINER},
+    volumes={"type": "array", "items": _VOLUME},
+)
+_SERVICE = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "v1"},
+    kind={"const": "Service"},
+    metadata=_METADATA,
+    spec=_object(
+        "selector", clusterIP={"const": "None"}, publishNotReadyAddresses={"type": "boolean"}, selector=_LABELS
+    ),
+)
+_JOB = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "batch/v1"},
+    kind={"const": "Job"},
+    metadata=_METADATA,
+    spec=_object(
+        "template",
+        completionMode={"enum": ["Indexed", "NonIndexed"]},
+        completions={"type": "integer", "minimum": 1},
+        parallelism={"type": "integer", "minimum": 1},
+        backoffLimit={"type": "integer", "minimum": 0},
+        template=_object("spec", metadata=_object("", labels=_LABELS), spec=_POD),
+    ),
+)
+"""The fields of the Kubernetes API (batch/v1 Job, v1 Service, as of 1.33) that the manifest may use, and no other."""
+
+
 def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_the_first_one() -> None:
     done = CliRunner().invoke(
         app,
@@ -314,6 +413,8 @@ def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_
     )
     assert done.exit_code == 0, done.output
     service, job = yaml.safe_load_all(done.output)
+    jsonschema.validate(service, _SERVICE)
+    jsonschema.validate(job, _JOB)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
     assert service["spec"]["selector"] == job["spec"]["template"]["metadata"]["labels"]
