@@ -86,7 +86,7 @@ class Run:
             return duckdb.read_parquet(str(file)).df()
 
     def metrics(self) -> pandas.DataFrame:
-        """One row for each step: the lines of metrics.jsonl, a column for each metric (NaN where a step has it not)."""
+        """One row for each step: the lines of metrics.jsonl, a column for each metric (NaN where a step lacks it)."""
         problems: list[str] = []
         return _frame(read_metrics(self._dir, problems), problems)
 

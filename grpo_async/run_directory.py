@@ -140,9 +140,13 @@ def _numbers(folder: Path, prefix: str) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+PARTIAL_PREFIX = "writing_"
+"""Of folders that are being written, replaced or removed."""
+
+
 def partial_of(folder: Path) -> Path:
     """Where a folder is written until it is whole: step_3 -> writing_step_3."""
-    return folder.with_name(f"writing_{folder.name}")
+    return folder.with_name(f"{PARTIAL_PREFIX}{folder.name}")
 
 
 def attempt_number(attempt: Path) -> str:

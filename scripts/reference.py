@@ -40,8 +40,8 @@ def _config() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key, by section. `grpo-async explain KEY` tells of one in a terminal, and takes the names of other trainers.",
-        "A key's unit stands in its name: `_s` seconds, `_mb` MiB, `_tokens` tokens.",
+        "Every key, by section. `grpo-async explain KEY` describes one in a terminal, and takes the names of other trainers.",
+        "The unit is in the name: `_s` seconds, `_mb` MiB, `_tokens` tokens.",
         "",
         "- **`extends`** (text or list of text): Files, relative to this one, that this file is merged over; later ones win.",
     ]

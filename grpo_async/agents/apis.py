@@ -236,8 +236,8 @@ class ChatCompletion(Exchange):
 
 
 class Responses(Exchange):
-    """OpenAI's Responses. Reasoning items that come back are dropped. Instructions apply to their own request: what continues an
-    answer has not those of the answer's."""
+    """OpenAI's Responses. Reasoning items that come back are dropped. Instructions apply to their own request: a follow-up
+    does not inherit those of the response that it continues."""
 
     def _messages(self) -> list[Mapping[str, Any]]:
         previous = self._json.get("previous_response_id")
@@ -338,7 +338,7 @@ class Messages(Exchange):
     @staticmethod
     def _tool(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         if tool.get("type") not in (None, "custom") or not isinstance(tool.get("name"), str):
-            raise refuse(f"{where} is no tool of your own; those of Anthropic's servers are not supported", param=where)
+            raise refuse(f"{where} is not a client-side tool; Anthropic's server tools are not supported", param=where)
         return _function_tool(tool, tool.get("input_schema") or {"type": "object", "properties": {}})
 
     def answer(self, reply: Reply) -> dict[str, Any]:

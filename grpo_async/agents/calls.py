@@ -51,7 +51,6 @@ class Reply:
     prompt_ids: Sequence[int] = ()
     finish_reason: str = "stop"
     stop_sequence: str | None = None
-    created: float = 0.0  # seconds since the epoch
 
     @property
     def message(self) -> dict[str, Any]:

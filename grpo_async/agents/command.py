@@ -204,7 +204,7 @@ def _last_json(stdout: str) -> Any:
         with contextlib.suppress(ValueError):
             return json.loads(text)
     raise AgentError(
-        f"the last line that the agent's command wrote to stdout is no JSON: {clipped(lines[-1].strip(), 200)!r}; its result "
+        f"the last line that the agent's command wrote to stdout is not JSON: {clipped(lines[-1].strip(), 200)!r}; its result "
         'belongs there, such as {"reward": 1.0}, and logs on stderr; a command without a result prints nothing'
     )
 

@@ -103,7 +103,7 @@ class AgentEndpoint:
         """Listen.
 
         Raises:
-            RunError: the address cannot be had.
+            RunError: the address is not available.
         """
         async with self._starting:
             if self._listener is not None:
@@ -156,7 +156,7 @@ class AgentEndpoint:
                 return _reward(session, body)
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.kept)
             if path == "/messages/count_tokens":
-                return _json({"input_tokens": session.prompt_length(exchange.call)})
+                return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
             reply = await session.complete(exchange.call, reply_id=exchange.id, is_trained=is_trained)
             answer = exchange.answer(reply)
             if exchange.is_stream:

@@ -156,10 +156,10 @@ class AgentSession:
         self._tool_names |= dict.fromkeys(tool["function"]["name"] for tool in call.tools)
         context = request.context
         number = next(self._numbers)
-        budget = self._budget(len(context), number)
+        budget = self._budget(len(context), number, is_trained=is_trained)
         reply_id = reply_id or secrets.token_hex(12)
         if budget < 1:
-            return Reply(id=reply_id, prompt_ids=context, finish_reason="length", created=time.time())
+            return Reply(id=reply_id, prompt_ids=context, finish_reason="length")
         wanted = budget if call.max_tokens is None else min(budget, call.max_tokens)
         settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
         seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
@@ -242,13 +242,13 @@ class AgentSession:
             for task in self._running:
                 task.cancel()
 
-    def prompt_length(self, call: Call) -> int:
+    def prompt_length(self, call: Call, *, is_trained: bool) -> int:
         """Number of tokens of a call's context; nothing is generated.
 
         Raises:
             AgentRefusal: as `complete`.
         """
-        self._check(call, is_trained=True)
+        self._check(call, is_trained=is_trained)
         return len(self._history.prepare(call).context)
 
     def _check(self, call: Call, *, is_trained: bool) -> None:
@@ -270,12 +270,12 @@ class AgentSession:
                 param="response_format",
             )
 
-    def _budget(self, num_context: int, number: int) -> int:
-        """Tokens that a call may sample."""
+    def _budget(self, num_context: int, number: int, *, is_trained: bool) -> int:
+        """Tokens that a call may sample. Where a call that is not trained finds none, the rollout is none the less whole."""
         settings = self._settings
         left = settings.max_completion_tokens - self._num_sampled
         if left < 1 or number >= settings.max_turns:
-            if self.is_out_of_budget:
+            if self.is_out_of_budget or not is_trained:
                 raise refuse(
                     f"the rollout has used its {settings.max_completion_tokens} tokens or {settings.max_turns} calls "
                     "(rollout.max_completion_tokens, rollout.max_turns)",
@@ -287,7 +287,7 @@ class AgentSession:
         budget = min(left, fits)
         if settings.max_turn_tokens is not None:
             budget = min(budget, settings.max_turn_tokens)
-        self.is_truncated |= budget < 1
+        self.is_truncated |= is_trained and budget < 1
         return max(0, budget)
 
     async def _generate(self, request: GenerateRequest, number: int) -> Generation:
@@ -357,7 +357,6 @@ class AgentSession:
             prompt_ids=context,
             finish_reason=finish,
             stop_sequence=generation.stop_reason,
-            created=time.time(),
         )
         return answer, reply
 

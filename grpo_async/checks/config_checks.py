@@ -60,7 +60,7 @@ def check_inputs(
     Args:
         engine: what serves.
         node_rank: of this machine; addresses are those of node 0.
-        trains: false where it is only evaluated: the trainer's needs are no one's.
+        trains: false where it is only evaluated: what only the trainer needs is not checked.
         deep: load the tokenizer in any case (seconds), and measure prompts with it; else only where one may be too long.
 
     Raises:

@@ -24,7 +24,7 @@ def check_run_place(run_dir: RunDir) -> None:
     """
     try:
         place = _nearest(run_dir)
-        fault = "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else "is no folder that you may write to"
+        fault = "" if place.is_dir() and os.access(place, os.W_OK | os.X_OK) else "is not a folder you can write to"
     except OSError as error:
         place, fault = run_dir.root, str(error.strerror)
     if fault:

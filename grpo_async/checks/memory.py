@@ -143,6 +143,4 @@ def describe(parts: Mapping[str, float]) -> str:
 def describe_peak(peaks: Sequence[float], estimated: float | None, *, on_gpu: bool) -> str:
     """The most that a rank was measured to hold, beside the estimate. On a CPU whole processes are measured."""
     what = "of GPU memory" if on_gpu else "resident, the interpreter and its libraries included"
-    return (
-        f"{format_bytes(max(peaks))} {what}{'' if estimated is None else f' ({format_bytes(estimated)} by estimate)'}"
-    )
+    return f"{format_bytes(max(peaks))} {what}{'' if estimated is None else f' (estimated: {format_bytes(estimated)})'}"

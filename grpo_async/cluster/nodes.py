@@ -114,7 +114,7 @@ def find_rendezvous(
         port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
     if not host:
         raise ConfigError(
-            f"launch.nodes: {_described(config)}, and it is not said where they meet; set launch.rdzv to HOST:PORT of the machine "
+            f"launch.nodes: {_described(config)}, and no rendezvous address is set; set launch.rdzv to HOST:PORT of the machine "
             "with node rank 0, give --master-addr, or set $MASTER_ADDR"
         )
     return Rendezvous(rank=rank, host=host, port=port)
@@ -128,7 +128,7 @@ def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, e
         name, text = f"${source.rank}", environment[source.rank]
     else:
         raise ConfigError(
-            f"launch.nodes: {_described(config)}, and it is not said which of them this one is; add --node-rank K (0 leads, those "
+            f"launch.nodes: {_described(config)}, and this machine's rank is not set; add --node-rank K (0 leads, those "
             "that train come first), or start it by Slurm, Kubernetes (grpo-async launch) or with $NODE_RANK"
         )
     if not text.isdecimal() or int(text) >= count:

@@ -5,9 +5,9 @@
     node 0   posts "start" with the assignment when all are ready, and "end" with the exit code when the run is over
     all      count up at every exchange, a heartbeat: one that stops is gone, dead or cut off
 
-Between start and end they post what happens (node_hub, launcher.follower). The store has no password: who reaches it can end a run.
-So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all machines share
-and never travels here: a stranger learns no token, and cannot have it sent to their own server.
+Between start and end they post what happens (launcher.hub, launcher.follower). The store has no password: who reaches it can end
+a run. So that nobody can do more, everything is signed with the token of the run, which lies in the run directory that all
+machines share and never travels here: a stranger learns no token, and cannot have it sent to their own server.
 """
 
 from __future__ import annotations

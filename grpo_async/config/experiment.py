@@ -62,7 +62,7 @@ class ExperimentConfig(StrictModel):
     loss: LossSection = ClippedLoss()
     """The objective."""
     optimizer: OptimizerSection = OptimizerSection()
-    """How parameters move."""
+    """The optimizer."""
     training: TrainingSection = TrainingSection()
     """The training loop."""
     weights: WeightsSection = WeightsSection()
@@ -72,7 +72,7 @@ class ExperimentConfig(StrictModel):
     evaluation: EvaluationSection | None = None
     """Evaluation on held-out prompts, before, during and after training."""
     record: RecordSection = RecordSection()
-    """What the run leaves to look at."""
+    """What the run records."""
     tracking: list[TrackerSection] = Field(default_factory=list)
     """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the verdict on
     learning after each evaluation (prometheus: numbers alone)."""

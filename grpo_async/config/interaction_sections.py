@@ -19,7 +19,7 @@ class ToolSection(StrictModel):
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments that are fixed here and that the model does not see."""
     timeout_s: Seconds = 30.0
-    """Time limit of one call; then the model is told so."""
+    """Time limit of one call; then the model gets a timeout error."""
 
 
 class ToolCallingSection(StrictModel):
@@ -57,7 +57,7 @@ class RolloutFunctionSection(StrictModel):
     max_concurrent_calls: Processes = 1
     """Calls that may run at once, each in a thread of its own."""
     timeout_s: Seconds = 300.0
-    """Time limit of one call; then its groups fail, and its `trainer` answers no more."""
+    """Time limit of one call; then its groups fail, and its `trainer` refuses further calls."""
 
 
 class AgentSection(StrictModel):

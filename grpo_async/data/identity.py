@@ -4,8 +4,8 @@ The key is the conversation without its system messages, letter case and whitesp
 Worked example: "What is  2+2?" and [{system: Be brief.}, {user: what is 2+2?}] have one key. A prompt without any text says
 nothing about its task (an environment's reset does), so there every column counts.
 
-Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. A row's own key and the seed
-decide whether it is held out, nothing else: not its position, not the other rows' order. Rows with the same key stay on the same
+Below it: which rows are kept back for evaluation, and whether rows to evaluate on are trained on. A row's own key
+decides whether it is held out, nothing else: not its position, not the other rows' order. Rows with the same key stay on the same
 side, so the two sides never share a prompt.
 """
 
@@ -110,6 +110,6 @@ def find_leaks(train: Rows, evaluation: Rows, columns: Collection[str]) -> str |
 
 
 def _hash(key: str) -> float:
-    """A number in [0, 1), the same on every machine."""
+    """A number in [0, 1), the same on every machine. (The salt stays as it is: another one would hold out other rows.)"""
     digest = hashlib.sha256(f"held out, seed 0\n{key}".encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

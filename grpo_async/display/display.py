@@ -124,7 +124,7 @@ class Display:
         self._show("note", text=text)
 
     def warning(self, text: str) -> None:
-        """Something that ought not to be."""
+        """A problem that does not stop the run."""
         with self.progress.lock:
             self.progress.add_message(text, is_warning=True)
         self._show("warning", text=text)

@@ -184,8 +184,11 @@ class Environment:
         call: UserCall[Any] = UserCall(self.instance.close)
         try:
             result = ASYNC_LOOP.post(call.attempt_async).result(self.timeout_s) if call.is_async else call.attempt()
-        except (TimeoutError, GrpoAsyncError) as error:
-            logger.warning("environment `%s`: `close` took longer than %g s %s", self.name, self.timeout_s, error)
+        except TimeoutError:
+            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
+            return
+        except GrpoAsyncError as error:
+            logger.warning("environment `%s`: `close` could not be called: %s", self.name, error)
             return
         if isinstance(result, Raised):
             logger.warning("environment `%s`: `close` raised %s%s", self.name, result.summary, result.place)

@@ -286,13 +286,14 @@ class RunEvaluations:
             self._end(running, running.future.result(timeout=0.0))
         except CancelledError:
             self._end(running, None)
-        except GrpoAsyncError as error:
+        except Exception as error:  # noqa: BLE001 - it is logged and recorded
             self._fail(running, error)
 
-    def _fail(self, running: _Running, error: GrpoAsyncError) -> None:
+    def _fail(self, running: _Running, error: Exception) -> None:
         logger.exception("the evaluation of step %d failed", running.step, exc_info=error)
-        self._listeners.phase(f"the evaluation of step {running.step} failed: {error}")
-        self._add(EvaluationRecord(step=running.step, when=running.when, error=str(error)))
+        message = str(error) if isinstance(error, GrpoAsyncError) else f"{type(error).__name__}: {error}"
+        self._listeners.phase(f"the evaluation of step {running.step} failed: {message}")
+        self._add(EvaluationRecord(step=running.step, when=running.when, error=message))
         self._release(running)
         self._num_failed += 1
         self._unreported["eval/num_errors"] = float(self._num_failed)

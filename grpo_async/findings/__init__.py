@@ -1,4 +1,5 @@
-"""The one engine of findings: what a run's metrics say, for the report, `status`, the dashboard, summary.json and the advice.
+"""The checks behind every verdict and piece of advice: what a run's metrics say, for the report, `status`, the dashboard and
+summary.json.
 
     run directory -> Evidence -> find -> [Finding, ...]     the worst first (checks)
                               -> judge -> Verdict           is it learning, by how much (verdict)

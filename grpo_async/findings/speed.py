@@ -286,7 +286,8 @@ def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Fi
         )
     suggested = math.ceil(needed / nodes.train)
     if setup.num_gpus is not None:
-        free = setup.num_gpus - setup.config.launch.num_trainer_ranks
+        launch = setup.config.launch
+        free = setup.num_gpus - (0 if launch.colocate else launch.num_trainer_ranks)
         suggested = min(suggested, free // setup.gpus_per_server)
     if suggested > replicas:
         return _change("generation", why, "inference.replicas", replicas, suggested)

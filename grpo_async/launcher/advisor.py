@@ -1,4 +1,4 @@
-"""Asks the engine of findings now and then what bounds the run and whether it learns; training loses nothing to it."""
+"""Checks now and then what bounds the run and whether it learns; training loses nothing to it."""
 
 from __future__ import annotations
 

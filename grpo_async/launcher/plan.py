@@ -107,7 +107,7 @@ class ProcessPlan:
                 "",
                 f"{spec.name}: {spec.num_processes} {processes}, {spec.threads} {threads} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
-                *([f"  memory   by estimate {spec.memory}"] if spec.memory else []),
+                *([f"  memory   {spec.memory}, estimated"] if spec.memory else []),
                 f"  log      {given.attempt_dir / spec.log_name}",
             ]
         if self.notes:

@@ -169,7 +169,7 @@ async def _answer(client: httpx.AsyncClient, url: str, body: bytes) -> Any:
                     return response.json()
                 except ValueError as error:
                     text = response.content[:200]
-                    raise RemoteRewardError(f"{url} answered something that is no JSON: {text!r}") from error
+                    raise RemoteRewardError(f"{url} answered something that is not JSON: {text!r}") from error
             if response.status_code < 500 and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 where = response.headers.get("location")
                 raise RemoteRewardError(f"{url} refused: {problem}{f'; use {where} as `url`' if where else ''}")

@@ -59,7 +59,7 @@ class Components:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Weight, by name, of each reward that is none of a reward function."""
+        """Weight, by name, of each reward that does not come from a reward function."""
         if self.agent is not None:
             return {AGENT_REWARD: self.agent.section.reward_weight}
         return self.environments.reward_weights if self.environments is not None else {}

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, ScoredGroup
+from grpo_async.utils.text import count
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,7 +101,7 @@ class OpenGroup:
 
     def __str__(self) -> str:
         """group 7, for 31 s: being scored, tokens of its rollouts: 0: 12, 1: 8"""
-        tokens = ", ".join(f"{index}: {count}" for index, count in sorted(self.num_tokens.copy().items())) or "none"
+        tokens = ", ".join(f"{index}: {number}" for index, number in sorted(self.num_tokens.copy().items())) or "none"
         age_s = time.monotonic() - self.began
         return f"group {self.prompt.prompt_id}, for {age_s:.0f} s: {self.stage}, tokens of its rollouts: {tokens}"
 
@@ -117,8 +118,10 @@ def describe(groups: Sequence[OpenGroup]) -> str:
     """2 groups in flight (1 generating, 1 being scored), the oldest: group 7, for 31 s: ..."""
     if not groups:
         return "no group in flight"
-    stages = ", ".join(f"{count} {stage}" for stage, count in Counter(group.stage for group in groups).items())
-    return f"{len(groups)} groups in flight ({stages}), the oldest: {min(groups, key=lambda group: group.began)}"
+    stages = ", ".join(f"{number} {stage}" for stage, number in Counter(group.stage for group in groups).items())
+    return (
+        f"{count(len(groups), 'group')} in flight ({stages}), the oldest: {min(groups, key=lambda group: group.began)}"
+    )
 
 
 def _whole(rollout: RolloutSnapshot) -> RolloutSnapshot | None:

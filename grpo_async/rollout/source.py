@@ -216,7 +216,7 @@ class RolloutSource:
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run(lambda: self._worker.served_version))
         self._evaluation = running
-        if self._stopping:  # asked for between the two lines above
+        if self._stopping or self._failure is not None:  # since the two lines above, or before them
             running.cancel()
         running.add_done_callback(lambda _: self.wake())
         return running
@@ -267,6 +267,8 @@ class RolloutSource:
                     self._thread.submit(close()).result(timeout=timeout_s)
                 except TimeoutError:  # the run is over: what does not close ends with the process
                     logger.warning("connections and environments did not close within %.0f s", timeout_s)
+                except Exception:  # the groups and threads below are closed all the same
+                    logger.exception("connections or environments could not be closed")
         if self._has_started:  # a start that fails leaves the run's files as they are
             try:
                 self._close_left()  # a run that ends by an error has not: its last groups may say why

@@ -31,7 +31,7 @@ class Sandbox:
         read_paths: further files and folders that it may read.
 
     Raises:
-        ConfigError: a required capability is not to be had on this machine, or its name is unknown.
+        ConfigError: a required capability is not available on this machine, or its name is unknown.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ def startup_notes(require: Iterable[str] = REQUIRED) -> list[str]:
     """Lines for the start of a run: what holds on this machine, what does not, and what follows from it.
 
     Raises:
-        ConfigError: a required capability is not to be had on this machine, or its name is unknown.
+        ConfigError: a required capability is not available on this machine, or its name is unknown.
     """
     _check(require)
     found = capabilities()

@@ -129,8 +129,6 @@ class StepSummary:
     reward_max: Annotated[float | None, "max(reward)"]
     rewards: Mapping[str, float]  # mean of each part that has one
     num_tokens_mean: Annotated[float, "coalesce(avg(num_tokens), 0.0)"]
-    truncated_fraction: Annotated[float, "coalesce(avg(truncated::INTEGER), 0.0)"]
-    failed_fraction: Annotated[float, "coalesce(avg((status = 'failed')::INTEGER), 0.0)"]
     num_tool_calls: Annotated[int, "coalesce(sum(num_tool_calls), 0)::BIGINT"]
     num_failed_tool_calls: Annotated[int, "coalesce(sum(num_failed_tool_calls), 0)::BIGINT"]
     staleness_mean: Annotated[float | None, "avg(staleness)"]

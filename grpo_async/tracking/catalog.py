@@ -44,7 +44,7 @@ _REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class Better(StrEnum):
-    """Where a metric ought to go; None of these: it depends."""
+    """Which direction is better; None of these: it depends."""
 
     HIGHER = "higher"
     LOWER = "lower"

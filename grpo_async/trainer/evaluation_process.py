@@ -6,6 +6,7 @@ wait for a server -> take what it has loaded -> evaluate -> result to the launch
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +17,10 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.user_code.threads import call_when_set
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 10.0
 
 
 def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
@@ -118,8 +123,12 @@ def _run(
         except asyncio.CancelledError:
             return None
         finally:
-            await inputs.components.aclose()
-            await client.aclose()
+            for close in (inputs.components.aclose, client.aclose):
+                try:
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await close()
+                except Exception:  # the numbers are there, and the process ends
+                    logger.exception("connections or environments could not be closed")
         baseline = {} if evaluator.majority_baseline is None else {"majority_baseline": evaluator.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 

@@ -178,7 +178,7 @@ def thread_stacks() -> str:
 
 
 def _servers(servers: Sequence[Server], now: float) -> str:
-    return "; ".join(f"{server.name} is {server.state} for {now - server.since:.0f} s" for server in servers)
+    return "; ".join(f"{server.name} has been {server.state} for {now - server.since:.0f} s" for server in servers)
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:

@@ -258,8 +258,8 @@ class FleetSync:
         for server in servers:
             try:
                 answers = [server.control.score(probe) for probe in self._probes]
-            except RequestRejectedError:
-                raise
+            except RequestRejectedError as error:
+                raise RunError(f"{server.name} does not score sequences for the verification: {error}") from error
             except GrpoAsyncError as error:
                 logger.warning("%s could not be compared with the trainer: %s", server.name, error)
                 self._fleet.suspect(server.index)

@@ -55,7 +55,7 @@ from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.config.sections import CheckpointSection
 from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
-from grpo_async.run_directory import RunDir, partial_of
+from grpo_async.run_directory import PARTIAL_PREFIX, RunDir, partial_of
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.checkpoint_choice import best_first
 from grpo_async.training.checkpoint_manifest import (
@@ -74,7 +74,6 @@ from grpo_async.training.model import Policy
 from grpo_async.utils.files import put_in_place, sync
 from grpo_async.utils.seeds import seed_of
 
-_PREFIX = "writing_"
 _MARGIN_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -350,7 +349,7 @@ class CheckpointWriter:
             DeadlineError: it takes too long.
         """
         self.wait(heartbeat)
-        for leftover in self._run_dir.checkpoints.glob(f"{_PREFIX}*"):
+        for leftover in self._run_dir.checkpoints.glob(f"{PARTIAL_PREFIX}*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def begin(
@@ -459,7 +458,7 @@ class CheckpointWriter:
         write_state(folder, state)
         checksums = self._storage.checksums
         num_bytes = write_manifest(folder, step=step, world_size=dist.get_world_size(), checksums=checksums)
-        put_in_place(folder, final, aside=final.with_name(f"{_PREFIX}replaced_{final.name}"))
+        put_in_place(folder, final, aside=final.with_name(f"{PARTIAL_PREFIX}replaced_{final.name}"))
         took_s = time.monotonic() - began
         self._metrics |= {"checkpoint/written_s": took_s, "checkpoint/bytes": float(num_bytes)}
         self._timeline.add("write checkpoint", "checkpoint", time.time() - took_s, time.time(), step=step)
@@ -498,4 +497,4 @@ def prune(
         kept.add(evaluated_now)
     for step in set(steps) - kept:
         # renamed first: a kill in the middle must not leave a part of it under the name of a whole one
-        shutil.rmtree(set_aside(run_dir.checkpoint(step), "writing_removed"), ignore_errors=True)
+        shutil.rmtree(set_aside(run_dir.checkpoint(step), f"{PARTIAL_PREFIX}removed"), ignore_errors=True)

@@ -191,7 +191,7 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
             f"- reward: `{_first_of(section, 'function', 'model')}`, weight {section.weight:g}"
             for section in config.rewards
         ),
-        *(["- no reward function: environments give the rewards"] if not config.rewards else []),
+        *([f"- no reward function: {_source_of_rewards(config)}"] if not config.rewards else []),
         "",
         "## Evaluation",
         "",
@@ -218,6 +218,10 @@ def _evaluation_lines(evaluation: Mapping[str, float] | None) -> list[str]:
         return ["This policy was not evaluated on held-out data."]
     rows = [f"| {name} | {value:.6g} |" for name, value in evaluation.items() if isinstance(value, int | float)]
     return ["| metric | value |", "| --- | --- |", *rows]
+
+
+def _source_of_rewards(config: ExperimentConfig) -> str:
+    return "environments give the rewards" if config.rollout.agent is None else "the agent returns the reward"
 
 
 def _first_of(section: object, *names: str) -> str:

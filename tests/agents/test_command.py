@@ -129,7 +129,7 @@ def test_a_result_is_a_number_an_object_or_nothing(printed: str, reward: float |
         ("import os; os._exit(3)", {}, r"ended with exit code 3; its stderr is empty"),
         ("import os; os.kill(os.getpid(), 9)", {}, r"was killed by SIGKILL"),
         (DAEMON + "import time; time.sleep(1000)", {"timeout_s": 2.0}, r"rollout\.agent\.timeout_s = 2 s and was killed"),
-        ("print('done, I think')", {}, r"is no JSON: 'done, I think'; its result belongs there"),
+        ("print('done, I think')", {}, r"is not JSON: 'done, I think'; its result belongs there"),
         ("print('[1]')", {}, r"the agent's result is \[1\] \(list\)"),
         ('print(\'{"reward": "high"}\')', {}, r"`reward` of the agent's result is 'high' \(str\)"),
         ("print('x' * (2 << 20), flush=True); import time; time.sleep(99)", {}, "wrote more than 1048576 bytes"),

@@ -455,7 +455,7 @@ def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
 
 @pytest.mark.usefixtures("openenv")
 def test_what_openenv_cannot_serve_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"is no URL; start the environment's server"):
+    with pytest.raises(ConfigError, match=r"is not a URL; start the environment's server"):
         load_environment_agent(_section("openenv:nowhere"), max_concurrent=1)
     with pytest.raises(
         ConfigError, match=r"rollout\.agent\.arguments\.max_stepz: there is no such setting; the settings are \['max_st"

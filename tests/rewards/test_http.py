@@ -122,8 +122,8 @@ def test_a_server_that_is_not_there_is_asked_again_and_then_named() -> None:
         ({"rewards": [True, 1.0]}, "score 0 is True"),
         ({"rewards": {"0": 1.0}}, "expected `rewards` with a list of 2"),
         ([1.0, 2.0], "expected `rewards` with a list of 2"),
-        (b"<html>", "answered something that is no JSON: b'<html>'"),
-        (b"\xff\xfe", "answered something that is no JSON"),
+        (b"<html>", "answered something that is not JSON: b'<html>'"),
+        (b"\xff\xfe", "answered something that is not JSON"),
     ],
 )
 def test_an_unusable_answer_is_an_error_that_says_what_it_was(server: RewardServer, answer: Any, text: str) -> None:

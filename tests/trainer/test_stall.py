@@ -45,7 +45,7 @@ def test_a_process_whose_main_thread_hangs_is_ended_and_leaves_its_words(tmp_pat
     assert re.match(words, told), told
     assert "has finished step 3 and is training step 4, for" in told
     assert "1 groups in flight" in told
-    assert "server 0 is serving for" in told
+    assert "server 0 has been serving for" in told
     assert "did not end the process within launch.stop_timeout_s = 1 s" in told
     assert "thread MainThread:" in done.stderr
     assert "in hangs" in done.stderr

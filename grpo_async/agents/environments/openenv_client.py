@@ -56,7 +56,7 @@ class OpenEnvEnvironment:
             raise ConfigError(f"rollout.agent.arguments.{error}") from error
         if "://" not in url:
             raise ConfigError(
-                f"{url!r} is no URL; start the environment's server (uvicorn MODULE:APP --port 8100) and write "
+                f"{url!r} is not a URL; start the environment's server (uvicorn MODULE:APP --port 8100) and write "
                 "openenv:http://HOST:8100"
             )
         self._url = url

@@ -88,7 +88,7 @@ async def _result_of(function: Any, places: Any, connections: Any) -> Any:
     try:
         arguments = json.loads(function.arguments or "{}")
     except json.JSONDecodeError as error:
-        return f"error: the arguments are no JSON: {error}"
+        return f"error: the arguments are not JSON: {error}"
     if not isinstance(arguments, dict):
         return f"error: the arguments must be a JSON object, not {arguments!r}"
     return await call_mcp(connections, places, function.name, arguments)
