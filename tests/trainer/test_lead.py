@@ -204,6 +204,7 @@ def _lead(
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
         config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
+        moving_reference=None,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
