@@ -71,8 +71,8 @@ def test_vllm_on_a_shared_gpu_is_told_what_the_trainer_leaves_for_its_cache(
     assert f"room for {(plan.cache_mb << 20) // TOKEN_BYTES:,} tokens" in plan.server
     made = make_plan(_shared(config), Machine(num_cpus=8, gpus=("0",), gpu_bytes=80 * GIB), engine=VLLM_ON_GPU)
     assert made.servers[0].command[-2:] == ("--set", f"inference.vllm.kv_cache_mb={plan.cache_mb}")
-    assert f"  memory   by estimate {plan.trainer}" in made.describe()
-    assert f"  memory   by estimate {plan.server}" in made.describe()
+    assert f"  memory   {plan.trainer}, estimated" in made.describe()
+    assert f"  memory   {plan.server}, estimated" in made.describe()
     assert "sleeping has no benefit" not in made.describe()
 
 

@@ -64,7 +64,7 @@ _SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "node[
         ((4, "a"), {}, "--node-rank: '4' is not a machine of this run"),
         ((None, None), _SLURM | {"SLURM_NODEID": "4"}, r"\$SLURM_NODEID: '4' is not a machine of this run"),
         ((None, None), _SLURM | {"SLURM_NNODES": "3"}, r"2 machines train and 2 serve, and \$SLURM_NNODES is 3"),
-        ((1, None), {}, "it is not said where they meet"),
+        ((1, None), {}, "no rendezvous address is set"),
         ((1, "a/b"), {}, "neither HOST nor HOST:PORT"),
     ],
 )

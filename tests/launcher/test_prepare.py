@@ -56,7 +56,7 @@ def test_a_restart_reads_the_configuration_that_the_attempt_began_with(tmp_path:
     assert load_config(attempt_config(attempt)) == config
 
 
-@pytest.mark.parametrize(("below", "word"), [("file/runs", "file is no folder"), ("x" * 250 + "/" + "y" * 250, "")])
+@pytest.mark.parametrize(("below", "word"), [("file/runs", "file is not a folder"), ("x" * 250 + "/" + "y" * 250, "")])
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path, below: str, word: str) -> None:
     (tmp_path / "file").write_text("")
     config = make_config(tmp_path, run={"dir": str(tmp_path / below)})
