@@ -51,7 +51,7 @@ SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of th
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
     """One child. `environment` holds what is added to the caller's, `threads` are the CPU threads of each process, `memory` is what
-    one takes by estimate."""
+    one is estimated to take."""
 
     name: str
     command: tuple[str, ...]
