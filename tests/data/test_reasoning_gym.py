@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.config.data_sections import ReasoningGymSource
+from grpo_async.data import reasoning_gym
 from grpo_async.data.reasoning_gym import mixed_evenly
 from grpo_async.data.reasoning_gym_child import TaskError, as_literal, make_rows
 from grpo_async.data.sources import first_rows, load_rows
@@ -75,9 +76,10 @@ def test_what_the_child_refuses_is_a_config_error() -> None:
         load_rows(_source({"name": "gcd", "config": {"seed": 9}}))
 
 
-def test_making_rows_has_a_deadline() -> None:
-    with pytest.raises(ConfigError, match=r"took longer than 0\.01 s; raise `timeout_s`"):
-        load_rows(_source({"name": "gcd"}, timeout_s=0.01))
+def test_making_rows_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym, "_TIMEOUT_S", 0.01)
+    with pytest.raises(ConfigError, match=r"took longer than 0\.01 s; lower `size`"):
+        load_rows(_source({"name": "gcd"}))
 
 
 def test_task_data_keep_what_json_would_change() -> None:
