@@ -179,6 +179,17 @@ def test_its_neighbors_are_allowed(sections: dict[str, Any]) -> None:
     _config(**sections)
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [{"tools": [{"function": "a:b"}]}, {"environments": {"game": {"factory": "a:b"}}}],
+    ids=["tools", "environments"],
+)
+def test_a_rollout_function_beside_tools_or_environments_is_refused(beside: dict[str, Any]) -> None:
+    """R4.4: such a function bypasses the tool loop, so what is configured for it would silently not be used."""
+    with pytest.raises(ValidationError, match="`tools` and `environments` are not used"):
+        _config(rollout_function={"function": "a:b"}, **beside)
+
+
 def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> None:
     config = _config(
         evaluation={"every_steps": 8, "samples_per_prompt": 4, "temperature": 0.5},

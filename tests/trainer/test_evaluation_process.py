@@ -38,7 +38,7 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path, caplog
     try:
         is_up(0, "a")
         is_up(1, "b")
-        fleet.failed(fleet.server(1), "it is gone")
+        fleet.fence(fleet.server(1), "it is gone")
         is_up(1, "c")
     finally:
         fleet.close()

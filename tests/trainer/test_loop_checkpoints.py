@@ -32,7 +32,7 @@ class _Stub(FakeSource):
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a TrainerContext
-        self.num_ranks, self.run_dir, self.policy, self.optimizer = 1, None, None, None
+        self.num_ranks, self.run_dir, self.policy, self.optimizer, self.moving_reference = 1, None, None, None, None
         self.channel = self.checkpoints = self
 
     def loop(self, **arguments: Any) -> LeaderLoop:
