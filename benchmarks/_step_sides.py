@@ -25,8 +25,7 @@ from torch import nn
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import ClippedLoss
-from grpo_async.config.model_sections import OptimizerSection
+from grpo_async.config.sections import ClippedLoss, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.loss import Objective

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks._trl_setting import Setting, Step, low_ids
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.push import WeightTransport, push_weights

@@ -109,7 +109,7 @@ class Pusher:
     """A trainer's end, as `train` has it: pushes version 1, 2, 3, ... of one model to one server."""
 
     def __init__(self, fleet: Any, transport: Any, parameters: Any, options: argparse.Namespace) -> None:
-        from grpo_async.config.server_sections import WeightsSection
+        from grpo_async.config.sections import WeightsSection
 
         self._fleet, self._transport, self._parameters = fleet, transport, parameters
         self._settings = WeightsSection(mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S)
@@ -135,7 +135,7 @@ class Pusher:
 def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pusher]:
     import torch
 
-    from grpo_async.config.server_sections import InferenceSection, WeightsSection
+    from grpo_async.config.sections import InferenceSection, WeightsSection
     from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.buckets import choose_bucket_bytes

@@ -14,7 +14,6 @@ from typing import Any
 import typer.main
 
 from grpo_async.cli.app import app
-from grpo_async.config.field_types import RENAMED_KEYS
 from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.reference import all_keys
 from grpo_async.store.schema import COLUMNS
@@ -54,12 +53,6 @@ def _config() -> str:
             lines += ["", f"## {top}", ""]
         elsewhere = f" *Elsewhere: {key.elsewhere}.*" if key.elsewhere else ""
         lines.append(f"- **`{key.path}`** ({key.summary}): {' '.join(key.meaning.split())}{elsewhere}")
-    lines += ["", "## Earlier names", "", "Each is taken, with a warning.", ""]
-    for old, new in RENAMED_KEYS.items():
-        lines.append(
-            f"- **`{'.'.join(map(str, old))}`**: "
-            + (f"now `{'.'.join(map(str, new))}`" if new else "no longer has any effect")
-        )
     lines += ["", "## What other trainers have and this one does not", ""]
     lines += [f"- `{other.name}` ({other.trainer}) {other.why}." for other in OTHER_NAMES if other.here is None]
     return _page(lines)

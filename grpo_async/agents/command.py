@@ -28,7 +28,7 @@ import orjson
 from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
 from grpo_async.agents.subreaper import CANNOT_START
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.sandbox import Sandbox, SandboxError, SandboxLimits, SandboxStatus, has_loopback

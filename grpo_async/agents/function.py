@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from grpo_async.agents.agent import Agent, AgentError, AgentResult, read_result
 from grpo_async.agents.session import AgentSession
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import Caller, CallError, UserCall, is_async
 from grpo_async.user_code.loop import UserLoop

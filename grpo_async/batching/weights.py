@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from grpo_async.batching.plan import BatchPlan
-from grpo_async.config.loss_sections import Reduction
+from grpo_async.config.sections import Reduction
 from grpo_async.records import RolloutSample
 
 

@@ -25,7 +25,7 @@ from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import ChatTemplate
 from grpo_async.chat.turn import ChatError, PolicyTurn
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage, ToolCall
 from grpo_async.utils.text import did_you_mean

@@ -23,7 +23,7 @@ from grpo_async.checks.disk import check_run_place, disk_room
 from grpo_async.checks.memory import ModelSize
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.data_sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
+from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source
 from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
 from grpo_async.inference.control import ServerControl

@@ -1,4 +1,4 @@
-"""The experiment: all sections together. The rules that span them stand in `config.rules`."""
+"""The experiment: all sections together. The rules that span them are in `config.rules`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 
 from grpo_async.config.base import StrictModel
-from grpo_async.config.data_sections import DataSection, EvaluationSection
-from grpo_async.config.interaction_sections import (
-    EnvironmentSection,
-    RewardSection,
-    RolloutFunctionSection,
-    ToolCallingSection,
-    ToolSection,
-)
-from grpo_async.config.loss_sections import AdvantageSection, ClippedLoss, LossSection
-from grpo_async.config.model_sections import ModelSection, OptimizerSection
-from grpo_async.config.record_sections import RecordSection, TrackerSection
 from grpo_async.config.rules import conflicts
 from grpo_async.config.sections import (
+    AdvantageSection,
     CheckpointSection,
+    ClippedLoss,
+    DataSection,
+    EnvironmentSection,
+    EvaluationSection,
+    InferenceSection,
     LaunchSection,
+    LossSection,
+    ModelSection,
+    OptimizerSection,
+    RecordSection,
+    RewardSection,
+    RolloutFunctionSection,
     RolloutSection,
     RunSection,
+    ToolCallingSection,
+    ToolSection,
+    TrackerSection,
     TrainingSection,
+    WeightsSection,
 )
-from grpo_async.config.server_sections import InferenceSection, WeightsSection
 
 _BYTES_PER_S = 100_000_000
 """At which a model is read from a network file system that several machines read at once."""

@@ -18,27 +18,6 @@ from grpo_async.config.other_trainers import OTHER_NAMES
 from grpo_async.config.yaml_document import KeyPath
 from grpo_async.utils.text import CLOSE_ENOUGH, MAX_WORD, did_you_mean
 
-RENAMED_KEYS: dict[KeyPath, KeyPath | None] = {
-    ("launch", "nodes"): ("launch", "nodes", "train"),  # a number
-    ("launch", "slurm", "server_nodes"): ("launch", "nodes", "infer"),
-    ("launch", "slurm", "server_port"): ("launch", "server_port"),
-    ("data", "train", "drop"): ("data", "train", "remove_columns"),
-    ("evaluation", "data", "drop"): ("evaluation", "data", "remove_columns"),
-    ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
-    ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
-    ("inference", "tls", "authority"): ("inference", "tls", "ca_certs"),
-    ("loss", "top_entropy_share"): ("loss", "top_entropy_quantile"),
-    ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
-    ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
-    ("training", "max_bad_steps"): None,
-    ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
-    ("training", "row_tokens"): None,
-    ("training", "share_prompts"): None,
-}
-"""Path of a setting in an earlier version -> its path. The old one is taken, with a warning; the schema calls it deprecated where
-both are set. None: it is gone; the config.yaml of every run of that time has it, so it is dropped, with a warning
-unless it is null."""
-
 
 @dataclass(frozen=True, slots=True)
 class FieldType:

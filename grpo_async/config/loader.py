@@ -11,7 +11,6 @@ configuration are relative to the working directory.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.field_types import RENAMED_KEYS, FieldType, suggest_key
+from grpo_async.config.field_types import FieldType, suggest_key
 from grpo_async.config.problems import explained
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
@@ -37,8 +36,6 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.files import shipped
 from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
-
-logger = logging.getLogger(__name__)
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -139,7 +136,6 @@ class _Loading:
             return self.known[path]
         self.sources.append(str(path))
         own = read_yaml_file(path, self.problems)
-        self._take_old_names(own)
         bases = own.value.pop("extends", None)
         merged = Node({}, own.location)
         for each in bases.value if bases and isinstance(bases.value, list) else [bases] if bases else []:
@@ -154,40 +150,12 @@ class _Loading:
         self.sources.append(location.source)
         dotted, has_value, text = override.partition("=")
         path = tuple(part.strip() for part in dotted.split("."))
-        new = RENAMED_KEYS.get(path)
-        if new is not None and new[: len(path)] != path:  # else a section of that name may be meant
-            logger.warning("%s: %s is called %s now", location, dotted, ".".join(new))
-            path = new
         if not has_value or not all(path):
             self.problems.append((location, "an override is written section.key=value"))
         elif fault := _fault_of(path, root):
             self.problems.append((location, fault))
         else:
             root.put(path, read_yaml(text, location, self.problems, path=path, has_lines=False))
-            self._take_old_names(root)
-
-    def _take_old_names(self, root: Node) -> None:
-        """Give each setting that stands under its old name the one that it has now, and warn; drop what is gone."""
-        for old, new in RENAMED_KEYS.items():
-            node, above = root.at(old), root.at(old[:-1])
-            if node is None or above is None or not isinstance(above.value, dict):
-                continue
-            if new is not None and new[: len(old)] == old and isinstance(node.value, dict):
-                continue  # the section that the setting has become
-            del above.value[old[-1]]
-            dotted = ".".join(old)
-            if new is None:
-                if node.value is not None:
-                    logger.warning("%s: %s is gone and has no effect; remove it", node.location, dotted)
-            elif root.at(new) is not None:
-                problem = f"{dotted}: is the old name of {'.'.join(new)}, which is set, too; remove it"
-                self.problems.append((node.location, problem))
-            else:
-                logger.warning(
-                    "%s: %s is called %s now; the old name is taken by this version only",
-                    *(node.location, dotted, ".".join(new)),
-                )
-                root.put(new, node)
 
 
 _ROOT = FieldType.of(ExperimentConfig)

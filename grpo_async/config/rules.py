@@ -8,8 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
-from grpo_async.config.data_sections import powers_up_to
-from grpo_async.config.loss_sections import CispoLoss, CustomLoss, GspoLoss
+from grpo_async.config.sections import CispoLoss, CustomLoss, GspoLoss, powers_up_to
 from grpo_async.utils.network import is_loopback
 
 if TYPE_CHECKING:

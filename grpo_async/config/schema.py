@@ -10,7 +10,6 @@ import json
 from typing import Any
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.field_types import RENAMED_KEYS
 
 _EXTENDS = {
     "title": "Extends",
@@ -26,7 +25,6 @@ def config_schema() -> dict[str, Any]:
     schema = ExperimentConfig.model_json_schema()
     required = schema.pop("required")
     for definition in schema["$defs"].values():
-        _add_old_names(definition.get("properties", {}))
         _relax(definition)
     schema["properties"] = {"extends": _EXTENDS, **{key: _open(below) for key, below in schema["properties"].items()}}
     return {
@@ -40,12 +38,6 @@ def config_schema() -> dict[str, Any]:
 def schema_text() -> str:
     """The schema as it stands in configs/schema.json."""
     return json.dumps(config_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-def _add_old_names(properties: dict[str, Any]) -> None:
-    for old, path in RENAMED_KEYS.items():
-        if path is not None and path[:-1] == old[:-1] and (new := path[-1]) in properties:
-            properties[old[-1]] = {**properties[new], "description": f"Old name of `{new}`.", "deprecated": True}
 
 
 def _relax(definition: dict[str, Any]) -> None:

@@ -1,45 +1,60 @@
-"""The sections of an experiment that have no file of their own, in the order of the data path.
+"""The sections of an experiment, in the order of the data path: run and model; data and evaluation; what takes part in a rollout
+(tools, environments, rollout functions, agents, rewards) and the rollout; the objective; the training loop; servers and weights;
+what is kept (checkpoints, records, trackers); processes.
 
-The docstring under a field is its help text and goes into the JSON schema; rules that span sections stand in `rules`.
-Elsewhere: `model_sections` (model, optimizer), `data_sections` (data, evaluation), `interaction_sections` (tools, environments,
-rollout function, agent, rewards), `loss_sections` (advantage, loss), `server_sections` (inference, weights), `record_sections`
-(record, tracking).
+The docstring under a field is its help text and goes into the JSON schema. Rules that span sections are in `rules`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from pathlib import Path, PurePath
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from grpo_async.config.base import (
+    AttentionName,
+    ComputeDtype,
     Count,
+    Dtype,
+    EngineName,
     FilePath,
+    Host,
     MinP,
+    ModelName,
     Processes,
+    PushMode,
+    Reference,
     RepetitionPenalty,
     Seconds,
     Seed,
+    ServerUrl,
     StopStrings,
     StrictModel,
     StructuredOutputs,
     TopK,
     TopP,
+    TransportKind,
+    Weight,
+    default_type,
 )
-from grpo_async.config.interaction_sections import AgentSection
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
 _Line = Annotated[str, StringConstraints(pattern=r"^[^\n]*$")]
 _DEFAULT_STEPS = 100
-
-
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "structured_outputs": None}
 """Settings of `rollout` that change the distribution which tokens are sampled from, and the values with which they do not."""
+MAX_RESTART_DELAY_S = 60.0
+"""The longest between the end of a server and its next start."""
+Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+
+
+# ---- run and model ----
 
 
 class RunSection(StrictModel):
@@ -49,6 +64,400 @@ class RunSection(StrictModel):
     """Where run directories are made."""
     seed: Seed = 0
     """Seeds data order, sampling and initialization of everything random."""
+
+
+class LoraSection(StrictModel):
+    rank: int = Field(default=16, ge=1, le=65_536)
+    """Rank r of the adapters (LoRA, arXiv 2106.09685)."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """The product B A is scaled by alpha / rank."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Linear layers that get adapters, by the ends of their names; all-linear = every one but the head."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Of what the adapters are given, in the forward pass of an update alone: not in log-probabilities before it, not in scores,
+    and not on servers. So policy and sampler differ by it."""
+    modules_to_save: list[str] = Field(default_factory=list)
+    """Modules that are fully trained in addition to the adapters, by the ends of their names, such as [embed_tokens,
+    lm_head]; of tied ones, name both. They are pushed and exported with the rest (peft's setting of this name)."""
+    push: Literal["merged", "adapter"] = "merged"
+    """What travels to the servers. merged: whole weights. adapter: the adapters alone, over gloo, for networks that are slower than
+    a server's disk; each server adds them to the weights that it has loaded itself from `model.path`."""
+
+
+class ModelSection(StrictModel):
+    path: ModelName
+    """Folder of a Hugging Face model (config, safetensors, tokenizer), or a hub name where the machine reaches a hub."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Commit, tag or branch of a hub name, for trainer, tokenizer and servers; null = the newest. Without a network it is taken
+    from the hub's cache on each machine (HF_HOME)."""
+    dtype: Dtype = "float32"
+    """dtype of the trainer's master weights and optimizer state."""
+    compute_dtype: ComputeDtype | None = None
+    """dtype of forward and backward. null: bfloat16 on a GPU, float32 on a CPU. float16 rounds eight times finer than bfloat16 and
+    so brings trainer and servers closer (arXiv 2510.26788), for models whose activations stay below 65504; the loss is scaled, so
+    that small gradients do not vanish."""
+    head_dtype: Literal["float32"] | None = None
+    """float32: trainer and servers compute logits in float32 (of weights and states in their dtypes), which brings their
+    log-probabilities closer (arXiv 2506.13585); vLLM can from 0.26 on. null: in the dtype of everything else."""
+    attention: Literal["auto", AttentionName] = "auto"
+    """How packed samples are kept apart. varlen: kernels that know where samples begin (GPU, 16 bit). mask: a sample at a
+    time, on any device. auto: varlen where it can run."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass instead of keeping them: less memory, more compute. full: of every layer (about a
+    third more compute). selective: all but matrix products and attention."""
+    lora: LoraSection | None = None
+    """Train adapters instead of all weights."""
+    chat_template: FilePath | None = None
+    """A Jinja chat template that replaces the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `{enable_thinking: false}`."""
+    end_of_turn_tokens: list[str] = Field(default_factory=list)
+    """Tokens that end the policy's turn, in addition to the tokenizer's EOS and those of the model's generation_config.json."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in trainer and server. Only for models whose code you have read."""
+
+    @property
+    def compute_dtype_in_use(self) -> ComputeDtype:
+        """`compute_dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        return self.compute_dtype or "float32"
+
+
+# ---- data and evaluation ----
+
+
+class DataSource(StrictModel):
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Renames: `{problem: prompt, reward_model.ground_truth: answer}`; a dotted name looks into a nested column. After renaming
+    a column named `prompt` must exist; it holds text or a list of `{role, content}` messages. Every other column is handed to
+    the reward functions."""
+    system_prompt: str | None = None
+    """Put before every prompt as a system message."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use the first N rows only; counted before any filter."""
+    remove_columns: list[str] = Field(default_factory=list)
+    """Columns to leave out, by their names before renaming."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Rows with more prompt tokens, chat template and `system_prompt` included, are left out."""
+    task_columns: list[str] = Field(default_factory=list)
+    """Columns that make a row another task although its prompt is the same, such as `seed`: the search for duplicates, the
+    held-out split and the leak check compare them too. A row with an empty prompt is compared by all of its columns."""
+
+
+class JsonlSource(DataSource):
+    type: Literal["jsonl"] = "jsonl"
+    """One JSON object per line."""
+    path: FilePath
+    """The file."""
+
+
+class CsvSource(DataSource):
+    type: Literal["csv"]
+    """Comma-separated values with a header line; every value is text."""
+    path: FilePath
+    """The file."""
+
+
+class ParquetSource(DataSource):
+    type: Literal["parquet"]
+    """Apache Parquet, read in batches (extra `parquet`: pip install 'grpo-async[parquet]')."""
+    path: FilePath
+    """The file, or a folder whose *.parquet files are read in the order of their names."""
+
+
+class HubSource(DataSource):
+    type: Literal["hub"]
+    """A dataset of the package `datasets` (extra `hub`: pip install 'grpo-async[hub]')."""
+    name: str
+    """Name on the hub, or a local folder: one that `save_to_disk` wrote, or one with data files."""
+    subset: str | None = None
+    """Configuration of the dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub; null = the newest."""
+
+
+class ReasoningGymTask(StrictModel):
+    name: str
+    """Name of the task, such as `chain_sum`."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """Its fraction of the rows, compared with the weights of the other tasks."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings, such as `{max_terms: 3}`."""
+
+
+class ReasoningGymSource(DataSource):
+    type: Literal["reasoning_gym"]
+    """Tasks made by reasoning-gym (extra `reasoning-gym`); their reward is grpo_async.rewards.reasoning_gym:task_score."""
+    tasks: list[ReasoningGymTask] = Field(min_length=1)
+    """The tasks; with several, their rows are mixed evenly by weight."""
+    size: Count
+    """Number of rows, over all tasks."""
+    seed: Seed = 0
+    """Another seed makes other rows: training and evaluation need different ones."""
+
+
+class GeneratorSource(DataSource):
+    type: Literal["generator"]
+    """Rows made by a Python function: a generator, or anything that returns an iterable of dicts."""
+    function: Reference
+    """`module:attribute`; the working directory is importable. It must make the same rows at every call."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments. A generator without end needs `limit`."""
+
+
+class EnvironmentSource(DataSource):
+    type: Literal["environment"]
+    """No dataset: the environment's `reset` gives the task. Each row is a `seed`, which `reset` receives."""
+    num_prompts: Count
+    """Number of rows."""
+    prompt: str = ""
+    """The user's message before the text that `reset` returns; may stay empty."""
+    first_seed: Seed = 0
+    """The rows have the seeds first_seed, first_seed + 1, ...; evaluation needs others than training."""
+    environments: list[str] = Field(default_factory=list)
+    """With several environments: the names that the rows use in turn, in the column `environment`."""
+
+
+Source = Annotated[
+    JsonlSource | CsvSource | ParquetSource | HubSource | ReasoningGymSource | GeneratorSource | EnvironmentSource,
+    Field(discriminator="type"),
+    default_type("jsonl"),
+]
+
+
+class DataSection(StrictModel):
+    train: Source
+    """Prompts to train on."""
+    shuffle: bool = True
+    """Reshuffle every epoch, seeded by `run.seed`."""
+    held_out: float | None = Field(default=None, gt=0.0)
+    """Rows of `train` that are kept for evaluation and not trained on: below 1 a fraction (0.05), else a number of rows (200).
+    A row's own prompt decides (not `run.seed`), so that rows added later never move one from training to evaluation."""
+
+    @field_validator("held_out")
+    @classmethod
+    def _is_a_fraction_or_a_number(cls, held_out: float | None) -> float | None:
+        if held_out is not None and held_out >= 1 and held_out != int(held_out):
+            raise ValueError(f"{held_out:g} is neither a fraction (below 1) nor a whole number of rows")
+        return held_out
+
+
+def powers_up_to(limit: int) -> list[int]:
+    """The k that an evaluation reports for `limit` completions of a prompt: 1 -> [1]; 4 -> [1, 2, 4]; 6 -> [1, 2, 4, 6]."""
+    powers = [1 << exponent for exponent in range(limit.bit_length())]
+    return powers if powers[-1] == limit else [*powers, limit]
+
+
+class EvaluationSection(StrictModel):
+    data: Source | None = None
+    """Prompts to evaluate on, with the keys of `data.train`; null = those that `data.held_out` keeps back."""
+    num_prompts: Count = 200
+    """Only the first N of them."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Evaluate every N steps while training and generation continue; null = only at the start and the end. An evaluation
+    that is due while the one before it is still running is skipped."""
+    at_start: bool = True
+    """Evaluate before the first step."""
+    samples_per_prompt: Count = 1
+    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, majority@k (where
+    answers can be read) for those from 3 on, and mean@k for k = this."""
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Sampling temperature; 0 = greedy, else at least 0.01."""
+    top_p: TopP = 1.0
+    """As `rollout.top_p`, for evaluation only; here it and the next four have no effect on the loss."""
+    top_k: TopK = 0
+    """As `rollout.top_k`, for evaluation only."""
+    min_p: MinP = 0.0
+    """As `rollout.min_p`, for evaluation only."""
+    repetition_penalty: RepetitionPenalty = 1.0
+    """As `rollout.repetition_penalty`, for evaluation only; also applies to greedy completions."""
+    structured_outputs: StructuredOutputs | None = None
+    """As `rollout.structured_outputs`, for evaluation only."""
+    stop: StopStrings | None = None
+    """Texts that end a turn; null = those of `rollout.stop`, [] = none."""
+    pass_threshold: float = 1.0
+    """A completion passes (pass@k) when its reward is at least this."""
+    group_by: str | None = None
+    """A column of the data, such as its source: results are also reported for each of its values."""
+    max_in_flight: Count | None = None
+    """Most evaluation rollouts in progress at once, in addition to those of training (but never fewer than one prompt's); null = a
+    quarter of `rollout.max_in_flight` during training, all of it before and after."""
+    pin_version: bool = False
+    """true: no weights are pushed while an evaluation runs, so that one policy version answers; training continues until
+    `rollout.max_staleness` makes it wait. false: pushes continue, and a result from several versions is marked as mixed."""
+    leak_check: Literal["error", "warn", "off"] = "error"
+    """What happens when a prompt to evaluate on is also trained on (letter case and whitespace aside)."""
+    baseline_column: str | None = None
+    """If set, the report also states the fraction of the most frequent value of this column: the score of always giving it."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_greedy_or_warm(cls, temperature: float) -> float:
+        if 0.0 < temperature < 0.01:
+            raise ValueError(
+                f"{temperature:g} is more than 0 and less than 0.01, to which vLLM would raise it; set 0 for greedy"
+            )
+        return temperature
+
+
+# ---- what takes part in a rollout: all of it is the user's code, named as `module:attribute` ----
+
+
+class ToolSection(StrictModel):
+    function: Reference
+    """`module:attribute` of a typed function with a Google-style docstring, sync or async; the model sees name, types and texts."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments that are fixed here and that the model does not see."""
+    timeout_s: Seconds = 30.0
+    """Time limit of one call; then the model gets a timeout error."""
+
+
+class ToolCallingSection(StrictModel):
+    parser: str = "auto"
+    """How calls are read from the model's text: `hermes` (Qwen, Hermes: <tool_call>{json}</tool_call>), `llama3_json`, `mistral`,
+    `harmony` (GPT-OSS), `response_template` (the tokenizer's own description), or `module:attribute` of your own:
+    `parse(text) -> {"content", "tool_calls": [{"name", "arguments"}]}`, which must be fast, for it runs on the event loop.
+    auto: by the chat template; the plan says which."""
+    max_result_chars: int = Field(default=8192, ge=16)
+    """Longer tool results are cut, with a mark that says so."""
+
+
+class EnvironmentSection(StrictModel):
+    factory: Reference
+    """`module:attribute` of a class or zero-argument factory: `reset(**row)`, tool methods, and, if wanted, `is_done()`,
+    `get_reward()`, `close()`. As in TRL's `environment_factory`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the factory."""
+    reward_weight: Weight = 1.0
+    """Factor on what `get_reward` returns, in the sum of the rewards."""
+    timeout_s: Seconds = 60.0
+    """Time limit of one call of an instance: reset, a tool, is_done, get_reward."""
+    max_instances: Count | None = None
+    """Most instances at once; null = as many as there are rollouts in flight."""
+
+
+class RolloutFunctionSection(StrictModel):
+    function: Reference
+    """`module:attribute` of `rollout_func(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, as in TRL."""
+    repeat_prompts: bool = True
+    """true: every prompt is given `group_size` times, and one completion is expected for each entry (what TRL does).
+    false: every prompt once; `group_size` completions of each prompt are expected, one prompt's after the other's."""
+    groups_per_call: Count | None = None
+    """Most groups in one call; null = `rollout.groups_per_step`."""
+    max_concurrent_calls: Processes = 1
+    """Calls that may run at once, each in a thread of its own."""
+    timeout_s: Seconds = 300.0
+    """Time limit of one call; then its groups fail, and its `trainer` refuses further calls."""
+
+
+class AgentSection(StrictModel):
+    """Exactly one of `function`, `command` and `environment`. Whichever it is, it calls the model at an endpoint that speaks
+    the APIs of OpenAI and Anthropic."""
+
+    function: Reference | None = None
+    """`module:attribute` of `run(row, client, **arguments) -> float | dict | None`, sync or async. `client` has `base_url`,
+    `api_key`, `model` and `openai`, a ready client of that package (AsyncOpenAI for an async function). It returns its reward, or a
+    dict with `reward` and what else reward functions are to get, or nothing where they judge alone."""
+    command: Annotated[list[str], Field(min_length=1)] | None = None
+    """A process for each rollout, without a shell: [node, agent.js]. It gets OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL,
+    ANTHROPIC_API_KEY, and the row as JSON on stdin; the last line of its stdout is its result, as JSON."""
+    environment: Annotated[str, StringConstraints(pattern=r"^(verifiers|openenv|nemo_gym):.+")] | None = None
+    """An environment of a library: `verifiers:NAME`, `openenv:URL` or `nemo_gym:URL`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the function, or of the environment."""
+    timeout_s: Seconds = 300.0
+    """Time limit of one rollout; then it fails, its key is refused, and its process is killed with all that it started."""
+    max_concurrent: Count | None = None
+    """Most agents that run at once; null = `rollout.max_in_flight`."""
+    reward_weight: Weight = 1.0
+    """Factor on the agent's own reward, in the sum of the rewards. It is the reward named `agent`."""
+    host: Host = "127.0.0.1"
+    """Where the endpoint listens and agents connect to. For agents in containers: an address of this machine that they reach."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Of the endpoint; 0 = a free one."""
+    sandbox: bool = False
+    """Run the command in the sandbox: it reaches the endpoint and no other address, reads the system's programs and libraries, the
+    files that it names and `read_paths`, and works in an empty folder of its own; `python` in it is that of the run, with its
+    packages. Requires Linux with user namespaces."""
+    read_paths: list[FilePath] = Field(default_factory=list)
+    """Further files and folders that a command in the sandbox may read, under the same paths."""
+    memory_mb: int | None = Field(default=None, ge=16)
+    """Most memory, in MiB, that each process of a command may allocate; null = no limit, in the sandbox 2048."""
+
+    @property
+    def kind(self) -> Literal["function", "command", "environment"]:
+        """Which of the three it is."""
+        return "function" if self.function is not None else "command" if self.command is not None else "environment"
+
+    @model_validator(mode="after")
+    def _is_one_kind_of_agent(self) -> Self:
+        named = [name for name in ("function", "command", "environment") if getattr(self, name) is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"an agent is one of function, command and environment; {' and '.join(named) or 'none of them'} is set"
+            )
+        if self.command is not None and self.arguments:
+            raise ValueError("arguments: a command has none; write them into `command`")
+        if self.command is None and (self.sandbox or self.read_paths or self.memory_mb is not None):
+            raise ValueError(
+                "sandbox, read_paths and memory_mb apply to the process of a `command` only; leave them out"
+            )
+        if self.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+            raise ValueError(
+                f"host: {self.host} is no address that an agent could connect to; write one of this machine"
+            )
+        if self.read_paths and not self.sandbox:
+            raise ValueError("read_paths: without `sandbox: true` a command may read everything; leave it out")
+        return self
+
+
+class RewardSection(StrictModel):
+    """One of `function` and `model`."""
+
+    function: Reference | None = None
+    """`module:attribute` of a function, partial or callable object with TRL's signature
+    `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, sync or async.
+    The working directory is importable."""
+    model: ModelName | None = None
+    """A reward model in its place: folder or hub name of a sequence classifier with one output, as TRL's `reward_funcs` takes it.
+    It runs in a process of its own; `arguments` may have device (auto, cpu, cuda:N), batch_size, dtype, revision, max_tokens: see
+    grpo_async.rewards.model."""
+    name: str | None = None
+    """Name in the metrics; null = the function's own name, or the last part of the model's."""
+    weight: Weight = 1.0
+    """Factor in the sum of the rewards."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of every call."""
+    run_in: Literal["thread", "process"] = "thread"
+    """process: in a pool of worker processes that are killed on timeout. For CPU-heavy functions, patterns that may backtrack, and
+    functions that use signals. thread, because it may share objects with environments, tools and its own earlier calls (as in TRL),
+    and loads a model once; one that holds the interpreter there ends the run after launch.heartbeat_timeout_s."""
+    timeout_s: Seconds = 60.0
+    """Time limit of one call; then the group fails."""
+
+    @model_validator(mode="after")
+    def _is_a_function_or_a_model(self) -> Self:
+        if (self.function is None) == (self.model is None):
+            raise ValueError("a reward is either a `function` or a `model`; set one of them")
+        if self.model is not None and self.run_in != "thread":
+            raise ValueError("run_in: a reward model has a process of its own in any case; leave it out")
+        return self
+
+    @property
+    def reference(self) -> str:
+        """Of the function that scores."""
+        return self.function or "grpo_async.rewards.model:model_reward"
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What it is given in addition to what a run offers: `arguments`, those of a reward model together with its name."""
+        return self.arguments if self.model is None else {"settings": {"model": self.model, **self.arguments}}
+
+    @property
+    def own_name(self) -> str:
+        """ "my_rewards:length_reward" -> length_reward; my-org/judge -> judge."""
+        return self.reference.rpartition(":")[2] if self.model is None else PurePath(self.model).name
 
 
 class RolloutSection(StrictModel):
@@ -107,6 +516,210 @@ class RolloutSection(StrictModel):
         return [name for name, neutral in RESHAPING.items() if getattr(self, name) != neutral]
 
 
+# ---- the objective ----
+
+
+class AdvantageSection(StrictModel):
+    type: Literal["group", "batch", "none", "rloo", "custom"] = "group"
+    """What a reward is compared with. group: (r - mean) / (std + 1e-4) within the group (GRPO, arXiv 2402.03300).
+    batch: (r - mean of the group) / (std of the step's rewards + 1e-4). none: r - mean of the group (Dr. GRPO, arXiv 2503.20783).
+    rloo: r - mean of the others of the group (arXiv 2402.14740). custom: `function`."""
+    rewards: Literal["sum", "normalize_each"] = "sum"
+    """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, as with
+    `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
+    function: Reference | None = None
+    """`module:attribute` of your own, f(rewards: list[float | None], **arguments) -> list[float]: the rewards of one group to its
+    advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run continues."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of `function`."""
+
+    @model_validator(mode="after")
+    def _function_goes_with_custom(self) -> Self:
+        if (self.type == "custom") != (self.function is not None):
+            raise ValueError("`function` goes with `type: custom`, and only with it; set both or neither")
+        if self.type == "custom" and self.rewards != "sum":
+            raise ValueError("rewards: normalize_each is a way to compare, and so is `function`; leave one of them out")
+        if self.rewards == "normalize_each" and self.type != "group":
+            raise ValueError(
+                f"rewards: normalize_each compares each reward as `type: group` does, not {self.type}; set type: group"
+            )
+        if self.arguments and self.function is None:
+            raise ValueError("arguments: there is no `function` to give them to")
+        return self
+
+
+class ImportanceSamplingSection(StrictModel):
+    """Importance weights of sampled tokens, for the difference between the policy that sampled them and the proximal policy:
+    w = exp(proximal - sampler), per token or (the sum over its tokens) per sequence. Applied to the loss, without gradient."""
+
+    level: Literal["token", "sequence"] = "sequence"
+    """Whether each token has its own weight, or all tokens of a completion the same."""
+    action: Literal["truncate", "mask", "none"] = "mask"
+    """truncate: weights above `cap` become `cap` (TIS). mask: tokens with a weight outside `floor`..`cap` are left out (MIS,
+    IcePop). none: the weights as they are (decoupled PPO, arXiv 2505.24298)."""
+    cap: float = Field(default=3.0, gt=0.0)
+    """Largest weight."""
+    floor: float | None = Field(default=None, ge=0.0)
+    """Smallest weight; null = 0. With `truncate` smaller ones become `floor`, with `mask` they are left out."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.floor is not None and self.floor >= self.cap:
+            raise ValueError(f"floor: {self.floor} is not less than cap: {self.cap}; no weight would lie between them")
+        return self
+
+
+class BaseLoss(StrictModel):
+    """What all losses have."""
+
+    own_reduction: ClassVar[Reduction] = "dapo"
+    type: str
+    reduction: Reduction | None = None
+    """How tokens are averaged; null = as the type says. grpo: mean over samples of the token mean. bnpo: token mean of each
+    micro-batch (depends on how samples are packed). dr_grpo: sum / (samples x max_completion_tokens). dapo: sum / trained tokens of
+    the whole optimizer update. Samples that are masked whole (rollout.overlong) count as samples, in groups
+    that have others."""
+    proximal: Literal["sampler", "recomputed", "log_linear"] = "sampler"
+    """The policy that the ratio is taken against. sampler: the one that sampled, by its own logprobs. recomputed: the trainer's, at
+    the start of the step; costs a forward pass where a step has several updates (training.minibatches, num_iterations). log_linear:
+    between the two by the age of each token's version, without a forward pass (A-3PO)."""
+    correction: ImportanceSamplingSection | None = None
+    """Importance weights between sampler and proximal policy; needs a `proximal` other than sampler."""
+    off_policy_mask: float | None = Field(default=None, gt=0.0)
+    """OPSM: completions with a negative advantage are left out when mean(sampler - policy logprob) over their tokens is above
+    this."""
+    beta: float = Field(default=0.0, ge=0.0, le=1e6)
+    """Weight of the KL divergence (k3) from `reference`; 0 = none, and no reference is loaded."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL of a token by its ratio (gspo: of its sample), with gradient: unbiased also for tokens of an older policy
+    (DeepSeek-V3.2, arXiv 2512.02556). As TRL's setting of this name."""
+    reference: ModelName = "initial"
+    """Reference policy of the KL: `initial` = the model that the run began with (with LoRA: the model without its adapters, at no
+    cost), or the folder of a model."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656): every `ref_model_sync_steps` steps it becomes
+    ref_model_mixup_alpha x policy + (1 - ref_model_mixup_alpha) x itself. It is kept in model.dtype then, and in checkpoints. As
+    TRL's settings of these names."""
+    ref_model_mixup_alpha: float = Field(default=0.6, gt=0.0, le=1.0)
+    """See `sync_ref_model`; 1 = the policy itself."""
+    ref_model_sync_steps: int = Field(default=512, ge=1)
+    """See `sync_ref_model`."""
+    entropy_bonus: Weight = 0.0
+    """This times the mean entropy is subtracted from the loss; with its exact gradient."""
+    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Train only this fraction of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a
+    forward pass. 1 = all. As TRL's setting of this name."""
+
+    @property
+    def reduction_in_use(self) -> Reduction:
+        """`reduction`, or that of the type."""
+        return self.reduction or self.own_reduction
+
+
+class ClippedLoss(BaseLoss):
+    type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    """PPO's clipped surrogate on token ratios (GRPO, arXiv 2402.03300); the four differ in `reduction` only."""
+    epsilon: float = Field(default=0.2, gt=0.0, lt=1.0)
+    """Lower clip: ratio >= 1 - epsilon."""
+    epsilon_high: float = Field(default=0.28, gt=0.0)
+    """Upper clip: ratio <= 1 + epsilon_high (clip-higher, DAPO, arXiv 2503.14476)."""
+    delta: float | None = Field(default=None, gt=1.0)
+    """Two-sided clip: the unclipped ratio is capped at this (INTELLECT-2, arXiv 2505.07291); more than 1 + epsilon_high."""
+
+    @model_validator(mode="after")
+    def _delta_is_above_the_clip(self) -> Self:
+        if self.delta is not None and self.delta <= 1.0 + self.epsilon_high:
+            raise ValueError(f"delta: {self.delta} is not more than 1 + epsilon_high = {1.0 + self.epsilon_high:g}")
+        return self
+
+    @property
+    def reduction_in_use(self) -> Reduction:
+        return self.type
+
+    @model_validator(mode="after")
+    def _type_and_reduction_agree(self) -> Self:
+        if self.reduction not in (None, self.type):
+            raise ValueError(
+                f"reduction: {self.reduction} is what `type: {self.reduction}` means; set that, without reduction"
+            )
+        return self
+
+
+class GspoLoss(BaseLoss):
+    own_reduction = "grpo"
+    type: Literal["gspo"]
+    """Clipped surrogate on the ratio of whole sequences, the geometric mean of their tokens' (arXiv 2507.18071); reduction grpo."""
+    epsilon: float = Field(default=3e-4, gt=0.0, lt=1.0)
+    """Lower clip: ratio >= 1 - epsilon."""
+    epsilon_high: float = Field(default=4e-4, gt=0.0)
+    """Upper clip: ratio <= 1 + epsilon_high."""
+
+
+class CispoLoss(BaseLoss):
+    type: Literal["cispo"]
+    """REINFORCE with capped, detached ratios: every token keeps its gradient (MiniMax-M1, arXiv 2506.13585); reduction dapo."""
+    epsilon_high: float = Field(default=5.0, gt=0.0)
+    """The cap itself: ratio <= epsilon_high."""
+
+
+class SapoLoss(BaseLoss):
+    own_reduction = "grpo"
+    type: Literal["sapo"]
+    """A soft gate in place of the clip (arXiv 2511.20347); reduction grpo."""
+    temperature_positive: float = Field(default=1.0, gt=0.0)
+    """Steepness of the gate for advantages above 0."""
+    temperature_negative: float = Field(default=1.05, gt=0.0)
+    """Steepness of the gate for the others."""
+
+
+class CustomLoss(BaseLoss):
+    type: Literal["custom"]
+    """Your own; reduction dapo unless set."""
+    function: Reference
+    """`module:attribute`, f(inputs: LossInputs, **arguments) -> tensor (N,), the loss of each token; see
+    grpo_async.training.loss."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+
+
+LossSection = Annotated[
+    ClippedLoss | GspoLoss | CispoLoss | SapoLoss | CustomLoss,
+    Field(discriminator="type"),
+    default_type("dapo"),
+]
+
+
+# ---- training ----
+
+
+class OptimizerSection(StrictModel):
+    type: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv 1711.05101). muon: orthogonalized momentum for the matrices of the layers, adamw for everything else."""
+    lr: float = Field(default=1e-6, gt=0.0, le=10.0)
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0.0)
+    """AdamW's epsilon."""
+    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Muon's momentum."""
+    weight_decay: float = Field(default=0.0, ge=0.0, le=100.0)
+    """Decoupled weight decay, of matrices only."""
+    schedule: Literal[
+        "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"
+    ] = "constant"
+    """Shape after the warmup, as transformers' schedules of these names; all but constant and inverse_sqrt end with the run."""
+    schedule_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of transformers' schedule, such as {num_cycles: 3} (cosine_with_restarts), {power: 2} (polynomial),
+    {num_decay_steps: 50, decay_type: linear} (warmup_stable_decay), {timescale: 1000} (inverse_sqrt)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warmup; the first step has lr / warmup_steps."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """linear, cosine, polynomial and warmup_stable_decay end at this x lr."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradients are clipped to this total norm over all ranks."""
+
+
 class TrainingSection(StrictModel):
     max_steps: int | None = Field(default=None, ge=1)
     """Steps of the run; null = 100, or with `epochs` as many as they take."""
@@ -160,6 +773,170 @@ class TrainingSection(StrictModel):
         return None if self.epochs is None else math.ceil(round(self.epochs * num_rows, 6))
 
 
+# ---- servers, and the way of weights to them ----
+
+
+class VllmOptions(StrictModel):
+    gpu_memory_utilization: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Fraction of a GPU's memory that vLLM takes (GPU only), `kv_cache_mb` set aside. null = 0.9 on GPUs of its own; on one that it
+    shares with the trainer, what the trainer leaves (the plan says how much)."""
+    tensor_parallel_size: Processes = 1
+    """GPUs that share each layer of the model."""
+    pipeline_parallel_size: Processes = 1
+    """Stages, each with some of the layers and its own GPUs."""
+    data_parallel_size: Processes = 1
+    """Copies of the model behind one URL. For mixtures of experts, with `expert_parallel`; others gain more from `replicas`."""
+    expert_parallel: bool = False
+    """Divide the experts of a layer among all GPUs of `tensor_parallel_size` and `data_parallel_size`."""
+    kv_cache_mb: int | None = Field(default=None, ge=16)
+    """Keys and values in MiB, on each GPU of a server. null = 512 on a CPU; on a GPU what `gpu_memory_utilization` leaves after
+    the weights."""
+    enforce_eager: bool = False
+    """Skip graph capture and compilation: starts faster, generates slower."""
+    sleep_while_training: bool = False
+    """On a GPU shared with the trainer: give the server's memory back while a step trains. Only with
+    `rollout.max_staleness: 0`, where the server has nothing to do then."""
+    extra_args: list[str] = Field(default_factory=list)
+    """Further arguments of vLLM's own server, as they are."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Of one server: tensor_parallel_size x pipeline_parallel_size x data_parallel_size."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+class EmbeddedOptions(StrictModel):
+    max_slots: Count = 64
+    """Completions generated at once; more wait."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the embedded engine runs."""
+
+
+class TlsOptions(StrictModel):
+    certificate: FilePath | None = None
+    """PEM file with the certificate (and chain) of servers that `train` or `serve-vllm` start."""
+    key: FilePath | None = None
+    """PEM file with its private key."""
+    ca_certs: FilePath | None = None
+    """PEM file with the certificates that the trainer trusts; null = `certificate`, else those of the system."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key_go_together(self) -> Self:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key go together: give both (servers of this run) or neither (`urls`)")
+        return self
+
+    @property
+    def trusted(self) -> Path | None:
+        """PEM file of the certificates that a client trusts; None: those of the system."""
+        return self.ca_certs or self.certificate
+
+
+class InferenceSection(StrictModel):
+    engine: Literal["auto", EngineName] = "auto"
+    """vllm: the real vLLM server. embedded: a small engine on transformers, for machines without vLLM.
+    auto: vllm where it is installed and its platform is usable, else embedded; the plan says which and why."""
+    urls: list[ServerUrl] = Field(default_factory=list)
+    """Servers that already run (`grpo-async serve-vllm`), instead of those spawned by `train`; one that is not up yet may
+    join later. Their token: $GRPO_ASYNC_TOKEN."""
+    replicas: Processes = 1
+    """Servers that `train` starts on each machine that serves, or `serve-vllm` on one; each takes as many GPUs as the sizes under
+    `vllm` multiply to. With `urls` only `serve-vllm` reads it."""
+    host: Host = "127.0.0.1"
+    """Address that a spawned server binds. On several machines each binds its own in the network that they share, or all of them
+    where this is 0.0.0.0."""
+    tls: TlsOptions | None = None
+    """HTTPS between trainer and servers."""
+    dtype: ComputeDtype | None = None
+    """dtype of the served weights; weights are cast to it before they are sent. null: bfloat16 on a GPU, float32 on a CPU."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt + completion in tokens."""
+    threads: Processes = 1
+    """CPU threads of a server's compute."""
+    startup_timeout_s: Seconds = 600.0
+    """Longest time until a server answers /health, also after a restart. vLLM compiles for minutes when it first starts on a
+    machine. Where it is not set, a second is added for each 100 MB of the model's files: 2000 s for 140 GB."""
+    request_timeout_s: Seconds = 300.0
+    """Longest silence of the server within one request."""
+    max_retries: int = Field(default=5, ge=0)
+    """Retries of one request after connection errors and answers >= 500; 4xx is never retried."""
+    heartbeat_interval_s: Seconds = 2.0
+    """Each server is asked this often whether its engine still answers."""
+    heartbeat_timeout_s: Seconds = 30.0
+    """A server whose engine does not answer for so long counts as hung: its requests go elsewhere, and it is restarted."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Consecutive restarts after which a spawned server is given up. The run ends when none is left."""
+    restart_delay_s: float = Field(default=1.0, ge=0.0, le=2e6)
+    """Wait before the first restart; doubled for each consecutive one, a minute at most."""
+    vllm: VllmOptions = VllmOptions()
+    """Options of the vLLM server."""
+    embedded: EmbeddedOptions = EmbeddedOptions()
+    """Options of the embedded engine."""
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_differ(cls, urls: list[str]) -> list[str]:
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if twice:
+            raise ValueError(f"named more than once: {twice}")
+        return urls
+
+    @property
+    def dtype_in_use(self) -> ComputeDtype:
+        """`dtype`, and where it is null that of a CPU: `ExperimentConfig.with_dtypes` fills it in where there is a GPU."""
+        return self.dtype or "float32"
+
+    @property
+    def longest_outage_s(self) -> float:
+        """Until the only server either serves again or is given up: every restart with its longest delay and start."""
+        return (self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S)
+
+    @property
+    def scheme(self) -> str:
+        """Of the servers that this run starts."""
+        return "https" if self.tls is not None and self.tls.certificate is not None else "http"
+
+
+class WeightsSection(StrictModel):
+    transport: Literal["auto", TransportKind] = "auto"
+    """gloo: over TCP, on CPU and everywhere. nccl: between GPUs. ipc: trainer and server share one GPU.
+    auto: what fits the machine; the plan says which and why."""
+    mode: PushMode = "recompute"
+    """What happens to requests in flight. recompute: they freeze, then continue with the new weights over a context recomputed with
+    them. keep_kv: they continue with the KV cache of the old weights (no recomputation; in-flight updates, PipelineRL).
+    drain: the push waits until all have finished. abort: they are aborted and sent again with the tokens they have."""
+    bucket_mb: int | None = Field(default=None, ge=1)
+    """Parameters travel in buckets of this many MiB. null: a 64th of the weights, from 8 to 256 MiB, and less where the trainer's
+    GPU has little room. Trainer and servers each hold two of them in addition to the weights."""
+    timeout_s: Seconds = 120.0
+    """Deadline of each phase of a push; while weights travel, of each bucket."""
+    drain_timeout_s: Seconds = 600.0
+    """Longest wait for requests in flight with `mode: drain`."""
+    host: Host | None = None
+    """Address of the trainer's machine (node rank 0) on which the weight group meets. null = the one that reaches the servers:
+    127.0.0.1 where they are on the same machine."""
+    verify_every_pushes: int = Field(default=25, ge=0)
+    """After every Nth push, and when a server joins, log-probabilities of trainer and servers are compared on fixed probe
+    sequences, and the run stops when they differ (the preflight does so after the first push in any case). 0: never. Finds weights
+    that are wrong, not those that are a step of a small learning rate behind: that is within rounding, in bfloat16 above all."""
+    verify_tolerance: float | None = Field(default=None, gt=0.0)
+    """Largest mean absolute difference of log-probabilities, in nats. null: twice what rounding does to the trainer's own, which
+    computes the same tokens twice; at least 1e-3, at most 0.5."""
+
+    def bucket_bytes(self, num_bytes: int) -> int:
+        """Size of the buckets of an update of `num_bytes`, where there is room for them; see `bucket_mb`.
+
+        Worked examples: 400 MB -> 8 MiB, 50 buckets; 8B in bfloat16 (16 GB) -> 250 MB; 70B (140 GB) -> 256 MiB, about 550 buckets,
+        5 ms each at 50 GB/s.
+        """
+        if self.bucket_mb is not None:
+            return self.bucket_mb << 20
+        return min(max(num_bytes // 64, 8 << 20), 256 << 20)
+
+
+# ---- what is kept ----
+
+
 class CheckpointSection(StrictModel):
     every_steps: int = Field(default=50, ge=1)
     """Save every N steps; a checkpoint is also written at the end and on SIGINT / SIGTERM."""
@@ -171,6 +948,82 @@ class CheckpointSection(StrictModel):
     """How many more checkpoints to keep, those with the best evaluation."""
     best_metric: str = "reward"
     """Evaluation metric that `keep_best` ranks by; larger is better."""
+
+
+class RolloutRecordSection(StrictModel):
+    """Which rollouts are kept, and how much room they may take."""
+
+    sample_rate: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Fraction of the groups that are stored; which ones follows from the group's id. Failed and stale groups are always stored.
+    Metrics and the ledger count all groups, stored or not."""
+    token_stats: bool = True
+    """Store what the trainer found for each token: its log-probability, the proximal one, the importance ratio, the entropy, and
+    why a token was clipped or left out."""
+    max_gb: float = Field(default=20.0, gt=0.0)
+    """Room for the rollouts of training. Above it the oldest blocks are deleted, and readers say so. Each evaluation has
+    a folder of its own, evaluations/step_N, with as much room again."""
+    block_mb: int = Field(default=16, ge=1, le=1024)
+    """A block of JSON lines that has reached this size is rewritten as one Parquet file."""
+
+
+class RecordSection(StrictModel):
+    rollouts: RolloutRecordSection = RolloutRecordSection()
+    """Every rollout, for `grpo-async inspect-rollouts` and `grpo-async export`."""
+    report: bool = True
+    """Write report.html at the end of the run, also of one that failed."""
+    advise_every_steps: int = Field(default=20, ge=0)
+    """Say in one sentence every N steps what bounds the run and which setting to change; 0 = only in the report."""
+
+
+class TensorboardTracker(StrictModel):
+    type: Literal["tensorboard"]
+    """Event files in the run directory (extra `tensorboard`)."""
+
+
+class WandbTracker(StrictModel):
+    type: Literal["wandb"]
+    """Weights & Biases (extra `wandb`)."""
+    project: str
+    """Name of the project."""
+    entity: str | None = None
+    """User or team; null = the default of the login."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: written to the run directory, for `wandb sync` later."""
+
+
+class TrackioTracker(StrictModel):
+    type: Literal["trackio"]
+    """trackio (extra `trackio`): a local database, and a page by `trackio show`."""
+    project: str
+    """Name of the project."""
+    space_id: str | None = None
+    """A Hugging Face space to send to; null = this machine only."""
+
+
+class MlflowTracker(StrictModel):
+    type: Literal["mlflow"]
+    """MLflow (extra `mlflow`)."""
+    experiment: str
+    """Name of the experiment; made where it does not exist."""
+    uri: str | None = None
+    """Tracking server (http://...) or folder; null = the environment's MLFLOW_TRACKING_URI, else the run directory."""
+
+
+class PrometheusTracker(StrictModel):
+    type: Literal["prometheus"]
+    """An endpoint that Prometheus scrapes (extra `prometheus`): GET /metrics with the newest value of every metric."""
+    port: int = Field(default=9464, ge=0, le=65535)
+    """Port; 0 = any free port; it is printed at startup."""
+    host: Host = "127.0.0.1"
+    """Address to listen on. There is no token: anybody who reaches the address reads the metrics."""
+
+
+TrackerSection = Annotated[
+    TensorboardTracker | WandbTracker | TrackioTracker | MlflowTracker | PrometheusTracker, Field(discriminator="type")
+]
+
+
+# ---- processes ----
 
 
 class SlurmSection(StrictModel):

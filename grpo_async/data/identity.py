@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Collection
 from typing import Any
 
-from grpo_async.config.data_sections import EnvironmentSource, Source
+from grpo_async.config.sections import EnvironmentSource, Source
 from grpo_async.data.rows import Row, Rows
 from grpo_async.errors import ConfigError
 from grpo_async.utils.text import shortlist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grpo_async.config.data_sections import DataSection, EvaluationSection, Source
+from grpo_async.config.sections import DataSection, EvaluationSection, Source
 from grpo_async.data.identity import find_leaks, split_held_out, task_columns
 from grpo_async.data.rows import Rows
 from grpo_async.data.sources import CountTokens, load_rows

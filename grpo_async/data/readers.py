@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.data_sections import (
+from grpo_async.config.sections import (
     CsvSource,
     EnvironmentSource,
     GeneratorSource,

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from grpo_async.config.data_sections import ReasoningGymSource
+from grpo_async.config.sections import ReasoningGymSource
 from grpo_async.data.rows import PlacedRows
 from grpo_async.errors import ConfigError
 from grpo_async.utils.extras import needs

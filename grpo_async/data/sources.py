@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from grpo_async.config.data_sections import (
+from grpo_async.config.sections import (
     CsvSource,
     EnvironmentSource,
     GeneratorSource,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.config.sections import EnvironmentSection
 from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.tools.tool import FailureLog
 from grpo_async.user_code.calls import Parameters

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError
 from grpo_async.envs.kind import EnvironmentKind, examine
 from grpo_async.envs.pool import Construction, EnvironmentPool

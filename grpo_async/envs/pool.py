@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any
 
-from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs.environment import Environment, EnvironmentCallError
 from grpo_async.envs.kind import EnvironmentKind
 from grpo_async.user_code.calls import Raised, UserCall

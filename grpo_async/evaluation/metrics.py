@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from grpo_async.config.data_sections import powers_up_to
+from grpo_async.config.sections import powers_up_to
 from grpo_async.records import RolloutStatus, ScoredGroup
 from grpo_async.scoring.advantages import sample_std
 from grpo_async.scoring.answers import read_answer

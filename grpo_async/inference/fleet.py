@@ -51,7 +51,7 @@ from typing import Any, Literal
 
 import httpx
 
-from grpo_async.config.server_sections import MAX_RESTART_DELAY_S, InferenceSection
+from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.errors import BadResponseError, DeadlineError, InferenceError, RequestRejectedError, RunError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.server_sections import MAX_RESTART_DELAY_S
+from grpo_async.config.sections import MAX_RESTART_DELAY_S
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, Children

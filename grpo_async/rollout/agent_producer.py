@@ -22,7 +22,7 @@ from grpo_async.agents.calls import AgentRefusal
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import FatalRolloutError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.config.interaction_sections import RolloutFunctionSection
+from grpo_async.config.sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord

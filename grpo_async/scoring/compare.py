@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.errors import RunError
 from grpo_async.records import RolloutSample, ScoredGroup
 from grpo_async.scoring.advantages import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.records import (
     AGENT_REWARD,
     Branch,

@@ -43,7 +43,7 @@ from grpo_async.store.lines import Entry, check_stats, line_of
 from grpo_async.utils.files import Outage, Writer
 
 if TYPE_CHECKING:  # the process that seals imports this package, and would take a second to load all sections
-    from grpo_async.config.record_sections import RolloutRecordSection
+    from grpo_async.config.sections import RolloutRecordSection
 
 logger = logging.getLogger(__name__)
 
@@ -368,7 +368,7 @@ class Sealer:
 
 
 def _default_settings() -> RolloutRecordSection:
-    from grpo_async.config.record_sections import RolloutRecordSection
+    from grpo_async.config.sections import RolloutRecordSection
 
     return RolloutRecordSection()
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
-from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.tools.arguments import check_arguments
 from grpo_async.tools.results import ToolError, ToolTimeoutError, as_text

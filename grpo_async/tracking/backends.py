@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
-from grpo_async.config.record_sections import (
+from grpo_async.config.sections import (
     MlflowTracker,
     PrometheusTracker,
     TensorboardTracker,

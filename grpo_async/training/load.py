@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.attention import choose_attention
 from grpo_async.training.families import check_family

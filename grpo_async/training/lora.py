@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from grpo_async.config.model_sections import LoraSection
+from grpo_async.config.sections import LoraSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import ADAPTER, list_sources, whole_of
 from grpo_async.utils.extras import needs

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.loss_sections import (
+from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,
     ClippedLoss,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
-from grpo_async.config.model_sections import OptimizerSection
+from grpo_async.config.sections import OptimizerSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.model import Policy, decoder_layers
 from grpo_async.training.parameters import local_of

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServedParameters
 from grpo_async.weights.adapters import LEFT, RIGHT, BaseWeights, problems_with_base

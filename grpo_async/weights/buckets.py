@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 
 DTYPE_NAMES = (
     "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool",

@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 
 from grpo_async.config.base import PushMode, TransportKind
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
 from grpo_async.inference.api import AdapterBase, PauseMode, WeightUpdateInfo
 from grpo_async.inference.connect import is_answer

@@ -20,7 +20,7 @@ import pytest
 
 from grpo_async.agents.agent import AgentError, AgentResult
 from grpo_async.agents.command import load_command_agent
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import has_loopback
 from tests.agents.support import FakePolicy, renderer, serving

@@ -20,7 +20,7 @@ import pytest
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.environments import load_environment_agent, tasks
 from grpo_async.agents.session import AgentSession
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.page import FILES, calls, learn, play

@@ -11,7 +11,7 @@ import pytest
 from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from tests.agents.page import FILES, calls, learn, play
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_async.agents.agent import AgentError, AgentResult, read_result
 from grpo_async.agents.function import AgentClient, load_function_agent
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 
 SESSION: Any = SimpleNamespace(

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import Reduction
+from grpo_async.config.sections import Reduction
 from tests.support.records import make_sample
 
 _SAMPLES = [make_sample(completion=[5]), make_sample(completion=[5, 6, 7])]

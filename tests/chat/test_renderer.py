@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.chat import ChatRenderer
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.records import Origin, TaggedMessage
 from tests.chat.helpers import TOOLS, rendered, renderer_of, tokens, user

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.data_sections import JsonlSource
-from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.field_types import RENAMED_KEYS, FieldType
 from grpo_async.config.loader import dump_config, load_config
+from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\
@@ -34,42 +32,6 @@ def _problems(path: Path, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [line.replace(f"{path.parent}/", "") for line in str(caught.value).splitlines()]
-
-
-def test_a_setting_that_is_gone_is_dropped_with_a_warning_unless_it_says_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the config.yaml of a run of an earlier version has it."""
-    old = "training: {row_tokens: null, share_prompts: true, max_steps: 7}\n"
-    assert load_config(_write(tmp_path, MINIMAL + old)).training.max_steps == 7
-    assert "training.share_prompts is gone and has no effect" in caplog.text
-    assert "row_tokens" not in caplog.text
-    (problem,) = _problems(_write(tmp_path, MINIMAL + "training: {no_such: null}\n"))
-    assert "training.no_such" in problem
-
-
-def test_an_old_name_is_taken_with_a_warning_from_files_and_overrides(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    base = _write(tmp_path, MINIMAL + "loss:\n  top_entropy_share: 0.2\n", "base.yaml")
-    assert load_config(base).loss.top_entropy_quantile == 0.2
-    assert f"{base}:9: loss.top_entropy_share is called loss.top_entropy_quantile now" in caplog.text
-    child = _write(tmp_path, "extends: base.yaml\nloss: {top_entropy_quantile: 0.3}\n")
-    assert load_config(child).loss.top_entropy_quantile == 0.3
-    for override in ("loss.top_entropy_share=0.4", "loss={top_entropy_share: 0.4}"):
-        caplog.clear()
-        assert load_config(child, [override]).loss.top_entropy_quantile == 0.4
-        assert f"--set {override}: loss.top_entropy_share is called loss.top_entropy_quantile now" in caplog.text
-    both = _write(tmp_path, MINIMAL + "loss:\n  top_entropy_share: 0.2\n  top_entropy_quantile: 0.2\n")
-    assert _problems(both) == [
-        "x.yaml:9: loss.top_entropy_share: is the old name of loss.top_entropy_quantile, which is set, too; remove it"
-    ]
-    assert _problems(_write(tmp_path, MINIMAL + "loss: {top_entropy_share: 2}\n"))[0].startswith("x.yaml:8: ")
-
-
-def test_every_old_name_stands_for_a_setting_that_there_is() -> None:
-    field_type = FieldType.of(ExperimentConfig)
-    assert [new for new in RENAMED_KEYS.values() if new is not None and field_type.find(new) is None] == []
 
 
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.data_sections import DataSection, EvaluationSection
+from grpo_async.config.sections import DataSection, EvaluationSection
 from grpo_async.data.identity import find_leaks, split_held_out, task_key
 from grpo_async.data.load import LoadedData, load_data
 from grpo_async.data.rows import Rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.data_sections import ReasoningGymSource
+from grpo_async.config.sections import ReasoningGymSource
 from grpo_async.data import reasoning_gym
 from grpo_async.data.reasoning_gym import mixed_evenly
 from grpo_async.data.reasoning_gym_child import TaskError, as_literal, make_rows

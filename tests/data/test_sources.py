@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from grpo_async.config.data_sections import Source
+from grpo_async.config.sections import Source
 from grpo_async.data import Rows, first_rows, load_rows, make_prompt, readers
 from grpo_async.data.messages import check_prompt
 from grpo_async.data.sources import drop, rename

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environment, EnvironmentPool, Environments, load_environments
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools import ToolExecutor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.config.sections import ToolSection
 from grpo_async.envs import Environment, load_environments
 from grpo_async.tools import load_tools
 from tests.envs import trl_style_environment

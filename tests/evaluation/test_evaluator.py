@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult

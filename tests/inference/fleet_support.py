@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grpo_async.config.server_sections import InferenceSection, TlsOptions
+from grpo_async.config.sections import InferenceSection, TlsOptions
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 

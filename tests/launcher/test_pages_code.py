@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.interaction_sections import EnvironmentSection, RewardSection, ToolSection
+from grpo_async.config.sections import EnvironmentSection, RewardSection, ToolSection
 from grpo_async.envs import load_environments
 from grpo_async.rewards import load_rewards
 from grpo_async.tools import load_tools

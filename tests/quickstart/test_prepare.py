@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.data_sections import JsonlSource
+from grpo_async.config.sections import JsonlSource
 from grpo_async.data import load_rows
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart import default_folder, prepare

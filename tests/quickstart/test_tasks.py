@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.data_sections import ReasoningGymSource
-from grpo_async.config.interaction_sections import EnvironmentSection, ToolSection
 from grpo_async.config.loader import load_config
+from grpo_async.config.sections import EnvironmentSection, ReasoningGymSource, ToolSection
 from grpo_async.data import load_rows
 from grpo_async.envs import load_environments
 from grpo_async.envs.guessing_game import GuessingGame

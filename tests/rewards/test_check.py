@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.data import make_prompt
 from grpo_async.findings import Finding
 from grpo_async.rewards.check import GOLD, WRONG, RewardReport, Seen, candidates, check_reward, report

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
 from grpo_async.user_code.calls import Caller
 from grpo_async.user_code.threads import ThreadRunner

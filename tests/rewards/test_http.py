@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, load_rewards
 from tests.rewards.helpers import loaded, score

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.rewards import load_rewards
 from tests.support.ports import free_port
 

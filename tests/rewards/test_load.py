@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import load_rewards
 from tests.rewards.helpers import FAULTY, TRL

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_async.checks.config_checks import startup_notes
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, load_rewards
 from grpo_async.rewards.model import model_reward

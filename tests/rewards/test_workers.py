@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.config.interaction_sections import RewardSection
+from grpo_async.config.sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction
 from grpo_async.rewards.function import load_reward
 from tests.rewards.helpers import FAULTY, loaded, score

@@ -12,7 +12,7 @@ import pytest
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
 from grpo_async.agents.calls import Call
 from grpo_async.agents.session import AgentSession
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import FatalRolloutError, ServerUnavailableError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import EnvironmentSection
+from grpo_async.config.sections import EnvironmentSection
 from grpo_async.envs import Environments, load_environments
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_async.config.interaction_sections import RolloutFunctionSection
+from grpo_async.config.sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RequestRejectedError, RunError
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion

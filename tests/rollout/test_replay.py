@@ -18,8 +18,7 @@ import torch
 from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import AdvantageSection, ModelSection
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.router import FixedServers
 from grpo_async.inference.sampling import SamplingSettings

@@ -17,8 +17,7 @@ from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
-from grpo_async.config.loss_sections import AdvantageSection
-from grpo_async.config.sections import RolloutSection
+from grpo_async.config.sections import AdvantageSection, RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
 from grpo_async.inference.api import GenerateRequest

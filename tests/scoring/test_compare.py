@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction

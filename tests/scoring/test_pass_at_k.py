@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from grpo_async.config.data_sections import powers_up_to
+from grpo_async.config.sections import powers_up_to
 from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k
 
 

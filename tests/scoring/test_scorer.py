@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_async.batching.minibatch import Minibatch
-from grpo_async.config.loss_sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection
 from grpo_async.records import (
     AGENT_REWARD,
     Branch,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError, WeightPushError
 from grpo_async.inference.api import PARAMETERS_PATH, SCORE_PATH, ServedParameters
 from grpo_async.training.load import load_policy

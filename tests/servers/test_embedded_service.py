@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.server_sections import InferenceSection
+from grpo_async.config.sections import InferenceSection
 from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, ScoreAnswer
 from grpo_async.inference.fleet import Fleet
 from tests.servers.embedded_support import Live, live, load, make_request, prompt, teacher_forced, worst_error

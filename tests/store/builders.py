@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from grpo_async.config.record_sections import RolloutRecordSection
+from grpo_async.config.sections import RolloutRecordSection
 from grpo_async.records import (
     Branch,
     FinishReason,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from grpo_async.config.model_sections import LoraSection, ModelSection
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import LoraSection, ModelSection, WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy

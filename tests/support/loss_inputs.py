@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from grpo_async.config.loss_sections import BaseLoss, LossSection
+from grpo_async.config.sections import BaseLoss, LossSection
 from grpo_async.training.loss import LossInputs
 
 

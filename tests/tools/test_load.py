@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.config.sections import ToolSection
 from grpo_async.errors import ConfigError
 from grpo_async.tools import load_tools
 

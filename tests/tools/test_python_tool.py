@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.config.sections import ToolSection
 from grpo_async.tools.tool import Tool, load_tools
 
 

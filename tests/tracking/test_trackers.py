@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.record_sections import PrometheusTracker
+from grpo_async.config.sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers

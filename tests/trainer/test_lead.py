@@ -18,7 +18,7 @@ from grpo_async.buffer.resume import ResumeState
 from grpo_async.checks.preflight import PreflightContext
 from grpo_async.checks.report import Check
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.data_sections import EvaluationSection
+from grpo_async.config.sections import EvaluationSection
 from grpo_async.display.summary import print_summary
 from grpo_async.errors import DeadlineError, RunError, ServerUnavailableError
 from grpo_async.evaluation.metrics import EvaluationResult

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import distribute_tensor
 
-from grpo_async.config.model_sections import LoraSection, ModelSection, OptimizerSection
+from grpo_async.config.sections import LoraSection, ModelSection, OptimizerSection
 from grpo_async.training.load import build_policy, load_weights
 from grpo_async.training.model import Policy, make_mesh, reshard, shard_policy
 from grpo_async.training.optimizer import make_optimizer

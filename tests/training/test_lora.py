@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.model_sections import LoraSection, ModelSection
+from grpo_async.config.sections import LoraSection, ModelSection
 from grpo_async.errors import ConfigError
 from grpo_async.training.load import build_policy
 from grpo_async.training.lora import adapters_off, gather_adapter, gather_weights, write_adapter

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.loss_sections import CustomLoss
+from grpo_async.config.sections import CustomLoss
 from grpo_async.errors import ConfigError, RunError
 from grpo_async.training.loss import LossInputs, UserLoss
 from tests.support.loss_inputs import make_inputs

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_async.config.model_sections import OptimizerSection
+from grpo_async.config.sections import OptimizerSection
 from grpo_async.training.optimizer import Muon, make_optimizer
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from grpo_async.config.model_sections import LoraSection
+from grpo_async.config.sections import LoraSection
 from grpo_async.training import parameters as module
 from grpo_async.training.lora import add_adapters
 from grpo_async.training.parameters import ShardedParameters

@@ -15,8 +15,7 @@ from torch import nn
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import BaseLoss
-from grpo_async.config.model_sections import OptimizerSection
+from grpo_async.config.sections import BaseLoss, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs, Objective
 from grpo_async.training.model import Policy

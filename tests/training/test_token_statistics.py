@@ -14,8 +14,7 @@ import torch
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
-from grpo_async.config.loss_sections import BaseLoss
-from grpo_async.config.model_sections import OptimizerSection
+from grpo_async.config.sections import BaseLoss, OptimizerSection
 from grpo_async.records import RolloutSample, TokenFlag, TokenStats
 from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
 from grpo_async.training.model import Policy

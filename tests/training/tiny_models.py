@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.training.load import load_policy
 from grpo_async.training.model import Policy
 from grpo_async.training.parameters import ShardedParameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 from grpo_async.weights.buckets import (
     ParameterSpec,
     check_names,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import DeadlineError, RequestRejectedError, ServerUnavailableError, WeightPushError
 from grpo_async.weights import push as push_module
 from grpo_async.weights.backends import NOT_FORMED

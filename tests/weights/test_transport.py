@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from grpo_async.config.server_sections import WeightsSection
+from grpo_async.config.sections import WeightsSection
 from grpo_async.errors import RequestRejectedError, ServerUnavailableError, WeightPushError
 from grpo_async.inference.api import WeightInitInfo
 from grpo_async.weights.backends import NOT_FORMED

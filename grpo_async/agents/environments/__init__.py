@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from grpo_async.agents.function import AgentClient, FunctionAgent
-from grpo_async.config.interaction_sections import AgentSection
+from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.user_code.references import make_working_directory_importable
 from grpo_async.utils.extras import needs

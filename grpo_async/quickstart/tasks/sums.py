@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.config.interaction_sections import ToolSection
+from grpo_async.config.sections import ToolSection
 from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn
 from grpo_async.quickstart.tasks.base import Task, WarmupRecipe
 from grpo_async.tools import load_tools

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.server_sections import InferenceSection
+from grpo_async.config.sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment

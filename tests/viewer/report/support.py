@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_async.config.record_sections import RolloutRecordSection
+from grpo_async.config.sections import RolloutRecordSection
 from grpo_async.records import GroupStatus, RolloutGroup, ScoredGroup
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
