@@ -6,5 +6,5 @@ endpoint.py    the HTTP server: keys, paths, hang-ups
 apis.py        the APIs of OpenAI and Anthropic: JSON to `Call`, `Reply` to JSON and events (both in calls.py)
 session.py     one rollout: its calls, budget, and what became of them
 history.py     the tree of its calls: which recorded tokens a request continues
-agent.py       what runs for a rollout: function.py, command.py (and its subreaper.py), environments/
+agent.py       what runs for a rollout: function.py, command.py, environments/
 """

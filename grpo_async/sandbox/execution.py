@@ -22,11 +22,12 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 
 from grpo_async.errors import ConfigError, GrpoAsyncError
+from grpo_async.sandbox.inside.namespaces import BASE
 from grpo_async.utils.child_process import CHUNK, ChildProcess
 
 
@@ -123,19 +124,18 @@ class Interpreter:
         """All of the launcher's environment: what the interpreter needs to start."""
         return {"LD_LIBRARY_PATH": self.library_path} if self.library_path else {}
 
-    @property
-    def code_environment(self) -> dict[str, str]:
-        """All of the code's environment; `{base}` stands for the sandbox's directory.
+    def code_environment(self, base: str) -> dict[str, str]:
+        """All of the code's environment, in the run's directory `base`.
 
         The hash seed is fixed: the same code gives the same result, the order of sets included.
         """
         return {
             **self.launcher_environment,
             "PATH": "/usr/local/bin:/usr/bin:/bin",
-            "HOME": "{base}/work",
-            "TMPDIR": "{base}/tmp",
+            "HOME": f"{base}/work",
+            "TMPDIR": f"{base}/tmp",
             "LANG": "C.UTF-8",
-            "PYTHONPATH": os.pathsep.join(["{base}/work", *self.module_paths]),
+            "PYTHONPATH": os.pathsep.join([f"{base}/work", *self.module_paths]),
             "PYTHONHASHSEED": "0",
             # Libraries that start a thread for every CPU would meet the limit of processes.
             "OMP_NUM_THREADS": "1",
@@ -185,6 +185,7 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 """From the order to end until everything is dead; then the launcher is killed too."""
 
+_MAX_OPEN_FILES = 256
 _PACKAGE = Path(__file__).parents[1]
 # The packages stand there without running their __init__: the launcher starts in the time of its few imports.
 BOOT = """
@@ -214,36 +215,66 @@ class MechanismError(SandboxError):
 class Job:
     """What to run and under which restrictions."""
 
-    code: str
+    code: str = ""
+    command: Sequence[str] = ()  # in place of code: a program and its arguments
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # besides the interpreter's; all of it, where not confined
     stdin: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> content
     limits: SandboxLimits
     interpreter: Interpreter
-    mechanisms: frozenset[str]
+    mechanisms: frozenset[str] = frozenset()
+    is_confined: bool = True
+    """False: the program has the rights, the files and the working directory of this process, and no limits but `wall_s`,
+    `memory_mb` (its data, not its address space: runtimes such as V8 reserve more than they use) and that of its output."""
     pass_descriptors: Sequence[int] = ()
     read_paths: Sequence[str] = ()  # what the code may read besides the interpreter; absolute, without links
     loopback: int | None = None  # a Unix socket; see `inside.loopback`
+    stderr_end: int | None = None  # keep so many characters of the end of stderr, and let it be as long as it likes
 
     def plan(self, base: str) -> bytes:
         """What the launcher reads."""
+        directory = base or BASE
+        main = {} if self.command else {"../main.py": self.code.encode("utf-8", "replace")}
+        environment = self.interpreter.code_environment(directory) if self.is_confined else {}
         return marshal.dumps(
             {
                 "owner": os.getpid(),
                 "mechanisms": sorted(self.mechanisms),
-                "limits": asdict(self.limits),
-                "start_timeout_s": START_TIMEOUT_S,
-                "python": self.interpreter.executable,
-                "flags": list(FLAGS),
-                "environment": self.interpreter.code_environment,
+                "is_confined": self.is_confined,
+                "resources": self._resources(),
+                "memory_mb": self.limits.memory_mb,
+                "directory_mb": self.limits.directory_mb,
+                "timeout_s": self.limits.wall_s + START_TIMEOUT_S,
+                "command": list(self.command) or [self.interpreter.executable, *FLAGS, f"{directory}/main.py"],
+                "environment": {**environment, **self.environment},
                 "read_paths": [*self.interpreter.read_paths, *sorted(self.read_paths)],
                 "base": base,
                 "mount_point": tempfile.gettempdir(),
-                "code": self.code.encode("utf-8", "replace"),
-                "files": dict(self.files),
+                "files": {**main, **self.files},
                 "keep_descriptors": list(self.pass_descriptors),
                 "loopback": self.loopback,
             }
         )
+
+    def _resources(self) -> dict[str, tuple[int, int]]:
+        """Soft and hard limits of each process."""
+        limits = self.limits
+        cpu_s, memory = max(1, round(limits.cpu_s)), limits.memory_mb << 20
+        if not self.is_confined:
+            return {"RLIMIT_CORE": (0, 0), "RLIMIT_DATA": (memory, memory)}
+        equal = {
+            "RLIMIT_AS": memory,
+            "RLIMIT_FSIZE": limits.file_mb << 20,
+            "RLIMIT_NPROC": limits.max_processes,
+            "RLIMIT_NOFILE": _MAX_OPEN_FILES,
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_MEMLOCK": 0,
+        }
+        # SIGXCPU, and a second later SIGKILL
+        return {"RLIMIT_CPU": (cpu_s, cpu_s + 1), **{name: (value, value) for name, value in equal.items()}}
 
 
 async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
@@ -252,8 +283,8 @@ async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
     Raises:
         SandboxError: the sandbox failed, not the code.
     """
-    if "namespaces" in job.mechanisms:
-        return await _execute(job, "")  # its directory is in memory and ends with it
+    if "namespaces" in job.mechanisms or not job.is_confined:
+        return await _execute(job, "")  # its directory is in memory and ends with it, or it needs none
     base = tempfile.mkdtemp(prefix="grpo-async-sandbox-")
     try:
         return await _execute(job, base)
@@ -262,7 +293,8 @@ async def execute(job: Job) -> tuple[SandboxResult, list[str]]:
 
 
 async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
-    report, stdout, stderr = _Report(), _Output(job.limits.max_output_chars), _Output(job.limits.max_output_chars)
+    limit = job.limits.max_output_chars
+    report, stdout, stderr = _Report(), _Output(limit), _Output(job.stderr_end or limit, keeps_end=bool(job.stderr_end))
     status = None
     async with _launcher(job, base, report, stdout, stderr) as reporting:
         await _wait(START_TIMEOUT_S, reporting, report.started)
@@ -275,7 +307,7 @@ async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
     if stdout.over.done() or stderr.over.done():
         status = SandboxStatus.OUTPUT
     if report.problem is not None:
-        raise MechanismError(*report.problem)
+        raise MechanismError(*report.problem) if job.is_confined else SandboxError(report.problem[1])
     if not report.started.done():
         what = f"took over {START_TIMEOUT_S:.0f} s to start" if status else "ended before it had started the code"
         raise SandboxError(f"the sandbox {what}; is the machine overloaded? {stderr.text[-500:]}".rstrip())
@@ -315,8 +347,9 @@ async def _launcher(
         lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(report_out, "rb", buffering=0)
     )
     with contextlib.closing(transport), contextlib.closing(await _start(job, base, report_in)) as process:
-        process.stdin.write(job.stdin.encode("utf-8", "replace"))
-        process.stdin.close()  # once all of it is written, or nobody reads it anymore
+        if not process.stdin.is_closing():  # it was killed at once: uvloop takes no write then
+            process.stdin.write(job.stdin.encode("utf-8", "replace"))
+            process.stdin.close()  # once all of it is written, or nobody reads it anymore
         reading = [
             asyncio.create_task(reads)
             for reads in (report.read(lines), stdout.read(process.stdout), stderr.read(process.stderr))
@@ -340,43 +373,37 @@ async def _start(job: Job, base: str, report_in: int) -> ChildProcess:
             return await ChildProcess.start(
                 *command,
                 env=job.interpreter.launcher_environment,
-                cwd="/",
-                pass_fds=[
-                    plan.fileno(),
-                    report_in,
-                    *job.pass_descriptors,
-                    *([] if job.loopback is None else [job.loopback]),
-                ],
+                cwd="/" if job.is_confined else None,
+                pass_fds=[plan.fileno(), report_in, *job.pass_descriptors, *filter(None, [job.loopback])],
             )
     except OSError as error:
-        raise SandboxError(f"the sandbox cannot start a process: {error}") from error
+        raise SandboxError(f"no process can be started: {error}") from error
     finally:
         os.close(report_in)
 
 
 class _Output:
-    """Text that the code writes, up to a limit; the rest is read and dropped."""
+    """Text that the code writes, up to a limit, at which it is `over`; the rest is read and dropped. With `keeps_end` it is the
+    last text that is kept, and there is no limit."""
 
-    def __init__(self, max_chars: int) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._parts: list[str] = []
-        self._num_left = max_chars
+    def __init__(self, max_chars: int, *, keeps_end: bool = False) -> None:
+        self.text = ""
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._max_chars, self._keeps_end = max_chars, keeps_end
 
     async def read(self, stream: asyncio.StreamReader) -> None:
-        while True:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        data = b"-"
+        while data:
             data = await stream.read(CHUNK)  # until the process is dead, which has wall_s
-            text = self._decoder.decode(data, final=not data)
-            self._parts.append(text[: self._num_left])
-            if len(text) > self._num_left and not self.over.done():
+            text = decoder.decode(data, final=not data)
+            if self._keeps_end:
+                self.text = (self.text + text)[-self._max_chars :]
+                continue
+            room = self._max_chars - len(self.text)
+            self.text += text[:room]
+            if len(text) > room and not self.over.done():
                 self.over.set_result(None)
-            self._num_left -= len(self._parts[-1])
-            if not data:
-                return
-
-    @property
-    def text(self) -> str:
-        return "".join(self._parts)
 
 
 class _Report:

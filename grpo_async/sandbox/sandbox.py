@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox.execution import Job, SandboxLimits, SandboxResult, execute, find_interpreter
@@ -54,7 +55,6 @@ class Sandbox:
         stdin: str = "",
         files: Mapping[str, str | bytes] | None = None,
         pass_descriptors: Sequence[int] = (),
-        loopback: int | None = None,
     ) -> SandboxResult:
         """Run code as the main program of a fresh interpreter. Cancelling it kills the code and all its processes first.
 
@@ -65,8 +65,6 @@ class Sandbox:
             stdin: all that it can read from its standard input.
             files: content by path relative to the working directory, which holds nothing else.
             pass_descriptors: file descriptors that it gets besides its three streams, under the same numbers.
-            loopback: descriptor of a Unix socket. The code may then use sockets, and reaches one address, the port of
-                `inside.loopback`: the socket that listens there comes through this one. Takes namespaces (`has_loopback`).
 
         Raises:
             SandboxError: the sandbox failed; whatever the code does is a result.
@@ -75,16 +73,30 @@ class Sandbox:
             _checked_path(name): content.encode("utf-8", "replace") if isinstance(content, str) else content
             for name, content in (files or {}).items()
         }
+        return await self._execute(code=code, stdin=stdin, files=contents, pass_descriptors=pass_descriptors)
+
+    async def run_command(
+        self, command: Sequence[str], *, environment: Mapping[str, str], stdin: str, loopback: int, stderr_end: int
+    ) -> SandboxResult:
+        """As `run`, for a program and its arguments, which have no link in their paths.
+
+        Args:
+            environment: variables that it gets besides the sandbox's own.
+            loopback: descriptor of a Unix socket. The program may use sockets, and reaches one address, the port of
+                `inside.loopback`: the socket that listens there comes through this one. Takes namespaces (`has_loopback`).
+            stderr_end: so many characters of the end of its stderr are kept.
+        """
+        return await self._execute(
+            command=command, environment=environment, stdin=stdin, loopback=loopback, stderr_end=stderr_end
+        )
+
+    async def _execute(self, **options: Any) -> SandboxResult:
         job = Job(
-            code=code,
-            stdin=stdin,
-            files=contents,
             limits=self.limits,
             interpreter=self._interpreter,
             mechanisms=findings().mechanisms,
-            pass_descriptors=pass_descriptors,
             read_paths=self._read_paths,
-            loopback=loopback,
+            **options,
         )
         return (await execute(job))[0]
 

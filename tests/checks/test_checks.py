@@ -92,7 +92,7 @@ def test_a_run_with_an_agent_is_described_and_what_it_names_is_looked_for(tmp_pa
     for section, told in (
         ({"function": "grpo_async.quickstart.agent:runn"}, r"rollout\.agent\.function: .*did you mean 'run'"),
         ({"function": "no_such_module:run"}, r"rollout\.agent\.function: no_such_module:run: there is no module"),
-        ({"command": ["no-such-program"]}, r"there is no program 'no-such-program' on PATH"),
+        ({"command": ["no-such-program"]}, r"no-such-program is not on PATH"),
         ({"command": ["true"], "host": "192.0.2.7"}, r"rollout\.agent\.host: 192\.0\.2\.7 cannot be bound"),
     ):
         broken = make_config(tmp_path, rollout={"agent": section}, rewards=[{"function": reward}])

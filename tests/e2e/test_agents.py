@@ -76,9 +76,7 @@ def test_kill_nine_of_agents_fails_their_rollouts_alone_and_they_wait_for_a_kill
     chance = random.Random(0)
     for _ in range(3):
         run.wait_for(lambda: len(run.processes("command_agent")) >= 4, process, what="agents")
-        agents = run.processes("command_agent")
-        subreapers = {process.pid for process in run.processes("subreaper.py")}
-        if victims := [process for process in agents if process.pid not in subreapers]:
+        if victims := run.processes("command_agent"):
             with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself meanwhile
                 chance.choice(victims).kill()
     step = len(run.metrics())

@@ -2,7 +2,9 @@
 
 Reads a plan (marshal: both ends are the same interpreter), sets up the restrictions it names, runs the code, and reports lines:
 `note MECHANISM TEXT`, `started`, `ended STATUS CPU_S`, `memory`, or `problem MECHANISM TEXT` when one cannot be set up.
-The code never gets the report's descriptor. SIGTERM to the launcher ends the run: it kills what it started and reaps it.
+The code never gets the report's descriptor. When the code has ended, on SIGTERM, and when the owner dies, everything below the
+launcher is killed: namespaces see to that, and without them the launcher adopts the orphans of its descendants
+(PR_SET_CHILD_SUBREAPER), so none gets away, whatever session it is in. (Elsewhere than on Linux daemons of the code are not found.)
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable
 from grpo_async.sandbox.inside import landlock, namespaces, seccomp
 from grpo_async.sandbox.inside.kernel import (
     PR_CAPBSET_DROP,
+    PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     PR_SET_PDEATHSIG,
@@ -36,8 +39,6 @@ if TYPE_CHECKING:
 _IS_LINUX = sys.platform == "linux"
 _OWNER_IS_GONE_S = 30.0  # the owner ends a run that takes too long; this much later the launcher does it
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGALRM}
-_MIB = 1 << 20
-_MAX_OPEN_FILES = 256
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_VERSION = 0x20080522
 _LOOK_EVERY_S = 0.05
@@ -49,15 +50,20 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
     report = _Report(report_descriptor)
     with report.problems("start"), open(plan_descriptor, "rb") as file:
         plan: Plan = marshal.loads(file.read())
-        _die_with(plan["owner"])
+        _die_with(plan["owner"], signal.SIGKILL)
         _raise_oom_score()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        for number in (*_AWAITED, signal.SIGXCPU):  # the owner may ignore them, and that is inherited
+        for number in (
+            *_AWAITED,
+            signal.SIGXCPU,
+            signal.SIGINT,
+            signal.SIGPIPE,
+        ):  # the owner may ignore them, as is inherited
             signal.signal(number, signal.SIG_DFL)
     if "namespaces" in plan["mechanisms"]:
         with report.problems("namespaces"):
             has_other_user = namespaces.enter()
-            _die_with(plan["owner"])  # a change of credentials clears it
+            _die_with(plan["owner"], signal.SIGKILL)  # a change of credentials clears it
             if plan["loopback"] is not None:
                 from grpo_async.sandbox.inside import loopback  # here: few runs need its imports
 
@@ -66,9 +72,15 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
         _release_streams(plan)
         _wait_or_kill(child, plan, os.kill)
     else:
+        with report.problems("start"):
+            if _IS_LINUX:
+                _die_with(plan["owner"], signal.SIGTERM)  # what it started is to die, too
+                prctl("child subreaper", PR_SET_CHILD_SUBREAPER, 1)
         child = _fork(report, lambda: _code(plan, report, plan["base"], has_other_user=False))
         _release_streams(plan)
         status, cpu_s = _wait_or_kill(child, plan, os.killpg)
+        if _IS_LINUX:
+            _kill_the_rest()
         report.line(f"ended {status} {cpu_s:.3f}")
     os._exit(0)
 
@@ -77,12 +89,12 @@ def _init(plan: Plan, report: _Report, has_other_user: bool) -> None:
     """Pid 1 of the sandbox: when it ends, for whatever reason, the kernel ends all other processes in it."""
     with report.problems("namespaces"):
         prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
-        namespaces.build_root(plan["read_paths"], plan["mount_point"], plan["limits"]["directory_mb"])
+        namespaces.build_root(plan["read_paths"], plan["mount_point"], plan["directory_mb"])
         prctl("dumpable", PR_SET_DUMPABLE, 0)  # the code may not look in here; its own exec undoes it for the code
     child = _fork(report, lambda: _code(plan, report, namespaces.BASE, has_other_user=has_other_user))
     with report.problems("start"):
         _release_streams(plan)
-        memory_mb = plan["limits"]["memory_mb"] if os.path.exists("/proc/self") else None
+        memory_mb = plan["memory_mb"] if os.path.exists("/proc/self") else None
         if memory_mb is None:
             report.line("note proc /proc cannot be mounted")
         status, cpu_s, is_over = _wait_watching(child, memory_mb=memory_mb)
@@ -94,10 +106,10 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
     mechanisms = plan["mechanisms"]
     in_namespaces = "namespaces" in mechanisms
     with report.problems("start"):
-        os.setsid()
+        os.setpgid(0, 0)  # what it sends to its process group does not reach the launcher; the session tells its kin
         if _IS_LINUX and not in_namespaces:
             prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
-        user = _prepare(plan, base, has_other_user)
+        user = _prepare(plan, base, has_other_user) if plan["is_confined"] else None
     with report.problems("user"):
         if user is not None:
             os.setgroups([])
@@ -108,12 +120,13 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
     with report.problems("start"):
         # Without another user, the kernel counts the launcher and init with the code.
         extra = 2 if in_namespaces and not has_other_user else 0
-        for name in _set_limits(plan["limits"], extra_processes=extra):
+        for name in _set_limits(plan["resources"], extra_processes=extra):
             report.line(f"note limits {name}")
-        if _IS_LINUX:
-            _drop_privileges()
-        os.chdir(f"{base}/work")
-        os.umask(0o077)
+        if plan["is_confined"]:
+            if _IS_LINUX:
+                _drop_privileges()
+            os.chdir(f"{base}/work")
+            os.umask(0o077)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
     if "landlock" in mechanisms:
         with report.problems("landlock"):
@@ -132,8 +145,7 @@ def _code(plan: Plan, report: _Report, base: str, *, has_other_user: bool) -> No
         for descriptor in plan["keep_descriptors"]:
             os.set_inheritable(descriptor, True)
         report.line("started")
-        environment = {name: value.format(base=base) for name, value in plan["environment"].items()}
-        os.execve(plan["python"], [plan["python"], *plan["flags"], f"{base}/main.py"], environment)
+        os.execvpe(plan["command"][0], plan["command"], plan["environment"])
 
 
 def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
@@ -148,7 +160,7 @@ def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
         os.mkdir(directory, 0o700)
     if os.path.isdir(f"{base}/shm"):
         made.append(f"{base}/shm")
-    for name, content in {"../main.py": plan["code"], **plan["files"]}.items():
+    for name, content in plan["files"].items():
         path = f"{base}/work/{name}"
         directory = f"{base}/work"
         for part in name.split("/")[:-1]:
@@ -166,30 +178,20 @@ def _prepare(plan: Plan, base: str, has_other_user: bool) -> int | None:
     return user
 
 
-def _set_limits(limits: dict[str, Any], *, extra_processes: int) -> list[str]:
+def _set_limits(wanted: dict[str, tuple[int, int]], *, extra_processes: int) -> list[str]:
     """Apply the resource limits to this process; what it starts inherits them.
 
     Args:
-        limits: the fields of SandboxLimits.
+        wanted: soft and hard limit by name.
         extra_processes: processes of ours that the kernel counts with those of the code.
 
     Returns:
         Names of limits that this system does not have.
     """
-    cpu_s = max(1, round(limits["cpu_s"]))
-    wanted = {
-        "RLIMIT_CPU": (cpu_s, cpu_s + 1),  # SIGXCPU, and a second later SIGKILL
-        "RLIMIT_AS": limits["memory_mb"] * _MIB,
-        "RLIMIT_FSIZE": limits["file_mb"] * _MIB,
-        "RLIMIT_NPROC": limits["max_processes"] + extra_processes,
-        "RLIMIT_NOFILE": _MAX_OPEN_FILES,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_MSGQUEUE": 0,
-        "RLIMIT_MEMLOCK": 0,
-    }
     missing = []
-    for name, value in wanted.items():
-        soft, hard = value if isinstance(value, tuple) else (value, value)
+    for name, (soft, hard) in wanted.items():
+        if name == "RLIMIT_NPROC":
+            soft, hard = soft + extra_processes, hard + extra_processes
         try:
             kind = getattr(resource, name)
             present = resource.getrlimit(kind)[1]
@@ -281,17 +283,46 @@ def _fork(report: _Report, run: Callable[[], None]) -> int:
 
 def _wait_or_kill(child: int, plan: Plan, kill: Callable[[int, int], None]) -> tuple[int, float]:
     """Wait for the child; on SIGTERM, and when the owner forgets to send it, kill it. Returns its status and CPU seconds."""
-    signal.setitimer(signal.ITIMER_REAL, plan["limits"]["wall_s"] + plan["start_timeout_s"] + _OWNER_IS_GONE_S)
+    signal.setitimer(signal.ITIMER_REAL, plan["timeout_s"] + _OWNER_IS_GONE_S)
     while True:
-        pid, status, usage = os.wait4(child, os.WNOHANG)
+        pid, status, usage = os.wait4(-1, os.WNOHANG)  # orphans, too
         if pid == child:
             with contextlib.suppress(OSError):
                 os.killpg(child, signal.SIGKILL)  # what it left behind in its process group
             return status, usage.ru_utime + usage.ru_stime
-        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
+        if pid == 0 and signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
             for end in (kill, os.kill):  # it may not have its process group yet
                 with contextlib.suppress(OSError):
                     end(child, signal.SIGKILL)
+
+
+def _kill_the_rest() -> None:
+    """Kill the children, and the orphans that become children thereby, until there are none."""
+    while True:
+        for pid in _children():
+            with contextlib.suppress(PermissionError):  # it changed its user
+                os.kill(pid, signal.SIGKILL)  # nobody else reaps it, so the number is still its own
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    own = os.getpid()
+    try:
+        with open(f"/proc/self/task/{own}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent_of(pid) == own]
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return int(file.read().rpartition(")")[2].split()[1])  # the name before it may hold anything
+    except OSError:
+        return None  # ended meanwhile
 
 
 def _release_streams(plan: Plan) -> None:
@@ -300,9 +331,9 @@ def _release_streams(plan: Plan) -> None:
         os.close(descriptor)
 
 
-def _die_with(owner: int) -> None:
+def _die_with(owner: int, by_signal: int) -> None:
     if _IS_LINUX:
-        prctl("parent-death signal", PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl("parent-death signal", PR_SET_PDEATHSIG, by_signal)
     if os.getppid() != owner:  # it ended while this interpreter was starting
         os._exit(1)
 
