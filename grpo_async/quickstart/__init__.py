@@ -1,6 +1,6 @@
 """Tiny tasks and tiny models with which a run visibly learns on two CPU cores within a minute or two.
 
-    tasks/   items -> train.jsonl, heldout.jsonl; each answered the good way and the lazy way -> demonstrations
+    tasks    items -> train.jsonl, heldout.jsonl; each answered the good way and the lazy way -> demonstrations
     tokenizer + model -> warmup on the demonstrations -> model/         rewarded by `rewards.text:exact_match`
 
 | task            | what is learned                                        | config                     |
@@ -15,6 +15,6 @@
 `prepare()` makes all of it. torch is imported only when something has to be made.
 """
 
-from grpo_async.quickstart.prepare import PreparedQuickstart, default_folder, prepare
+from grpo_async.quickstart.prepare import default_folder, prepare
 
-__all__ = ["PreparedQuickstart", "default_folder", "prepare"]
+__all__ = ["default_folder", "prepare"]

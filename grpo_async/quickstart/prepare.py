@@ -16,15 +16,13 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from grpo_async.errors import ConfigError
 from grpo_async.quickstart.tasks import TASKS, Task
-from grpo_async.quickstart.tasks.base import WarmupRecipe
 from grpo_async.utils.files import put_in_place
 from grpo_async.utils.text import backticked, did_you_mean
 
@@ -33,30 +31,13 @@ DEFAULT_TASK = "think"
 _MARKER = "prepared.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedQuickstart:
-    """Where the parts are."""
-
-    model: Path
-    train: Path
-    heldout: Path
-
-
 def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
     """`.cache/quickstart/seed_N`, or `.cache/quickstart/TASK/seed_N`, in the working directory; the configs name seed 0."""
     base = Path(".cache") / "quickstart"
     return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
-def prepare(
-    folder: Path | None = None,
-    *,
-    task: str = DEFAULT_TASK,
-    seed: int = 0,
-    force: bool = False,
-    recipe: WarmupRecipe | None = None,
-    report: Callable[[str], None] = print,
-) -> PreparedQuickstart:
+def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int = 0, force: bool = False) -> None:
     """Make a task's model and data in `folder`, unless they are there already.
 
     Args:
@@ -65,8 +46,6 @@ def prepare(
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
         force: make it again even if it is there.
-        recipe: of the warmup; default the task's own.
-        report: gets lines of progress.
 
     Raises:
         ConfigError: there is no such task, or the folder holds something that was not made here.
@@ -76,43 +55,38 @@ def prepare(
         raise ConfigError(f"there is no quickstart task {task!r}{hint}")
     chosen = TASKS[task]
     folder = default_folder(seed, task=task) if folder is None else folder
-    recipe = recipe or chosen.recipe
-    marker = _marker(chosen, seed, recipe)
-    if not force and _read_marker(folder) == marker:
-        return _parts(folder)
+    marker = _marker(chosen, seed)
+    if not force and _is_made_by(marker, folder):
+        return
     _refuse_a_folder_of_others(folder)
 
-    report(f"making the model and data of the task `{task}` in {folder} (once, about half a minute)")
+    print(f"making the model and data of the task `{task}` in {folder} (once, about half a minute)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        _build(building, chosen, seed=seed, recipe=recipe, report=report)
-        (building / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
+        _build(building, chosen, seed)
+        (building / _MARKER).write_text(marker, encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private
-        if force or _read_marker(folder) != marker:  # another process may have made the same one meanwhile
+        if force or not _is_made_by(marker, folder):  # another process may have made the same one meanwhile
             put_in_place(building, folder, aside=building.with_name(building.name + ".previous"))
     finally:
         shutil.rmtree(building, ignore_errors=True)  # gone already when it was put in place
-    return _parts(folder)
 
 
-def _parts(folder: Path) -> PreparedQuickstart:
-    return PreparedQuickstart(model=folder / "model", train=folder / "train.jsonl", heldout=folder / "heldout.jsonl")
+def _marker(task: Task[Any], seed: int) -> str:
+    made_by = {
+        "recipe_version": RECIPE_VERSION,
+        "task": task.name,
+        "seed": seed,
+        "warmup": dataclasses.asdict(task.recipe),
+    }
+    made_by |= {"tools": tools} if (tools := task.tools()) else {}  # the model has learned the listing of exactly these
+    return json.dumps(made_by, indent=2) + "\n"
 
 
-def _marker(task: Task[Any], seed: int, recipe: WarmupRecipe) -> dict[str, Any]:
-    made_by: dict[str, Any] = {"recipe_version": RECIPE_VERSION, "task": task.name, "seed": seed}
-    made_by["warmup"] = dataclasses.asdict(recipe)
-    if tools := task.tools():
-        made_by["tools"] = tools  # the model has learned the listing of exactly these
-    return cast(
-        "dict[str, Any]", json.loads(json.dumps(made_by))
-    )  # tuples become lists, as in the file it is compared to
-
-
-def _read_marker(folder: Path) -> dict[str, Any] | None:
+def _is_made_by(marker: str, folder: Path) -> bool:
     path = folder / _MARKER
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return path.is_file() and path.read_text(encoding="utf-8") == marker
 
 
 def _refuse_a_folder_of_others(folder: Path) -> None:
@@ -127,7 +101,7 @@ def _refuse_a_folder_of_others(folder: Path) -> None:
         )
 
 
-def _build(folder: Path, task: Task[Any], *, seed: int, recipe: WarmupRecipe, report: Callable[[str], None]) -> None:
+def _build(folder: Path, task: Task[Any], seed: int) -> None:
     from grpo_async.chat import ChatRenderer
     from grpo_async.quickstart.model import build_model, train_tokenizer
     from grpo_async.quickstart.warmup import warm_up
@@ -138,7 +112,7 @@ def _build(folder: Path, task: Task[Any], *, seed: int, recipe: WarmupRecipe, re
     tokenizer = train_tokenizer(task.vocabulary())
     with _deterministic_torch(seed):
         model = build_model(tokenizer)
-        warm_up(model, ChatRenderer(tokenizer), task, items, recipe=recipe, seed=seed, report=report)
+        warm_up(model, ChatRenderer(tokenizer), task, items, seed=seed)
     with _no_progress_bars():
         model.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")

@@ -17,11 +17,20 @@ from grpo_async.config.sections import EnvironmentSection, ReasoningGymSource, T
 from grpo_async.data import load_rows
 from grpo_async.envs import load_environments
 from grpo_async.envs.guessing_game import GuessingGame
-from grpo_async.quickstart.demonstration import Demonstration
-from grpo_async.quickstart.tasks import TASKS
-from grpo_async.quickstart.tasks.code import CodeTask, Formula
-from grpo_async.quickstart.tasks.game import MAX_GUESSES, Game, GameTask
-from grpo_async.quickstart.tasks.sums import ChainSum, ReasoningGymTask, ThinkTask, ToolTask, _SumTask
+from grpo_async.quickstart.tasks import (
+    MAX_GUESSES,
+    TASKS,
+    ChainSum,
+    CodeTask,
+    Demonstration,
+    Formula,
+    Game,
+    GameTask,
+    ReasoningGymTask,
+    ThinkTask,
+    ToolTask,
+    _SumTask,
+)
 from grpo_async.rewards.reasoning_gym import task_score
 from grpo_async.tools import load_tools
 
@@ -77,8 +86,9 @@ def test_the_good_way_asks_the_calculator_and_repeats_its_answer() -> None:
     task = ToolTask()
     for item in task.training_items()[:50]:
         call, final = task.good(item, random.Random(0)).turns
-        assert (call.calls[0].name, call.calls[0].arguments) == ("calculator", {"expression": item.text})
-        assert call.results == (final.text,) == (task.row(item)["answer"],)
+        assert call.call is not None
+        assert (call.call.name, call.call.arguments) == ("calculator", {"expression": item.text})
+        assert call.result == final.text == task.row(item)["answer"]
     (tool,) = load_tools([ToolSection(function="grpo_async.tools.calculator:calculator")])
     assert task.tools() == [tool.schema]
 
@@ -132,14 +142,14 @@ def test_every_translation_passes_its_tests_and_no_copy_does() -> None:
 
 
 def _guesses(shown: Demonstration) -> list[int]:
-    return [turn.calls[0].arguments["number"] for turn in shown.turns]
+    return [turn.call.arguments["number"] for turn in shown.turns if turn.call is not None]
 
 
 def test_searching_halves_what_is_left_and_finds_every_number_in_three_guesses() -> None:
     shown = GameTask().good(Game(low=231, target=235), random.Random(0))
     assert shown.prompt == "Guess my number from 231 to 237."
     assert _guesses(shown) == [234, 236, 235]
-    assert [turn.results for turn in shown.turns] == [("higher",), ("lower",), ()]  # the end is not answered
+    assert [turn.result for turn in shown.turns] == ["higher", "lower", None]  # the end is not answered
     for target in range(5, 12):
         guesses = _guesses(GameTask().good(Game(low=5, target=target), random.Random(0)))
         assert guesses[-1] == target

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from grpo_async.chat import ChatRenderer
-from grpo_async.quickstart.demonstration import Demonstration, Turn, calling_turn, pad_batch, segments
-from grpo_async.quickstart.model import train_tokenizer
-from grpo_async.quickstart.tasks import TASKS
+from grpo_async.quickstart.model import TAGS, train_tokenizer
+from grpo_async.quickstart.tasks import TASKS, Demonstration, Turn
+from grpo_async.quickstart.warmup import pad_batch, segments
 
 CONVERSATION = Demonstration(
-    prompt="1 + 2 =", turns=(calling_turn("calculator", {"expression": "1 + 2"}, "3"), Turn(text="3"))
+    prompt="1 + 2 =", turns=(Turn.calling("calculator", {"expression": "1 + 2"}, "3"), Turn(text="3"))
 )
 
 
@@ -27,9 +27,9 @@ def _messages(shown: Demonstration) -> list[dict[str, Any]]:
     """As a rollout would record it."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": shown.prompt}]
     for turn in shown.turns:
-        calls = [call.as_dict() for call in turn.calls]
+        calls = [] if turn.call is None else [turn.call.as_dict()]
         messages.append({"role": "assistant", "content": "" if calls else turn.text, "tool_calls": calls})
-        messages += [{"role": "tool", "content": result} for result in turn.results]
+        messages += [] if turn.result is None else [{"role": "tool", "content": turn.result}]
     return messages
 
 
@@ -41,13 +41,12 @@ def test_the_pieces_of_a_conversation_join_to_the_rendering_of_its_messages(name
     for item in task.training_items()[:20]:
         for shown in (task.good(item, rng), task.lazy(item, rng)):
             pieces = segments(renderer, shown, tools=task.tools())
-            joined = tokenizer.decode([token for piece in pieces for token in piece.token_ids])
+            joined = tokenizer.decode([token for ids, _ in pieces for token in ids])
             whole = tokenizer.apply_chat_template(_messages(shown), tools=list(task.tools()) or None, tokenize=False)
             if not shown.is_conversational:
                 whole = f"{shown.prompt}{shown.turns[0].text}<|im_end|>\n"
             assert joined + "\n" == whole
-            turns = [piece for piece in pieces if piece.learned]
-            assert [piece.token_ids[-1] for piece in turns] == [tokenizer.eos_token_id] * len(shown.turns)
+            assert [ids[-1] for ids, is_learned in pieces if is_learned] == [tokenizer.eos_token_id] * len(shown.turns)
 
 
 @pytest.mark.parametrize("name", ["tool", "game"])
@@ -56,14 +55,14 @@ def test_the_parser_of_a_run_reads_the_calls_that_were_shown(name: str) -> None:
     renderer = ChatRenderer(train_tokenizer(islice(task.vocabulary(), 100)))
     renderer.check_tools(task.tools())
     shown = task.good(task.training_items()[7], random.Random(0))
-    learned = [piece.token_ids for piece in segments(renderer, shown, tools=task.tools()) if piece.learned]
+    learned = [ids for ids, is_learned in segments(renderer, shown, tools=task.tools()) if is_learned]
     for number, (turn, token_ids) in enumerate(zip(shown.turns, learned, strict=True)):
         read = renderer.parse(token_ids, turn=number)
         assert read.parse_error is None
         assert [(c.name, dict(c.arguments), c.error) for c in read.tool_calls] == [
-            (c.name, dict(c.arguments), None) for c in turn.calls
+            (c.name, dict(c.arguments), None) for c in (turn.call,) if c is not None
         ]
-        if not turn.calls:
+        if turn.call is None:
             assert read.content == turn.text
 
 
@@ -79,3 +78,33 @@ def test_labels_are_the_ids_of_what_is_learned_and_nothing_else(renderer: ChatRe
     assert learned == [f"{call}3<|im_end|>", "2<|im_end|>"]
     assert input_ids[1, -1] == tokenizer.pad_token_id
     assert tokenizer.decode(input_ids[0]).startswith("<|im_start|>user\n1 + 2 =")
+
+
+# ---- the tokenizer ----
+
+
+def test_tags_are_single_tokens_that_survive_skipping_special_tokens(renderer: ChatRenderer) -> None:
+    tokenizer = renderer.tokenizer
+    for tag in TAGS:
+        assert len(tokenizer.encode(tag)) == 1
+    ids = tokenizer.encode("<think>1</think>1<|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>1</think>1"
+
+
+def _calls(*arguments: dict[str, Any] | str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "weather", "arguments": each}} for each in arguments]
+
+
+def test_calls_and_results_are_rendered_as_hermes_has_them_results_of_one_turn_together(renderer: ChatRenderer) -> None:
+    tokenizer = renderer.tokenizer
+    user = {"role": "user", "content": "1 + 1 ="}
+    calling = {"role": "assistant", "content": "", "tool_calls": _calls({"town": "Bern"}, {"town": "Rome", "days": 2})}
+    results = [{"role": "tool", "content": "rain"}, {"role": "tool", "content": "sun"}]
+    text = tokenizer.apply_chat_template([user, calling, *results], tokenize=False, add_generation_prompt=True)
+    assert text.removeprefix("<|im_start|>user\n1 + 1 =<|im_end|>\n") == (
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"town": "Rome", "days": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
