@@ -438,7 +438,6 @@ class TokenFlag(IntFlag):
     CLIPPED_HIGH = 2  # the ratio was above it
     IS_MASKED = 4  # masked by the off-policy correction
     OFF_POLICY = 8  # its sequence was left out by loss.off_policy_mask
-    LOW_ENTROPY = 16  # left out by loss.top_entropy_quantile
     SKIPPED = 32  # the update was not finite and was not made
 
 

@@ -44,7 +44,6 @@ class MicroBatch:
     weights: torch.Tensor  # (N,) float32
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
     minibatch_tokens: int = 0  # trained tokens of the whole minibatch, of all micro-batches and ranks
-    most_rank_tokens: int = 0  # of that, those of the rank that has most
     host_segment_ids: torch.Tensor | None = (
         None  # (R, T) int64, `segment_ids` on the CPU, of a micro-batch that was moved
     )
@@ -87,7 +86,6 @@ class RankSamples:
     policy_versions: IntArray  # (L,)
     trainer_version: int  # finished steps
     minibatch_tokens: int
-    most_rank_tokens: int
 
     def pack(self) -> list[MicroBatch]:
         """The micro-batches, on the CPU."""
@@ -130,7 +128,6 @@ class RankSamples:
             weights=torch.from_numpy(self.weights[samples][owner]),
             staleness=torch.from_numpy(self.trainer_version - self.policy_versions[tokens][trained].astype(np.int64)),
             minibatch_tokens=self.minibatch_tokens,
-            most_rank_tokens=self.most_rank_tokens,
         )
 
 
@@ -147,7 +144,6 @@ def split_by_rank(
     """
     counts = [sample.num_trained_tokens for sample in samples]
     orders = [[index for micro_batch in rank for index in micro_batch.indices] for rank in plan.ranks]
-    most_rank_tokens = max(sum(counts[index] for index in order) for order in orders)
     parts = []
     for micro_batches, order in zip(plan.ranks, orders, strict=True):
         mine = [samples[index] for index in order]
@@ -163,7 +159,6 @@ def split_by_rank(
                 policy_versions=joined(np.int32, (sample.policy_versions for sample in mine)),
                 trainer_version=trainer_version,
                 minibatch_tokens=sum(counts),
-                most_rank_tokens=most_rank_tokens,
             )
         )
     return parts

@@ -110,6 +110,7 @@ _WITHOUT = {
     "fsdp": _SHARDED,
     "deepspeed": _SHARDED,
     "resume_from_checkpoint": "is not needed: it is an option of the command, train --resume",
+    "top_entropy_quantile": "is not supported: every token is trained; loss.type: custom can leave some out by their entropy",
     "push_to_hub": "is not needed: `grpo-async export-model --push-to-hub` uploads a model",
 }
 

@@ -606,9 +606,6 @@ class BaseLoss(StrictModel):
     """See `sync_ref_model`."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
-    top_entropy_quantile: float = Field(default=1.0, ge=0.0, le=1.0)
-    """Train only this fraction of the tokens of an optimizer update, those of the highest entropy (arXiv 2506.01939); costs a
-    forward pass. 1 = all. As TRL's setting of this name."""
 
     @property
     def reduction_in_use(self) -> Reduction:

@@ -159,7 +159,7 @@ COLUMNS: tuple[Column, ...] = (
     _rollout("weights", "FLOAT[]", "Importance weight: the off-policy correction's, or else the ratio of the loss"),
     _rollout("entropies", "FLOAT[]", "Of the policy's distribution at the token", unit="nats"),
     _rollout("token_flags", "UTINYINT[]", "Bits: 1 clipped low, 2 clipped high, 4 masked by the correction, 8 off_policy_mask,"
-             " 16 top_entropy_quantile, 32 the update was skipped"),
+             " 32 the update was skipped"),
 )  # fmt: skip
 
 COLUMN_NAMES: tuple[str, ...] = tuple(column.name for column in COLUMNS)

@@ -136,7 +136,6 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("clip_ratio/region_mean", "fraction of tokens that a clip took", "fraction"),
     _metric("masked/correction", "fraction of tokens that the off-policy correction left out", "fraction"),
     _metric("masked/off_policy", "fraction of tokens in sequences that were too far off policy", "fraction"),
-    _metric("masked/low_entropy", "fraction of tokens that were left out for their low entropy", "fraction"),
     # trainer against sampler
     _metric("sampling/sampling_logp_difference/mean", "mean |trainer - sampler| log-probability of a token", "nats", better=_LOWER),
     _metric("sampling/sampling_logp_difference/p99", "99 of 100 are not larger, to 16%", "nats", better=_LOWER),

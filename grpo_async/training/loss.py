@@ -2,7 +2,7 @@
 
     policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
         + beta x KL                                             weighted by the reduction (batching.weights), summed
-        - entropy_bonus x mean entropy of the kept tokens       over the minibatch
+        - entropy_bonus x mean entropy                          over the minibatch
 
 Every term is a sum over tokens with weights known before the first forward, so it does not depend on how samples are packed,
 cut into micro-batches or spread over ranks (bnpo excepted, by definition).
@@ -11,12 +11,10 @@ A loss of your own is f(inputs: LossInputs, **arguments) -> tensor (N,), see `Us
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.config.experiment import ExperimentConfig
@@ -298,44 +296,6 @@ def is_on_policy(inputs: LossInputs, *, threshold: float) -> torch.Tensor:
     return (inputs.advantages >= 0) | (divergence <= threshold)
 
 
-def entropy_threshold(entropy: torch.Tensor, *, fraction: float) -> torch.Tensor:
-    """The entropy that a token must have to be among the `fraction` with the highest (arXiv 2506.01939). () float64
-
-    It is the (1 - fraction) quantile, between two values by linear interpolation, as numpy's and TRL's.
-    Worked example: entropies [.1, .2, .4, .5, .9], fraction 0.4: index 0.6 x 4 = 2.4 -> 0.4 + 0.4 x 0.1 = 0.44: 0.5 and 0.9 stay.
-
-    Args:
-        entropy: of all trained tokens of the minibatch, of all ranks, ascending; may be empty. (n,) float64
-        fraction: 0 to 1.
-    """
-    if entropy.numel() == 0:
-        return entropy.new_zeros(())
-    index = (1.0 - fraction) * (entropy.numel() - 1)
-    below = int(index)
-    above = min(below + 1, entropy.numel() - 1)
-    return entropy[below] + (index - below) * (entropy[above] - entropy[below])
-
-
-def sorted_entropies(entropy: torch.Tensor, *, num_tokens: int, most_rank_tokens: int) -> torch.Tensor:
-    """The entropies of a minibatch on all ranks, the same on each of them, ascending. (num_tokens,) float64
-
-    A collective where there are several ranks. The host need not know how many each has: they are padded up to the same
-    number with infinity, which sorting puts last.
-
-    Args:
-        entropy: of the trained tokens of this rank. (n,), n <= most_rank_tokens
-        num_tokens: of all ranks.
-    """
-    values = entropy.detach().double()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        padded = torch.full((most_rank_tokens,), math.inf, dtype=values.dtype, device=values.device)
-        padded[: values.numel()] = values
-        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, padded)
-        values = torch.cat(parts)
-    return torch.sort(values).values[:num_tokens]
-
-
 def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """The k3 estimator of KL(policy || reference) per token: unbiased, never negative (http://joschu.net/blog/kl-approx.html; GRPO,
     arXiv 2402.03300, equation 4). Its gradient goes through `logprobs`.
@@ -354,20 +314,6 @@ def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OldPolicy:
-    """What the policy at the start of the step says of one micro-batch's N tokens (the old log-probabilities pass)."""
-
-    logprobs: torch.Tensor  # (N,) of the policy at the start of the step
-    has_high_entropy: torch.Tensor | None  # (N,) bool, the tokens that top_entropy_quantile keeps; None = all
-    num_kept: torch.Tensor | None  # () how many those are in the whole minibatch, on all ranks; None = all
-
-    def of_tokens(self, rows: slice) -> OldPolicy:
-        """What it says of these tokens."""
-        mask = self.has_high_entropy
-        return replace(self, logprobs=self.logprobs[rows], has_high_entropy=None if mask is None else mask[rows])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveOutput:
     """What one micro-batch adds to the objective. `total` has the gradient; the rest is for metrics, (N,) and without."""
 
@@ -379,7 +325,6 @@ class ObjectiveOutput:
     kl: torch.Tensor | None
     is_importance_masked: torch.Tensor | None  # bool, left out by the mask of `loss.correction`
     is_off_policy: torch.Tensor | None  # bool, left out by off_policy_mask
-    has_low_entropy: torch.Tensor | None  # bool, left out by top_entropy_quantile
 
 
 class Objective:
@@ -409,8 +354,7 @@ class Objective:
     @property
     def needs_old_policy(self) -> bool:
         """Whether a step begins with a forward without gradient over all its micro-batches."""
-        recomputes = self.section.proximal == "recomputed" and self._num_updates > 1
-        return recomputes or self.section.top_entropy_quantile < 1.0
+        return self.section.proximal == "recomputed" and self._num_updates > 1
 
     @property
     def needs_entropy_gradient(self) -> bool:
@@ -439,7 +383,7 @@ class Objective:
         batch: MicroBatch,
         *,
         ref_logprobs: torch.Tensor | None = None,
-        old: OldPolicy | None = None,
+        old: torch.Tensor | None = None,
     ) -> TokenObjective | None:
         """For `Policy.forward`: what some of the trained tokens add, with its gradients; None where it is not a sum over tokens.
 
@@ -459,7 +403,7 @@ class Objective:
                     PolicyOutput(logprobs=logprobs, entropy=entropy),
                     batch.of_tokens(rows),
                     ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                    old=None if old is None else old.of_tokens(rows),
+                    old=None if old is None else old[rows],
                 ).total
                 wanted = [logprobs, entropy] if self.needs_entropy_gradient else [logprobs]
                 gradients = torch.autograd.grad(total, wanted)
@@ -473,13 +417,13 @@ class Objective:
         batch: MicroBatch,
         *,
         ref_logprobs: torch.Tensor | None = None,
-        old: OldPolicy | None = None,
+        old: torch.Tensor | None = None,
     ) -> ObjectiveOutput:
         """What a micro-batch with at least one trained token adds.
 
         Args:
             ref_logprobs: of the reference. (N,); needed where `needs_reference`
-            old: needed where `needs_old_policy`.
+            old: of the policy at the start of the step. (N,); needed where `needs_old_policy`
         """
         section = self.section
         inputs = LossInputs(
@@ -495,16 +439,13 @@ class Objective:
         )
         token_loss = self._policy_loss(inputs)
         loss, weights = token_loss.loss, token_loss.ratio
-        is_importance_masked = is_off_policy = has_low_entropy = None
+        is_importance_masked = is_off_policy = None
         if section.correction is not None:
             weights, is_importance_masked = importance_weights(inputs, section.correction)
             loss = (loss * weights).masked_fill(weights == 0.0, 0.0)  # a loss that overflowed, times 0, is not 0
         if section.off_policy_mask is not None:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
-        if old is not None and old.has_high_entropy is not None:
-            has_low_entropy = ~old.has_high_entropy
-            loss = loss.masked_fill(has_low_entropy, 0.0)
         kl = None
         if section.beta != 0.0:
             assert ref_logprobs is not None
@@ -515,7 +456,7 @@ class Objective:
         policy_loss = (loss * inputs.weights).sum()
         total = policy_loss
         if section.entropy_bonus != 0.0:
-            total = total - section.entropy_bonus * _part_of_mean_entropy(output.entropy, batch, old)
+            total = total - section.entropy_bonus * output.entropy.sum() / batch.minibatch_tokens
         if output.objective is not None:
             total = output.objective  # the same number, with the gradient
         return ObjectiveOutput(
@@ -527,7 +468,6 @@ class Objective:
             kl=None if kl is None else kl.detach(),
             is_importance_masked=is_importance_masked,
             is_off_policy=is_off_policy,
-            has_low_entropy=has_low_entropy,
         )
 
     def _ratio(self, inputs: LossInputs) -> torch.Tensor:
@@ -537,7 +477,7 @@ class Objective:
             log_ratio = sequence_mean(log_ratio, inputs.sample_index)
         return ratio_of(log_ratio)
 
-    def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, old: OldPolicy | None) -> torch.Tensor:
+    def _proximal_logprobs(self, logprobs: torch.Tensor, batch: MicroBatch, old: torch.Tensor | None) -> torch.Tensor:
         """sampler: its own. recomputed: the policy at the start of the step, which with one update is the one of this forward.
         log_linear: between them."""
         match self.section.proximal:
@@ -549,15 +489,7 @@ class Objective:
                 if self._num_updates == 1:
                     return logprobs.detach()
                 assert old is not None
-                return old.logprobs
-
-
-def _part_of_mean_entropy(entropy: torch.Tensor, batch: MicroBatch, old: OldPolicy | None) -> torch.Tensor:
-    """Sum of this micro-batch's kept entropies / number of kept tokens of the minibatch; as in TRL the mean is over the tokens that
-    the entropy mask keeps, whatever the reduction of the policy loss. ()"""
-    if old is None or old.has_high_entropy is None or old.num_kept is None:
-        return entropy.sum() / batch.minibatch_tokens
-    return entropy.masked_fill(~old.has_high_entropy, 0.0).sum() / old.num_kept
+                return old
 
 
 def _policy_loss(section: BaseLoss) -> Callable[[LossInputs], TokenLoss]:

@@ -35,7 +35,7 @@ The rest of its time is "other"."""
 _SUMS = (
     "loss", "policy_loss", "tokens", "entropy", "kl", "difference", "sampling_kl",
     "weights", "weights_squared", "num_weights", "clipped_low", "clipped_high", "num_clips",
-    "importance_masked", "off_policy", "low_entropy",
+    "importance_masked", "off_policy",
 )  # fmt: skip
 _BINS_FROM, _BINS_TO, _NUM_BINS = 1e-6, 1e2, 128  # nats
 _MAXIMA = ("weight_max", "minus_weight_min", "difference_max", "minus_low_min", "high_max")
@@ -86,7 +86,6 @@ class UpdateSums:
                 per_clip.sum().double(),
                 _count(output.is_importance_masked, nothing),
                 _count(output.is_off_policy, nothing),
-                _count(output.has_low_entropy, nothing),
             ]
         )
         # in the order of _MAXIMA
@@ -190,8 +189,6 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
         metrics["masked/correction"] = total["importance_masked"] / num_tokens
     if section.off_policy_mask is not None:
         metrics["masked/off_policy"] = total["off_policy"] / num_tokens
-    if section.top_entropy_quantile < 1.0:
-        metrics["masked/low_entropy"] = total["low_entropy"] / num_tokens
     return metrics
 
 

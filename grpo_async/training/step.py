@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from grpo_async.batching.pack import MicroBatch
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold, sorted_entropies
+from grpo_async.training.loss import Objective
 from grpo_async.training.metrics import UpdateMetrics, UpdateSums, step_metrics
 from grpo_async.training.model import Policy, PolicyOutput, reshard
 from grpo_async.training.parameters import local_of
@@ -85,16 +85,15 @@ def train_step(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for group in optimizer.param_groups:
         group["lr"] = lr
+    old_logprobs: Sequence[Sequence[torch.Tensor | None]] = [[None] * len(batches) for batches in minibatches]
     if objective.needs_old_policy:
         with timeline.span("old log-probabilities", "trainer"):
-            old_policies = _ask_old_policy(policy, minibatches, objective, device)
-    else:
-        old_policies = [[None] * len(micro_batches) for micro_batches in minibatches]
+            old_logprobs = _ask_old_policy(policy, minibatches, device)
     updates: list[UpdateMetrics] = []
     ref_of_batches: dict[tuple[int, int], torch.Tensor] = {}  # the reference stays what it is while a step lasts
     for iteration in range(num_iterations):
         collector = tokens if iteration == 0 else None
-        for index, (micro_batches, old_of_batches) in enumerate(zip(minibatches, old_policies, strict=True)):
+        for index, (micro_batches, old_of_batches) in enumerate(zip(minibatches, old_logprobs, strict=True)):
             sums = UpdateSums(objective, device)
             for number, (cpu_batch, old) in enumerate(zip(micro_batches, old_of_batches, strict=True)):
                 batch = cpu_batch.to(device)
@@ -156,33 +155,13 @@ def _set_gradient_sync(policy: Policy, device: torch.device, *, is_last: bool) -
 
 
 def _ask_old_policy(
-    policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], objective: Objective, device: torch.device
-) -> list[list[OldPolicy | None]]:
-    """Log-probabilities, and which tokens have a high entropy, under the policy at the start of the step; as `minibatches`."""
-    fraction = objective.section.top_entropy_quantile
-    results: list[list[OldPolicy | None]] = []
+    policy: Policy, minibatches: Sequence[Sequence[MicroBatch]], device: torch.device
+) -> list[list[torch.Tensor]]:
+    """Log-probabilities under the policy at the start of the step; as `minibatches`."""
     with torch.no_grad():
-        for micro_batches in minibatches:
-            outputs: list[PolicyOutput] = [policy(batch.to(device)) for batch in micro_batches]
-            if fraction == 1.0:
-                results.append([OldPolicy(logprobs=o.logprobs, has_high_entropy=None, num_kept=None) for o in outputs])
-                continue
-            entropies = sorted_entropies(
-                torch.cat([output.entropy for output in outputs]),
-                num_tokens=micro_batches[0].minibatch_tokens,
-                most_rank_tokens=micro_batches[0].most_rank_tokens,
-            )
-            threshold = entropy_threshold(entropies, fraction=fraction)
-            kept = [output.entropy.double() >= threshold for output in outputs]
-            num_kept = (entropies >= threshold).sum()
-            results.append(
-                [
-                    OldPolicy(logprobs=output.logprobs, has_high_entropy=mask, num_kept=num_kept)
-                    for output, mask in zip(outputs, kept, strict=True)
-                ]
-            )
+        found = [[policy(batch.to(device)).logprobs for batch in micro_batches] for micro_batches in minibatches]
     reshard(policy)
-    return results
+    return found
 
 
 def _result(updates: Sequence[UpdateMetrics], objective: Objective, *, lr: float, num_iterations: int) -> StepResult:

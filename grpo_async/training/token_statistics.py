@@ -54,7 +54,6 @@ class TokenCollector:
             (TokenFlag.CLIPPED_HIGH, output.token_loss.is_capped),  # never both: of the one A > 0, of the other A < 0
             (TokenFlag.IS_MASKED, output.is_importance_masked),
             (TokenFlag.OFF_POLICY, output.is_off_policy),
-            (TokenFlag.LOW_ENTROPY, output.has_low_entropy),
         ):
             if holds is not None:
                 flags.add_(holds, alpha=float(flag))

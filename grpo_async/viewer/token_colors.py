@@ -70,7 +70,6 @@ SWATCHES: dict[str, tuple[str, str]] = {
     "clipped-high": ("#7d4a10", "#ffc876"),
     "is-masked": ("#5a3a6e", "#dcbcf2"),
     "off-policy": ("#8a1f2b", "#ff9ea6"),
-    "low-entropy": ("#1d5147", "#b4e5d6"),
     "skipped": ("#4a4a4a", "#d4d4d4"),
 }
 """Background of a class as #rrggbb on a dark and on a light screen; classes that are not here have the screen's own."""
@@ -93,7 +92,6 @@ _FLAGS: tuple[tuple[TokenFlag, str, str], ...] = (
     (TokenFlag.SKIPPED, "skipped", "update skipped"),
     (TokenFlag.OFF_POLICY, "off-policy", "off policy"),
     (TokenFlag.IS_MASKED, "is-masked", "masked by correction"),
-    (TokenFlag.LOW_ENTROPY, "low-entropy", "low entropy"),
     (TokenFlag.CLIPPED_LOW, "clipped-low", "clipped low"),
     (TokenFlag.CLIPPED_HIGH, "clipped-high", "clipped high"),
 )

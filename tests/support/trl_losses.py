@@ -49,7 +49,6 @@ def trl_loss(
     cap: float | None = 3.0,
     floor: float | None = None,
     off_policy_mask: float | None = None,
-    top_entropy_quantile: float = 1.0,
     entropy_bonus: float = 0.0,
     max_completion_tokens: int = 16,
 ) -> TrlResult:
@@ -79,7 +78,7 @@ def trl_loss(
         vllm_importance_sampling_clip_max=cap,
         vllm_importance_sampling_clip_min=floor,
         off_policy_mask_threshold=off_policy_mask,
-        top_entropy_quantile=top_entropy_quantile,
+        top_entropy_quantile=1.0,
         _entropy_bonus_enabled=entropy_bonus != 0.0,
         use_adaptive_entropy=False,
         entropy_coef=entropy_bonus,

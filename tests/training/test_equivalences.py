@@ -18,7 +18,6 @@ _COMMON: dict[str, Any] = {
     "beta": 0.1,
     "off_policy_mask": 0.05,
     "entropy_bonus": 0.01,
-    "top_entropy_quantile": 0.7,
 }
 # the off-policy mask looks at whole samples: without it a loss with weights by token is a sum over tokens
 _SUM = _COMMON | {"off_policy_mask": None}
@@ -80,7 +79,6 @@ def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
         first = plain[name]["metrics"]
         if values["off_policy_mask"] is not None:
             assert 0.0 < first["masked/off_policy"] < 1.0
-        assert first["masked/low_entropy"] == pytest.approx(0.3, abs=0.03)
         assert first["kl"] > 0.0
         if values["correction"]["action"] == "mask":
             assert 0.0 < first["masked/correction"] < 1.0

@@ -9,7 +9,6 @@ import torch
 
 from grpo_async.training.loss import (
     clipped_loss,
-    entropy_threshold,
     gspo_loss,
     log_linear_logprobs,
     sapo_loss,
@@ -23,15 +22,6 @@ def test_the_log_linear_policy_moves_to_the_trained_one_with_age_and_has_no_grad
     result = log_linear_logprobs(logprobs, torch.full((3,), -2.0), torch.tensor([0, 1, 3]))
     assert result.tolist() == [-2.0, -1.5, -1.25]
     assert not result.requires_grad
-
-
-def test_the_entropy_threshold_is_the_quantile() -> None:
-    """Index 0.6 x 4 = 2.4: 0.4 + 0.4 x 0.1 = 0.44; of a fraction of 0 the highest entropy is left."""
-    entropy = torch.tensor([0.1, 0.2, 0.4, 0.5, 0.9])
-    assert entropy_threshold(entropy, fraction=0.4).item() == pytest.approx(0.44)
-    assert entropy_threshold(entropy, fraction=0.0).item() == pytest.approx(0.9)
-    many = torch.rand(1001).sort().values
-    assert entropy_threshold(many, fraction=0.2).item() == pytest.approx(torch.quantile(many, 0.8).item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

@@ -20,7 +20,7 @@ from grpo_async.config.sections import (
     SapoLoss,
 )
 from grpo_async.records import RolloutSample
-from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy, entropy_threshold
+from grpo_async.training.loss import Objective, ObjectiveOutput
 from grpo_async.training.metrics import UpdateSums, step_metrics
 from grpo_async.training.model import PolicyOutput
 from tests.support.trl_losses import TrlBatch, trl_loss
@@ -91,20 +91,13 @@ def _ours(batch: TrlBatch, section: BaseLoss) -> tuple[ObjectiveOutput, dict[str
     (micro_batch,) = split_by_rank(samples, weights, plan, trainer_version=0)[0].pack()
     kept = batch.mask.bool()
     entropy = batch.entropy[kept]
-    entropies = entropy.detach().double()
-    has_high = entropies >= entropy_threshold(entropies.sort().values, fraction=section.top_entropy_quantile)
-    old = OldPolicy(
-        logprobs=batch.old[kept],
-        has_high_entropy=has_high if section.top_entropy_quantile < 1.0 else None,
-        num_kept=has_high.sum(),
-    )
     _assert_same_order(micro_batch, batch)
     objective = Objective(section, num_updates=2)  # so that the proximal logprobs are the old ones
     output = objective(
         PolicyOutput(logprobs=batch.logprobs[kept], entropy=entropy),
         micro_batch,
         ref_logprobs=batch.ref[kept],
-        old=old,
+        old=batch.old[kept],
     )
     sums = UpdateSums(objective, torch.device("cpu"))
     sums.add(output)
@@ -188,17 +181,9 @@ def test_the_defaults_of_the_kl_are_those_of_trl() -> None:
 
 
 @pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-@pytest.mark.parametrize("fraction", [0.2, 0.5])
-def test_entropy_mask_with_the_kl_left_on_all_tokens(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
-    section = section.model_copy(update={"top_entropy_quantile": fraction, "beta": 0.07})
-    _assert_equal(section, top_entropy_quantile=fraction, beta=0.07, **trl)
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize(("section", "trl"), LOSSES, ids=IDS)
-def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any], fraction: float) -> None:
-    section = section.model_copy(update={"top_entropy_quantile": fraction, "entropy_bonus": 0.3, "beta": 0.07})
-    both = _assert_equal(section, top_entropy_quantile=fraction, entropy_bonus=0.3, beta=0.07, **trl)
+def test_entropy_bonus(section: BaseLoss, trl: dict[str, Any]) -> None:
+    section = section.model_copy(update={"entropy_bonus": 0.3, "beta": 0.07})
+    both = _assert_equal(section, entropy_bonus=0.3, beta=0.07, **trl)
     assert "policy_loss" in both
 
 
@@ -244,7 +229,7 @@ def test_the_figures_of_the_weights_are_those_of_the_weights_in_use(level: Any) 
 
 def test_everything_at_once() -> None:
     correction = ImportanceSamplingSection(level="token", action="mask", cap=1.5, floor=0.6)
-    values = {"beta": 0.1, "off_policy_mask": 0.05, "top_entropy_quantile": 0.5, "entropy_bonus": 0.2}
+    values = {"beta": 0.1, "off_policy_mask": 0.05, "entropy_bonus": 0.2}
     _assert_equal(
         ClippedLoss(type="dapo", delta=1.5).model_copy(update={**values, "correction": correction}),
         loss_type="dapo", delta=1.5, correction="token_mask", cap=1.5, floor=0.6, **values,

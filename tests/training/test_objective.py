@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.training.loss import Objective, ObjectiveOutput, OldPolicy
+from grpo_async.training.loss import Objective, ObjectiveOutput
 from grpo_async.training.model import PolicyOutput
 from tests.support.loss_inputs import loss_section
 from tests.trainer.fakes import loop_config
@@ -57,7 +57,6 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
         ({"proximal": "recomputed"}, 1, False, False, False),  # the forward of the update is that of the start
         ({"proximal": "recomputed"}, 2, False, True, False),
         ({"proximal": "log_linear"}, 2, False, False, False),
-        ({"top_entropy_quantile": 0.2}, 1, False, True, False),
         ({"entropy_bonus": 0.01}, 1, False, False, True),
         ({"type": "custom", "function": "tests.training.test_losses_user:reinforce"}, 1, False, False, True),
     ],
@@ -80,8 +79,8 @@ def test_several_passes_over_the_samples_of_a_step_need_the_policy_before_the_fi
 
 def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -> None:
     """pi = -1, sampler -2, d = 1; at the start of the step it was -1.25. The ratio is e^1, e^0, e^0.25, e^0.5 (a = 1/2)."""
-    start = OldPolicy(logprobs=torch.tensor([-1.25]), has_high_entropy=None, num_kept=None)
-    cases: list[tuple[dict[str, Any], int, OldPolicy | None, float]] = [
+    start = torch.tensor([-1.25])
+    cases: list[tuple[dict[str, Any], int, torch.Tensor | None, float]] = [
         ({"proximal": "sampler"}, 1, None, 1.0),
         ({"proximal": "recomputed"}, 1, None, 0.0),
         ({"proximal": "recomputed"}, 2, start, 0.25),
@@ -117,20 +116,17 @@ def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
 
 
 def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
-    """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, token 3 has low entropy,
-    so token 2 alone has a policy loss: rho = 1, -2 / 4 = -0.5. Together -0.5 + 4 x 0.1 x 0.148721 / 4 = -0.485128."""
-    section = loss_section(beta=0.1, use_bias_correction_kl=False, off_policy_mask=0.2, top_entropy_quantile=0.75)
+    """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, so tokens 2
+    and 3 alone have a policy loss: rho = 1, 2 x -2 / 4 = -1. Together -1 + 4 x 0.1 x 0.148721 / 4 = -0.985128."""
+    section = loss_section(beta=0.1, use_bias_correction_kl=False, off_policy_mask=0.2)
     policy = _policy([-1.0] * 4)
     batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
-    old = OldPolicy(
-        logprobs=torch.zeros(4), has_high_entropy=torch.tensor([True, True, True, False]), num_kept=torch.tensor(3)
-    )
-    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5), old=old)
-    assert output.total.item() == pytest.approx(-0.485128, abs=1e-5)
+    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5))
+    assert output.total.item() == pytest.approx(-0.985128, abs=1e-5)
     assert output.is_off_policy is not None
     assert output.is_off_policy.tolist() == [True, True, False, False]
     kl_gradient = -0.648721 * 0.1 / 4
-    expected = [kl_gradient, kl_gradient, kl_gradient - 0.5, kl_gradient]
+    expected = [kl_gradient, kl_gradient, kl_gradient - 0.5, kl_gradient - 0.5]
     assert _gradient(output, policy.logprobs) == pytest.approx(expected, abs=1e-5)
 
 
@@ -150,18 +146,13 @@ def test_the_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
 
 
 def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction() -> None:
-    """Entropies 1 and 3 of a minibatch of 8 tokens: 0.5 x 4 / 8 = 0.25 is subtracted, 0.5 / 8 the gradient of each. With the second
-    left out and 4 tokens kept in the minibatch: 0.5 x 1 / 4 = 0.125."""
+    """Entropies 1 and 3 of a minibatch of 8 tokens: 0.5 x 4 / 8 = 0.25 is subtracted, 0.5 / 8 the gradient of each."""
     policy = _policy([-1.0, -1.0], entropy=[1.0, 3.0])
     batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
     output = Objective(loss_section(entropy_bonus=0.5))(policy, batch)
     assert output.total.item() == pytest.approx(-0.25)
     assert output.policy_loss.item() == 0.0
     assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
-    kept = OldPolicy(logprobs=torch.zeros(2), has_high_entropy=torch.tensor([True, False]), num_kept=torch.tensor(4))
-    masked = Objective(loss_section(entropy_bonus=0.5, top_entropy_quantile=0.5))(policy, batch, old=kept)
-    assert masked.total.item() == pytest.approx(-0.125)
-    assert _gradient(masked, policy.entropy) == pytest.approx([-0.125, 0.0])
 
 
 _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
@@ -173,7 +164,6 @@ _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample
         {"type": "grpo"}, {"type": "bnpo"}, {"type": "dr_grpo"}, {"type": "dapo", "delta": 4.0}, {"type": "cispo"},
         {"type": "sapo"}, {"beta": 0.1}, {"entropy_bonus": 0.1}, {"proximal": "log_linear"},
         {"proximal": "recomputed", "correction": {"level": "token"}},
-        {"top_entropy_quantile": 0.5, "entropy_bonus": 0.1},
     ],
 )  # fmt: skip
 def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(values: dict[str, Any]) -> None:
@@ -185,11 +175,7 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     )
     policy = _policy([-1.3, -1.0, -0.2, -3.0], entropy=[0.5, 1.0, 1.5, 2.0])
     references = torch.tensor([-1.1, -1.2, -1.3, -1.4])
-    old = OldPolicy(
-        logprobs=torch.tensor([-1.2, -1.1, -0.3, -2.5]),
-        has_high_entropy=torch.tensor([False, True, False, True]),
-        num_kept=torch.tensor(2),
-    )
+    old = torch.tensor([-1.2, -1.1, -0.3, -2.5])
     known: dict[str, Any] = {"ref_logprobs": references, "old": old}
     total = objective(policy, batch, **known).total
     wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)

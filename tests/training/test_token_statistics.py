@@ -16,7 +16,7 @@ from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import BaseLoss, OptimizerSection
 from grpo_async.records import RolloutSample, TokenFlag, TokenStats
-from grpo_async.training.loss import Objective, OldPolicy, entropy_threshold
+from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
 from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
@@ -41,7 +41,6 @@ LOSSES: dict[str, dict[str, Any]] = {
     "sequence mask": {"type": "dr_grpo", **_RECOMPUTED, "correction": {**_SEQUENCES, "action": "mask"}},
     "log_linear": {"type": "dapo", "proximal": "log_linear", "correction": {"level": "token", "action": "none"}},
     "off_policy_mask": {"type": "dapo", "off_policy_mask": 0.001},
-    "top_entropy_quantile": {"type": "dapo", "top_entropy_quantile": 0.6, "off_policy_mask": 0.001},
 }
 
 
@@ -98,14 +97,10 @@ def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) 
     with torch.no_grad():
         outputs = [policy(batch) for batch in batches]
     rows = {}
-    entropies = torch.cat([output.entropy for output in outputs]).double().sort().values
-    threshold = entropy_threshold(entropies, fraction=section.top_entropy_quantile)
     for sample, batch, output in zip(samples, batches, outputs, strict=True):
-        has_high = output.entropy.double() >= threshold
-        old = OldPolicy(logprobs=output.logprobs, has_high_entropy=has_high, num_kept=has_high.sum())
         # a user's loss has to have a gradient
         known = replace(output, logprobs=output.logprobs.clone().requires_grad_())
-        terms = objective(known, batch, old=old)
+        terms = objective(known, batch, old=output.logprobs)
         flags = torch.zeros_like(output.logprobs)
         for flag, holds in (
             (TokenFlag.CLIPPED_LOW, terms.token_loss.clipped_low),
@@ -113,7 +108,6 @@ def _alone(policy: Policy, section: BaseLoss, samples: Sequence[RolloutSample]) 
             (TokenFlag.CLIPPED_HIGH, terms.token_loss.is_capped),
             (TokenFlag.IS_MASKED, terms.is_importance_masked),
             (TokenFlag.OFF_POLICY, terms.is_off_policy),
-            (TokenFlag.LOW_ENTROPY, ~has_high),
         ):
             flags += 0.0 if holds is None else float(flag) * holds
         columns = (output.logprobs, terms.inputs.old_logprobs, terms.importance_weights, output.entropy, flags)
@@ -157,7 +151,6 @@ _EVERY = {
     "beta": 0.1,
     "off_policy_mask": 0.001,
     "entropy_bonus": 0.01,
-    "top_entropy_quantile": 0.7,
 }
 ON_RANKS: dict[str, dict[str, Any]] = {
     "grpo": {"type": "grpo", **_EVERY, "correction": _TOKENS},
