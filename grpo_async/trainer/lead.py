@@ -1,6 +1,10 @@
-"""Rank 0 from the first connection to the summary.
+"""Rank 0 from the first connection to the summary; the other ranks follow its commands (training.ranks).
 
-connect -> push the first weights -> preflight -> evaluate -> generate and train -> push, save, export -> evaluate -> summary
+    lead      connect -> restore -> wait for a server -> make what the Leader works with
+    Leader    push the first weights -> check -> evaluate -> train -> save, export, push -> evaluate -> summary
+    a step    take groups -> plan -> pack -> step -> close groups -> push weights -> log -> checkpoint
+
+Version = finished optimizer steps.
 """
 
 from __future__ import annotations
@@ -9,13 +13,19 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
+from grpo_async.batching.minibatch import Minibatch, split_groups
+from grpo_async.batching.pack import RankSamples, split_by_rank
+from grpo_async.batching.plan import plan_batch
+from grpo_async.batching.weights import token_weights
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
@@ -23,37 +33,54 @@ from grpo_async.checks.doctor import machine_memory
 from grpo_async.checks.memory import ADVICE, ModelSize, describe_peak, trainer_memory
 from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
 from grpo_async.evaluation.evaluations import Listeners, RunEvaluations
 from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.inference.fleet import Server
+from grpo_async.inference.fleet import Fleet, Server
 from grpo_async.inference.token import token_from_environment
 from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.records import ScoredGroup
+from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
-from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
-from grpo_async.training.checkpoint import load_state, load_tensors, prune, set_aside_later_checkpoints
-from grpo_async.training.export import CARD, model_card
+from grpo_async.training.checkpoint import (
+    CheckpointState,
+    load_state,
+    load_tensors,
+    prune,
+    set_aside_later_checkpoints,
+)
+from grpo_async.training.export import CARD, export_model, model_card
+from grpo_async.training.loss_scale import LossScale
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
-from grpo_async.training.ranks import StopCommand, TrainerContext
-from grpo_async.training.timing import peak_bytes
+from grpo_async.training.ranks import (
+    Command,
+    ExportCommand,
+    GatherCommand,
+    SaveCommand,
+    ScoreCommand,
+    StepCommand,
+    StopCommand,
+    TrainerContext,
+    WaitCommand,
+)
+from grpo_async.training.schedule import lr_factors
+from grpo_async.training.step import StepResult
+from grpo_async.training.timing import Activity, peak_bytes
+from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.utils.run_state import FINISHED, STOPPED
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.push import WeightTransport
-from grpo_async.weights.verify import probe_sequences
+from grpo_async.weights.verify import TrainerScores, probe_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -64,151 +91,63 @@ _EXAMPLE_STEPS = 5
 """Number of steps between examples of what the policy writes; there is one after the first step, too."""
 _LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
 _FAR_MORE = 1.5  # than an estimate that is good to about a third
+_MAX_NONFINITE_STEPS = 3  # in a row, each skipped; then the run ends
 
 
-def lead(
-    assignment: Assignment,
-    config: ExperimentConfig,
-    control: ControlClient,
-    context: TrainerContext,
-    renderer: ChatRenderer,
-    timeline: Timeline = NO_TIMELINE,
-) -> None:
+def lead(assignment: Assignment, control: ControlClient, context: TrainerContext, renderer: ChatRenderer) -> None:
     """Run rank 0; everything it opened is closed when it returns or raises."""
+    run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
     with ExitStack() as stack:
-        _Leader(assignment, config, control, context, renderer, timeline, stack).run()
-
-
-class _Leader:
-    def __init__(
-        self,
-        assignment: Assignment,
-        config: ExperimentConfig,
-        control: ControlClient,
-        context: TrainerContext,
-        renderer: ChatRenderer,
-        timeline: Timeline,
-        stack: ExitStack,
-    ) -> None:
-        self._assignment = assignment
-        self._config = config
-        self._control = control
-        self._context = context
-        self._renderer = renderer
-        self._timeline = timeline
-        self._stack = stack
-        self._phase: tuple[str, float] | None = None  # the current one, and when it began
-        stack.callback(self._end_phase)
-        self._state = (
-            load_state(assignment.run_dir, assignment.resume_step) if assignment.resume_step is not None else None
+        state = load_state(run_dir, step) if step is not None else None
+        fleet = open_fleet(context.config, assignment.server_urls, control, stack, timeline)
+        store = stack.enter_context(RolloutStore(run_dir.rollouts, settings=context.config.record.rollouts))
+        side = build_rollout_side(
+            context.config, fleet=fleet, renderer=renderer, store=store, state=state, timeline=timeline
         )
-        self._fleet = open_fleet(config, assignment.server_urls, control, stack, timeline)
-        self._engine = "unknown"
-        self._start = self._state.step if self._state else 0
-        self._side: RolloutSide  # this and what follows from `run` on
-        self._evaluations: RunEvaluations
-        self._meter: PipelineMeter
-        self._loop: LeaderLoop
-        self._guard: StallGuard
-
-    def run(self) -> None:
-        assignment, control, context = self._assignment, self._control, self._context
-        side = self._side = self._build_rollout_side()
-        config = self._config = context.config = side.config
-        if assignment.resume_step is not None:
-            step = assignment.resume_step
+        stack.callback(side.source.close)
+        config = context.config = side.config
+        if step is not None:
             load_tensors(
-                assignment.run_dir,
+                run_dir,
                 step,
                 context.policy,
                 context.optimizer,
                 reference=context.moving_reference,
                 seed=config.run.seed,
             )
-            set_aside_later_checkpoints(assignment.run_dir, step)
+            set_aside_later_checkpoints(run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
-        self._begin_phase("waiting for the server")
-        self._fleet.start()
-        is_ready = self._fleet.wait_for_members(
-            deadline_s=config.inference.startup_timeout_s,
-            setting="inference.startup_timeout_s",
-            stop=control.stop_requested,
-        )
+        control.send("phase", name="waiting for the server")
+        fleet.start()
+        with timeline.span("waiting for the server", "run"):
+            is_ready = fleet.wait_for_members(
+                deadline_s=config.inference.startup_timeout_s,
+                setting="inference.startup_timeout_s",
+                stop=control.stop_requested,
+            )
         if not is_ready:  # stopped before anything was trained: there is nothing to save
             context.channel.send([StopCommand()] * assignment.world_size)
             return
-        self._evaluations = self._build_evaluations()
-        self._meter = PipelineMeter(self._read(), Totals(**self._state.totals) if self._state else None)
-        loop = self._loop = self._build_loop()
-        self._begin_phase("pushing the first weights")
-        first_push = self._push_first()  # also proves the transport before anything is generated
-        if first_push is None:
-            loop.stop_followers()
-            return
-        self._fleet.subscribe(side.source.wake)
-        self._check_before_training()
-        if assignment.purpose == "preflight":
-            loop.stop_followers()
-            return
-        call_when_set(control.stop_requested, side.source.interrupt)
-        self._watch_for_stalls()
-        self._evaluations.before_training()
-        finished = self._train()
-        self._write_summary(finished)
-        self._guard.check()
-
-    def _begin_phase(self, name: str) -> None:
-        """The launcher is told what rank 0 does, and the timeline for how long. Ends the phase before."""
-        self._end_phase()
-        self._phase = name, time.time()
-        self._control.send("phase", name=name)
-
-    def _end_phase(self) -> None:
-        if self._phase is not None:
-            name, began = self._phase
-            self._timeline.add(name, "run", began, time.time())
-            self._phase = None
-
-    def _build_rollout_side(self) -> RolloutSide:
-        store = self._stack.enter_context(
-            RolloutStore(self._assignment.run_dir.rollouts, settings=self._config.record.rollouts)
-        )
-        side = build_rollout_side(
-            self._config,
-            fleet=self._fleet,
-            renderer=self._renderer,
-            store=store,
-            state=self._state,
-            timeline=self._timeline,
-        )
-        self._stack.callback(side.source.close)
-        return side
-
-    def _build_evaluations(self) -> RunEvaluations:
+        start = state.step if state else 0
         evaluations = RunEvaluations(
-            self._config,
-            self._assignment.run_dir,
-            source=self._side.source,
-            evaluator=self._side.evaluator,
-            start=self._start,
+            config,
+            run_dir,
+            source=side.source,
+            evaluator=side.evaluator,
+            start=start,
             listeners=Listeners(
-                tell=lambda when, metrics: self._control.send("evaluation", when=when, metrics=dict(metrics)),
-                track=lambda step, metrics: self._trackers.log(step, metrics),
-                phase=lambda name: self._control.send("phase", name=name),
-                heartbeat=lambda: self._loop.heartbeat(),
-                on_change=lambda: self._loop.push_if_needed(),
+                tell=lambda when, metrics: control.send("evaluation", when=when, metrics=dict(metrics)),
+                track=lambda step, metrics: trackers.log(step, metrics),
+                phase=lambda name: control.send("phase", name=name),
+                heartbeat=lambda: leader.heartbeat(),
+                on_change=lambda: leader.push_if_needed(),
             ),
-            timeline=self._timeline,
+            timeline=timeline,
         )
-        self._stack.callback(evaluations.close)
-        return evaluations
-
-    def _build_loop(self) -> LeaderLoop:
-        config, context = self._config, self._context
-        log = self._stack.enter_context(MetricsLog(self._assignment.run_dir.metrics, first_step=self._start + 1))
+        stack.callback(evaluations.close)
         transport = WeightTransport(
-            self._assignment.transport,
-            host=weights_host(config, self._assignment.server_urls),
+            assignment.transport,
+            host=weights_host(config, assignment.server_urls),
             bucket_bytes=choose_bucket_bytes(
                 config.weights,
                 sum(spec.num_bytes for spec in context.parameters.specs),
@@ -218,81 +157,174 @@ class _Leader:
             device=context.device,
             base=context.parameters.base,
         )
-        self._stack.callback(transport.close)
+        stack.callback(transport.close)
+        # prompts of this run, and noise; the prompts of an environment may begin empty
+        prompts = [
+            renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
+            for prompt in side.first_prompts[:_NUM_PROBES]
+            if prompt.messages
+        ]
+        probes = probe_sequences(
+            prompts, vocab_size=len(renderer.tokenizer), max_model_len=config.inference.max_model_len
+        )
         sync = FleetSync(
             config,
-            self._fleet,
+            fleet,
             transport,
             context.parameters,
-            probes=self._probes(),
-            on_serving=lambda server: self._control.send("server_serving", index=server.index),
-            timeline=self._timeline,
+            probes=probes,
+            on_serving=lambda server: control.send("server_serving", index=server.index),
+            timeline=timeline,
         )
-        is_run = self._assignment.purpose == "train"  # a preflight is no run that anybody wants to see in a tracker
-        trackers = self._trackers = open_trackers(config, self._assignment.run_dir) if is_run else Trackers(())
-        self._stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
-
+        log = stack.enter_context(MetricsLog(run_dir.metrics, first_step=start + 1))
+        is_run = assignment.purpose == "train"  # a preflight is no run that anybody wants to see in a tracker
+        trackers = open_trackers(config, run_dir) if is_run else Trackers(())
+        stack.push(lambda kind, *_: trackers.close(failed=kind is not None))
         for text in trackers.shown_by:
-            self._control.send("note", text=text)
-
-        def on_step(step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
-            metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": float(peak_bytes(context.device))}
-            log.write(step, metrics)
-            trackers.log(step, metrics)
-            self._control.send("step", step=step, max_steps=config.num_steps, metrics=metrics)
-            if (step == self._start + 1 or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
-                self._control.send("example", step=step, **example)
-            if "eval/step" in metrics and config.tracking:
-                self._track_evaluation(step)
-            if step == self._start + 1:
-                self._tell_memory(step)
-
-        return LeaderLoop(
+            control.send("note", text=text)
+        leader = Leader(
+            assignment,
+            control,
             context,
-            source=self._side.source,
+            fleet=fleet,
+            side=side,
             sync=sync,
-            read=self._read,
-            on_step=on_step,
-            meter=self._meter,
-            resumed=self._state,
-            evaluations=self._evaluations,
-            on_saved=self._prune,
-            timeline=self._timeline,
+            evaluations=evaluations,
+            log=log,
+            trackers=trackers,
+            state=state,
         )
 
-    def _prune(self) -> None:
-        """Called by the thread that writes checkpoints."""
-        # first the step: what is evaluated no more has its score
-        evaluated_now = self._evaluations.running_step
-        section = self._config.checkpoint
-        scores = self._evaluations.scores(section.best_metric)
-        prune(self._assignment.run_dir, section, scores=scores, evaluated_now=evaluated_now)
+        def preflight(servers: Sequence[Server]) -> list[Check]:
+            return run_preflight(
+                PreflightContext(
+                    config=config,
+                    run_dir=run_dir,
+                    renderer=renderer,
+                    servers=servers,
+                    prompts=side.first_prompts,
+                    probes=probes,
+                    score_on_trainer=leader.score,
+                    parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
+                    num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
+                    policy_version=start,
+                    device=context.device.type,
+                    token=token_from_environment(),
+                    tool_sets=side.tool_sets,
+                )
+            )
 
-    def _probes(self) -> list[list[int]]:
-        """Token sequences on which trainer and servers are compared: prompts of this run, and noise."""
-        prompts = [
-            self._renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
-            for prompt in self._side.first_prompts[:_NUM_PROBES]
-            if prompt.messages  # those of an environment may begin empty
-        ]
-        return probe_sequences(
-            prompts,
-            vocab_size=len(self._renderer.tokenizer),
-            max_model_len=self._config.inference.max_model_len,
+        leader.run(preflight)
+
+
+class Leader:
+    """See the module's docstring.
+
+    Args:
+        context: this rank's shard.
+        fleet: a server of it is up.
+        side: where samples come from.
+        sync: pushes the weights to the servers.
+        log, trackers: get the metrics of each step.
+        state: the checkpoint that this run resumes from.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        control: ControlClient,
+        context: TrainerContext,
+        *,
+        fleet: Fleet,
+        side: RolloutSide,
+        sync: FleetSync,
+        evaluations: RunEvaluations,
+        log: MetricsLog,
+        trackers: Trackers,
+        state: CheckpointState | None,
+    ) -> None:
+        self._assignment = assignment
+        self._control = control
+        self._context = context
+        self._config = context.config
+        self._timeline = context.timeline
+        self._fleet = fleet
+        self._side = side
+        self._source = side.source
+        self._sync = sync
+        self._evaluations = evaluations
+        self._log = log
+        self._trackers = trackers
+        self._start = state.step if state else 0
+        self._engine = "unknown"
+        self._lr_factor = lr_factors(context.config)
+        self._meter = PipelineMeter(self._read(), Totals(**state.totals) if state else None)
+        counters = state.counters if state else {}
+        bad_steps = counters.get("bad_steps", 0)
+        # at its limit it ended the run before: the next step that is not finite would be the end again
+        self._bad_steps = bad_steps if bad_steps < _MAX_NONFINITE_STEPS else 0
+        is_half = self._config.model.compute_dtype == "float16"
+        self._loss_scale = LossScale(counters) if is_half else None
+        self._push_is_held = False  # by an evaluation: it follows as soon as that is over
+        self._pushed_version = -1
+        self._saved_step = state.step if state else None
+        self._is_complete = False  # it came to its last step, or that of the data
+        self.version = 0
+        """Of the weights in this process: the number of finished steps."""
+        self.activity = Activity(context.timeline)
+
+    def run(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
+        """All from the first push on.
+
+        Args:
+            preflight: checks trainer and servers against each other.
+        """
+        with self._phase("pushing the first weights"):
+            is_pushed = self._push_first()  # also proves the transport before anything is generated
+        if is_pushed:
+            self._fleet.subscribe(self._source.wake)
+            self._check_before_training(preflight)
+        if not is_pushed or self._assignment.purpose == "preflight":
+            self._command_all(StopCommand())
+            return
+        call_when_set(self._control.stop_requested, self._source.interrupt)
+        self.activity.begin("evaluating before training")
+        guard = StallGuard(
+            self._assignment,
+            self._config,
+            self._control,
+            source=self._source,
+            fleet=self._fleet,
+            version=lambda: self.version,
+            activity=self.activity,
+            checkpoints=self._context.checkpoints,
         )
+        guard.start()
+        try:
+            self._evaluations.before_training()
+            self._write_summary(self._train_and_save())
+        finally:
+            guard.stop()
+        guard.check()
 
-    def _push_first(self) -> dict[str, float] | None:
-        """Until one server serves: the first may die between its readiness and the push. Metrics of the push; None when the run is
-        to stop.
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """The launcher is told what rank 0 does, and the timeline for how long."""
+        self._control.send("phase", name=name)
+        with self._timeline.span(name, "run"):
+            yield
+
+    def _push_first(self) -> bool:
+        """Until one server serves: the first may die between its readiness and the push. False when the run is to stop.
 
         Raises:
             DeadlineError: nobody serves within inference.startup_timeout_s.
         """
         ends_at = time.monotonic() + self._config.inference.startup_timeout_s
         while True:
-            metrics = self._loop.push(self._start)
+            self.push(self._start)
             if self._fleet.serving():
-                return metrics
+                return True
             if time.monotonic() > ends_at:
                 raise DeadlineError(
                     "an inference server to take the first weights",
@@ -301,49 +333,29 @@ class _Leader:
                     hint="trainer.log says why the pushes failed.",
                 )
             if not self._await_server():
-                return None
+                return False
 
-    def _check_before_training(self) -> None:
+    def _check_before_training(self, preflight: Callable[[Sequence[Server]], list[Check]]) -> None:
         """Check everything that would spoil the run; again when a server died meanwhile.
 
         Raises:
             RunError: something would.
         """
-        self._begin_phase("checking trainer and servers against each other")
-        for attempt in range(1, _PREFLIGHTS + 1):
-            while not (servers := self._fleet.serving()):  # it has died since the push
-                if self._push_first() is None:
-                    return
-            checks = self._preflight(servers)
-            failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
-            dead = [server.name for server in servers if has_died(self._fleet, server)] if failed else []
-            if not dead or attempt == _PREFLIGHTS:
-                break
-            logger.warning("%s died while it was checked; it is checked again", " and ".join(dead))
-        self._end_phase()
+        with self._phase("checking trainer and servers against each other"):
+            for attempt in range(1, _PREFLIGHTS + 1):
+                while not (servers := self._fleet.serving()):  # it has died since the push
+                    if not self._push_first():
+                        return
+                self._engine = next(server.info.engine for server in servers if server.info)
+                checks = preflight(servers)
+                failed = [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"]
+                dead = [server.name for server in servers if has_died(self._fleet, server)] if failed else []
+                if not dead or attempt == _PREFLIGHTS:
+                    break
+                logger.warning("%s died while it was checked; it is checked again", " and ".join(dead))
         self._control.send("preflight", checks=[asdict(check) for check in checks])
         if failed:
             raise RunError("the preflight found problems that would spoil the run:\n" + "\n".join(failed))
-
-    def _preflight(self, servers: Sequence[Server]) -> list[Check]:
-        context = self._context
-        self._engine = next(server.info.engine for server in servers if server.info)
-        preflight = PreflightContext(
-            config=self._config,
-            run_dir=self._assignment.run_dir,
-            renderer=self._renderer,
-            servers=servers,
-            prompts=self._side.first_prompts,
-            probes=self._probes(),
-            score_on_trainer=self._loop.score,
-            parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
-            num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
-            policy_version=self._start,
-            device=context.device.type,
-            token=token_from_environment(),
-            tool_sets=self._side.tool_sets,
-        )
-        return run_preflight(preflight)
 
     def _await_server(self) -> bool:
         """Wait until a server is up, telling the other ranks; False when the run is to stop.
@@ -364,49 +376,331 @@ class _Leader:
             except DeadlineError:
                 if time.monotonic() >= ends_at:
                     raise
-                self._loop.heartbeat()
+                self.heartbeat()
 
-    def _train(self) -> int:
+    def _train_and_save(self) -> int:
         """Generate and train until the last step or a request to stop; returns the finished steps."""
-        source, loop = self._side.source, self._loop
-        self._begin_phase("training")
-        self._meter.restart(self._read())
-        source.start()
-        finished = loop.run(first_step=self._start + 1)
-        self._begin_phase("saving")
-        loop.activity.begin("ending the run")
-        if not loop.is_complete:
-            loop.save(finished, wait=True)  # before generation is stopped: a resume continues what is in flight
-            source.stop_generating()
-        else:
-            self._evaluations.end_running(finished)
-            source.stop_generating()
-            try:
-                self._await_server()
-            except GrpoAsyncError as error:  # the model can be saved and exported without one
-                logger.error("no inference server for the last weights: %s", error)
-            loop.finish(finished)
-            self._end_phase()
-            loop.activity.begin("evaluating after training")
+        source = self._source
+        with self._phase("training"):
+            self._meter.restart(self._read())
+            source.start()
+            finished = self.train()
+        with self._phase("saving"):
+            self.activity.begin("ending the run")
+            if not self._is_complete:
+                self.save(finished, wait=True)  # before generation is stopped: a resume continues what is in flight
+                source.stop_generating()
+            else:
+                self._evaluations.end_running(finished)
+                source.stop_generating()
+                try:
+                    self._await_server()
+                except GrpoAsyncError as error:  # the model can be saved and exported without one
+                    logger.error("no inference server for the last weights: %s", error)
+                self.finish(finished)
+        if self._is_complete:
+            self.activity.begin("evaluating after training")
             self._evaluations.after_training(finished)
-            self._complete_model_card(finished)
-        loop.stop_followers()
+            summary = self._evaluations.summary()
+            if summary is not None and summary["after"]:  # the model was exported before the last evaluation
+                card = model_card(self._config, step=finished, evaluation=summary["after"])
+                write_atomically(self._context.run_dir.model / CARD, card)
+        self._command_all(StopCommand())
         return finished
 
-    def _complete_model_card(self, step: int) -> None:
-        """The model was exported before the last evaluation."""
-        summary = self._evaluations.summary()
-        if summary is not None and summary["after"]:
-            card = model_card(self._config, step=step, evaluation=summary["after"])
-            write_atomically(self._assignment.run_dir.model / CARD, card)
+    def push(self, version: int) -> dict[str, float]:
+        """Push the current weights as `version`, on all ranks. With no server up, training continues with what is queued: the
+        weights follow as soon as one is (`push_if_needed`)."""
 
-    def _watch_for_stalls(self) -> None:
-        guard = self._guard = StallGuard(
-            self._assignment, self._config, self._control, source=self._side.source, loop=self._loop, fleet=self._fleet
+        def gather(bucket_bytes: int) -> None:
+            self._command_all(GatherCommand(bucket_bytes=bucket_bytes))
+
+        self.version = version
+        self._push_is_held = False
+        with self.activity.during(f"pushing version {version} to the servers", "push", "pushing", version=version):
+            metrics = self._sync.push(version, before_gather=gather)
+        if metrics is None:
+            return {"sync/skipped": 1.0}
+        began = time.time()
+        if verified := self._sync.verify(self.score):
+            self._timeline.add("verify weights", "trainer", began, time.time())
+            metrics.update(verified)
+        self._pushed_version = version
+        self._source.advance(version)
+        return metrics
+
+    def _push_or_save(self, step: int) -> dict[str, float]:
+        """Push; when that fails for good, the steps so far are saved before the error propagates."""
+        try:
+            return self.push(step)
+        except RunError:
+            self._save_before_error(step)
+            raise
+
+    def push_if_needed(self) -> None:
+        """Something has changed while this thread waited: give the weights to servers that can serve again, and make the push that
+        an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
+        to all."""
+        is_held = self._evaluations.holds_push and self.version != self._pushed_version
+        joins = self._sync.has_ready and not (is_held and self._sync.has_serving)
+        if joins or (self._push_is_held and not self._evaluations.holds_push):
+            self.push(self.version)
+
+    def score(self, sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
+        """Log-probabilities of token sequences under the current weights, on all ranks; see training.reference."""
+        self._command_all(ScoreCommand(sequences=sequences, rounding=rounding))
+        return self._context.score(sequences, rounding)
+
+    def train(self) -> int:
+        """Train to the last step, the end of the data, or until the source says stop; returns the number of finished steps.
+
+        Raises:
+            RunError: too many consecutive steps were not finite, generation died, a deadline passed.
+        """
+        config = self._config
+        self.activity.take_seconds()  # what was before is in no step
+        for step in range(self._start + 1, config.num_steps + 1):
+            self.activity.begin(f"in step {step}")
+            self._context.checkpoints.poll()
+            began = time.time()
+            groups = self._take(step)
+            if not groups:
+                self._is_complete = groups is not None
+                return step - 1
+            metrics = self._source.group_metrics(groups)
+            minibatches = split_groups(groups, config.training.minibatches)
+            self._sync.sleep_servers()
+            with self.activity.during(f"training step {step}", "train", "training", step=step):
+                result, statistics = self._train(minibatches, step)
+            self.version = step
+            with self._timeline.span("close groups", "trainer", step=step):
+                empty = [group for group in groups if not group.samples]
+                self._source.close_groups(empty, GroupStatus.FILTERED, step=step)
+                trained = self._close_groups(minibatches, result, statistics, step)
+            is_due = step % config.training.weight_sync_steps == 0 or step == config.num_steps
+            if (is_due or self._push_is_held) and self._evaluations.holds_push:
+                self._push_is_held = True
+                metrics["sync/held"] = 1.0
+            elif is_due or self._push_is_held:
+                metrics.update(self._push_or_save(step))
+            metrics.update(result.metrics)
+            metrics.update(
+                self._meter.step(
+                    self._read(),
+                    trained_tokens=result.num_tokens,
+                    staleness=_staleness(trained, step - 1),
+                    reward=metrics.get("reward"),
+                    spent=self.activity.take_seconds(),
+                )
+            )
+            metrics.update(self._source.gauges())
+            metrics.update(self._context.checkpoints.take_metrics())
+            if self._push_is_held and not self._evaluations.holds_push:  # it has ended since
+                metrics.pop("sync/held", None)
+                metrics.update(self._push_or_save(step))
+            self._evaluations.after_step(step, metrics, is_served=self._pushed_version == step)
+            with self._timeline.span("log", "trainer", step=step):
+                self._report(step, metrics, groups)
+            self._timeline.add("step", "trainer", began, time.time(), step=step, tokens=result.num_tokens)
+            self._check_finite(result, step)
+            if step % config.checkpoint.every_steps == 0 and step < config.num_steps:
+                self.save(step)
+        self._is_complete = True
+        return config.num_steps
+
+    def _report(self, step: int, metrics: dict[str, float], groups: Sequence[ScoredGroup]) -> None:
+        """A step is done: log, trackers and launcher hear of it."""
+        peak = float(peak_bytes(self._context.device))
+        metrics |= {**self._fleet.metrics(), "perf/peak_memory_bytes": peak}
+        self._log.write(step, metrics)
+        self._trackers.log(step, metrics)
+        self._control.send("step", step=step, max_steps=self._config.num_steps, metrics=metrics)
+        is_first = step == self._start + 1
+        if (is_first or step % _EXAMPLE_STEPS == 0) and (example := example_of(groups)):
+            self._control.send("example", step=step, **example)
+        if "eval/step" in metrics and self._config.tracking:
+            self._track_evaluation(step)
+        if is_first and self._context.peaks:
+            self._tell_memory(step)
+
+    def _take(self, step: int) -> list[ScoredGroup] | None:
+        """The groups of a step; see RolloutSource.take. When generation has failed for good, the steps so far are saved before
+        its error propagates."""
+        waiting = f"waiting for the samples of step {step}"
+        try:
+            with self.activity.during(waiting, "wait for samples", "waiting", step=step):
+                return self._source.take(
+                    self._config.rollout.groups_per_step,
+                    trainer_version=step - 1,
+                    heartbeat=self.heartbeat,
+                    on_change=self.push_if_needed,
+                )
+        except RunError:
+            self._save_before_error(step - 1)
+            raise
+
+    def _save_before_error(self, step: int) -> None:
+        try:
+            self.save(step, wait=True)
+        except RunError:
+            logger.exception("the steps since the last checkpoint could not be saved")  # the cause propagates
+
+    def _train(self, minibatches: Sequence[Minibatch], step: int) -> tuple[StepResult, Mapping[str, TokenStats]]:
+        """One step on all ranks, and the statistics of the tokens that are stored, by rollout id."""
+        config, context = self._config, self._context
+        lr = config.optimizer.lr * self._lr_factor(step - 1)
+        parts: list[list[RankSamples]] = []  # [num_minibatches][num_ranks]
+        tokens = TokenPlan(context.num_ranks)
+        began = time.time()
+        num_tokens = num_computed = num_rows = 0
+        for minibatch in minibatches:
+            samples = minibatch.samples
+            plan = plan_batch(
+                [len(sample.token_ids) for sample in samples],
+                num_ranks=context.num_ranks,
+                micro_batch_tokens=config.training.micro_batch_tokens,
+                pack=config.training.pack,
+            )
+            weights = token_weights(
+                samples,
+                plan,
+                reduction=config.loss.reduction_in_use,
+                max_completion_tokens=config.rollout.max_completion_tokens,
+                num_masked=minibatch.num_masked,
+            )
+            parts.append(split_by_rank(samples, weights, plan, trainer_version=step - 1))
+            num_rows += len(samples)
+            num_tokens += sum(len(sample.token_ids) for sample in samples)
+            num_computed += plan.num_computed_tokens
+            ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
+            stored = {group_id for group_id in ids if self._source.stores(group_id)}
+            tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
+        scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
+        moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0
+        commands = [
+            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale, moves_reference=moves)
+            for mine in zip(*parts, strict=True)
+        ]
+        context.channel.send(commands)
+        packed = commands[0].pack()
+        self._timeline.add("plan and pack", "trainer", began, time.time(), step=step, rows=num_rows)
+        result = context.step(commands[0], packed)
+        if self._loss_scale is not None:
+            result.metrics["training/loss_scale"] = scale
+            self._loss_scale.update(result.updates)
+        result.metrics["training/padding_fraction"] = 1.0 - num_tokens / num_computed
+        collected = result.token_statistics
+        return result, {} if collected is None else tokens.by_rollout(collected, result.trained)
+
+    def _close_groups(
+        self, minibatches: Sequence[Minibatch], result: StepResult, statistics: Mapping[str, TokenStats], step: int
+    ) -> list[RolloutSample]:
+        """Say what became of each group; returns the samples that were trained. Those of a skipped update were not."""
+        made = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if is_made]
+        skipped = [minibatch for minibatch, is_made in zip(minibatches, result.trained, strict=True) if not is_made]
+        for parts, status in ((made, GroupStatus.TRAINED), (skipped, GroupStatus.FAILED)):
+            if parts:
+                groups = [group for part in parts for group in part.groups]
+                self._source.close_groups(groups, status, step=step, stats=statistics)
+        if made and skipped:
+            logger.warning(
+                "step %d: %d of %d minibatches were skipped: not finite", step, len(skipped), len(minibatches)
+            )
+        return [sample for minibatch in made for sample in minibatch.samples]
+
+    def _check_finite(self, result: StepResult, step: int) -> None:
+        if result.is_finite:
+            self._bad_steps = 0
+            return
+        if math.isfinite(result.loss) and result.metrics.get("training/loss_scale", 1.0) > 1.0:
+            logger.warning("step %d was skipped: gradients overflowed float16; the loss scale is halved", step)
+            return
+        self._bad_steps += 1
+        logger.warning(
+            "step %d was skipped: loss %s, gradient norm %s (%d consecutive)",
+            step,
+            result.loss,
+            result.grad_norm,
+            self._bad_steps,
         )
-        self._loop.activity.begin("evaluating before training")
-        guard.start()
-        self._stack.callback(guard.stop)
+        if self._bad_steps >= _MAX_NONFINITE_STEPS:
+            self._save_before_error(step)  # the weights are those of the last finite step
+            raise RunError(
+                f"{self._bad_steps} consecutive steps were not finite; step {step} had loss {result.loss} and gradient norm "
+                f"{result.grad_norm}. Lower optimizer.lr, or look at sampling/importance_sampling_ratio/max in metrics.jsonl; "
+                "if model.compute_dtype is float16, its range may be too small for this model: set bfloat16"
+            )
+
+    def save(self, step: int, *, wait: bool = False) -> None:
+        """Begin to write checkpoint `step` on all ranks; training stands still while the tensors are copied, generation does not.
+        The last one has to be written first, and old ones are removed after it. `wait`: until it is written.
+
+        Raises:
+            CheckpointError: this one, or the last one, could not be written.
+        """
+        context, activity = self._context, self.activity
+        if step != self._saved_step:
+            last = "waiting for the last checkpoint to be written"
+            with activity.during(last, "wait for the last checkpoint", "checkpoint"):
+                context.checkpoints.prepare(self.heartbeat)
+            with activity.during(f"copying the checkpoint of step {step}", "copy checkpoint", "checkpoint", step=step):
+                state = CheckpointState.of(
+                    step,
+                    self._source.resume_state(),
+                    totals=self._meter.totals.as_dict(),
+                    counters={
+                        "bad_steps": self._bad_steps,
+                        **({} if self._loss_scale is None else self._loss_scale.counters),
+                    },
+                )
+                self._command_all(SaveCommand(step=step))
+                context.checkpoints.begin(
+                    step,
+                    context.policy,
+                    context.optimizer,
+                    state,
+                    reference=context.moving_reference,
+                    on_written=self._prune,
+                )
+            self._saved_step = step
+        if wait:
+            this = f"waiting for the checkpoint of step {step} to be written"
+            with activity.during(this, "wait for the checkpoint", "checkpoint", step=step):
+                context.checkpoints.wait(self.heartbeat)
+
+    def finish(self, step: int) -> None:
+        """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
+        self.save(step, wait=True)
+        context = self._context
+        with self.activity.during("exporting the model", "export the model", "checkpoint"):
+            self._command_all(ExportCommand())
+            export_model(
+                context.run_dir.model,
+                context.policy,
+                context.tokenizer,
+                dtype=self._config.inference.dtype_in_use,
+                adapter=context.run_dir.adapter,
+                card=model_card(self._config, step=step),
+                heartbeat=self.heartbeat,
+            )
+        if self._pushed_version != step:
+            self.activity.begin("pushing the last weights")
+            self.push(step)
+
+    def _prune(self) -> None:
+        """Called by the thread that writes checkpoints."""
+        # first the step: what is evaluated no more has its score
+        evaluated_now = self._evaluations.running_step
+        section = self._config.checkpoint
+        scores = self._evaluations.scores(section.best_metric)
+        prune(self._context.run_dir, section, scores=scores, evaluated_now=evaluated_now)
+
+    def heartbeat(self) -> None:
+        """Tell the other ranks, which wait with a deadline, that this one waits too."""
+        self._command_all(WaitCommand())
+
+    def _command_all(self, command: Command) -> None:
+        self._context.channel.send([command] * self._context.num_ranks)
 
     def _read(self) -> CounterSnapshot:
         """Without the tokens of evaluations; the time that the servers are busy includes them."""
@@ -446,8 +740,8 @@ class _Leader:
 
     def _write_summary(self, steps: int) -> None:
         """summary.json, of a run that ends after `steps` finished steps."""
-        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._side.source.ledger_snapshot()
-        has_model = self._loop.is_complete
+        run_dir, memory, ledger = self._assignment.run_dir, self._memory(), self._source.ledger_snapshot()
+        has_model = self._is_complete
         summary = {
             "status": FINISHED if has_model and not self._evaluations.owes_the_last else STOPPED,
             "steps": steps,
@@ -468,3 +762,12 @@ class _Leader:
         }
         write_atomically(run_dir.summary, json.dumps(summary, indent=2))
         self._control.send("summary", summary=summary)
+
+
+def _staleness(samples: Sequence[RolloutSample], trainer_version: int) -> Counter[int]:
+    """Number of trained tokens by their staleness."""
+    counts: Counter[int] = Counter()
+    for sample in samples:
+        versions, numbers = np.unique(sample.policy_versions[sample.loss_mask], return_counts=True)
+        counts.update(dict(zip((trainer_version - versions).tolist(), numbers.tolist(), strict=True)))
+    return counts

@@ -62,7 +62,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
         context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)
         timeline.add("loading the model", "run", began, time.time())
         if assignment.rank == 0:
-            lead(assignment, config, control, context, renderer, timeline)
+            lead(assignment, control, context, renderer)
         else:
             if assignment.resume_step is not None:
                 load_tensors(

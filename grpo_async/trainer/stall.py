@@ -30,7 +30,8 @@ from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import report
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.trainer.loop import LeaderLoop
+from grpo_async.training.checkpoint import CheckpointWriter
+from grpo_async.training.timing import Activity
 from grpo_async.utils.concurrency import in_thread
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ class StallGuard:
     Args:
         assignment: where to leave the failure.
         source: generated tokens, what is in flight, and how to end a wait for samples.
-        loop: finished steps, and what the main thread is doing.
+        version: finished steps.
+        activity: what the main thread is doing.
+        checkpoints: whether it waits for one.
         fleet: tokens of evaluations, and whether servers are on their way.
     """
 
@@ -59,14 +62,18 @@ class StallGuard:
         control: ControlClient,
         *,
         source: RolloutSource,
-        loop: LeaderLoop,
+        version: Callable[[], int],
+        activity: Activity,
+        checkpoints: CheckpointWriter,
         fleet: Fleet,
     ) -> None:
         self._assignment = assignment
         self._config = config
         self._control = control
         self._source = source
-        self._loop = loop
+        self._version = version
+        self._activity = activity
+        self._checkpoints = checkpoints
         self._fleet = fleet
         self._error: RunError | None = None
         self._ended = threading.Event()
@@ -108,7 +115,7 @@ class StallGuard:
         """Changes while the run makes progress."""
         tokens = self._source.ledger_snapshot()["tokens"]["started"]
         # those of evaluations are known to the servers only, and the end of a run (save, export) shows in what is begun
-        return self._loop.version, tokens, self._fleet.read().generated_tokens, self._loop.activity.num_begun
+        return self._version(), tokens, self._fleet.read().generated_tokens, self._activity.num_begun
 
     def _is_excused(self) -> bool:
         """A server loads or is restarted: nothing else may be able to continue meanwhile. The fleet has limits for that."""
@@ -135,13 +142,13 @@ class StallGuard:
         checkpoint has its own limit."""
         grace_s = self._config.launch.stop_timeout_s
         main = threading.main_thread()
-        saved_by = time.monotonic() + self._loop.longest_save_s
+        saved_by = time.monotonic() + self._checkpoints.longest_s
         num_begun = -1
         while main.is_alive():  # ends when the main thread begins nothing
-            saves = self._loop.is_saving and time.monotonic() < saved_by
-            if num_begun == self._loop.activity.num_begun and not saves:
+            saves = self._checkpoints.is_writing and time.monotonic() < saved_by
+            if num_begun == self._activity.num_begun and not saves:
                 break
-            num_begun = self._loop.activity.num_begun
+            num_begun = self._activity.num_begun
             main.join(timeout=grace_s)
         message = f"{error} Its main thread did not end the process within launch.stop_timeout_s = {grace_s:g} s, so it was killed."
         _within(_REPORT_S, lambda: self._report(RunError(message)))
@@ -159,7 +166,7 @@ class StallGuard:
         servers = self._fleet.servers()
         return (
             f"no step was finished and no token generated for {stalled_s:.0f} s; raise `training.stall_timeout_s` if this is "
-            f"expected. The trainer has finished step {self._loop.version} and is {self._loop.activity}. "
+            f"expected. The trainer has finished step {self._version()} and is {self._activity}. "
             f"{self._source.describe()}. Servers: {_servers(servers, now)}. "
             "The stacks of all threads are in trainer.log."
         )

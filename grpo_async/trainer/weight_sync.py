@@ -9,7 +9,7 @@ To follow a push: FleetSync.push here, then weights/push.py.
 
 A server that fails is fenced, and the push is made again with the others; those that had loaded a part of it stand still until
 then. With no server left the push is skipped: training continues with what is queued, and the weights follow when a server is back
-(LeaderLoop.push_if_needed).
+(Leader.push_if_needed).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training, on every rank.
 
-ranks                           the commands by which the other ranks follow rank 0, whose main loop is trainer.loop
+ranks                           the commands by which the other ranks follow rank 0, which is trainer.lead
 step, loss, logprobs            one step; what is minimized; the model's head in chunks
 model, attention, families      the sharded policy; packed samples apart; which model families it computes right
 load, parameters, lora          from Hugging Face files into shards; what a push sends; adapters

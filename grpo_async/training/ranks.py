@@ -1,6 +1,6 @@
 """Keeps the trainer's ranks in lockstep: rank 0 decides, the others follow its commands.
 
-    rank 0     LeaderLoop (trainer.loop) sends a command and does its own part of it
+    rank 0     Leader (trainer.lead) sends a command and does its own part of it
     others     follow: receive a command -> do the same, until StopCommand
 
 A command travels on a separate gloo group, whose deadline is long: the other ranks wait there while rank 0 waits for samples.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from grpo_async.config import ExperimentConfig
+from grpo_async.processes.assignment import Assignment
+from grpo_async.processes.control import ControlClient
 from grpo_async.records import ScoredGroup
-from grpo_async.trainer.loop import LeaderLoop
-from grpo_async.training.metrics import CounterSnapshot, PipelineMeter
+from grpo_async.run_directory import RunDir
+from grpo_async.tracking import Trackers
+from grpo_async.tracking.timeline import NO_TIMELINE
+from grpo_async.trainer.lead import Leader
+from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.step import StepResult
 
 
 class FakeSource:
-    """The loop's source without `take`: it stores every group and has nothing to tell."""
+    """The leader's source without `take`: it stores every group and has nothing to tell."""
 
     def stores(self, group_id: int) -> bool:
         return True
@@ -74,31 +81,39 @@ def fake_context(config: ExperimentConfig, commands: list[Any], **more: Any) -> 
         "channel": SimpleNamespace(send=lambda sent: commands.append(sent[0])),
         "step": lambda *_: StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={}),
         "checkpoints": SimpleNamespace(poll=lambda: None, take_metrics=dict),
+        "timeline": NO_TIMELINE,
+        "device": torch.device("cpu"),
+        "peaks": None,
     }
     return SimpleNamespace(config=config, **{**default, **more})
 
 
-def make_loop(
+NO_EVALUATIONS: Any = SimpleNamespace(holds_push=False, num_tokens=0, after_step=lambda *_, **__: None)
+
+
+def make_leader(
     context: Any,
     source: Any,
     lines: list[dict[str, float]],
     *,
     sync: Any = None,
-    on_read: Callable[[], object] = lambda: None,
-    **more: Any,
-) -> LeaderLoop:
-    """A loop whose metrics go to `lines`, beside a generation that does nothing; `on_read` runs whenever that is looked at."""
-
-    def read() -> CounterSnapshot:
-        on_read()
-        return CounterSnapshot(time_s=time.monotonic(), generation_busy_s=0.0, generated_tokens=0)
-
-    return LeaderLoop(
+    evaluations: Any = NO_EVALUATIONS,
+    state: CheckpointState | None = None,
+) -> Leader:
+    """Rank 0 whose metrics go to `lines`, beside a generation that does nothing."""
+    here = Path("unused")
+    fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0), metrics=dict)
+    side: Any = SimpleNamespace(source=source)
+    log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
+    return Leader(
+        Assignment(run_dir=RunDir(here), attempt_dir=here, private=here),
+        ControlClient(None),
         context,
-        source=source,
+        fleet=fleet,
+        side=side,
         sync=sync or FakeSync(),
-        read=read,
-        on_step=lambda step, metrics, groups: lines.append(metrics),
-        meter=PipelineMeter(read()),
-        **more,
+        evaluations=evaluations,
+        log=log,
+        trackers=Trackers(()),
+        state=state,
     )

@@ -48,8 +48,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     server: Any = SimpleNamespace(state=ServerState.SERVING, since=0.0, name="server 0")
     fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(generated_tokens=12), servers=lambda: [server])
-    loop: Any = SimpleNamespace(version=3, activity=Activity(), is_saving=False, longest_save_s=60.0)
-    loop.activity.begin("training step 4")
+    checkpoints: Any = SimpleNamespace(is_writing=False, longest_s=60.0)
+    activity = Activity()
+    activity.begin("training step 4")
     config: Any = SimpleNamespace(
         training=SimpleNamespace(stall_timeout_s=STALL_S),
         launch=SimpleNamespace(stop_timeout_s=stop_timeout_s),
@@ -57,7 +58,10 @@ def main() -> None:
     )
     place: Any = SimpleNamespace(heartbeat_socket=folder / "heartbeat", rank=0)
     source: Any = Source()
-    StallGuard(place, config, ControlClient(None), source=source, loop=loop, fleet=fleet).start()
+    StallGuard(
+        place, config, ControlClient(None), source=source, fleet=fleet,
+        version=lambda: 3, activity=activity, checkpoints=checkpoints,
+    ).start()  # fmt: skip
     hangs()
 
 

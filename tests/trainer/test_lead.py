@@ -26,10 +26,10 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.processes.assignment import Assignment, Purpose
 from grpo_async.processes.control import ControlClient
 from grpo_async.run_directory import RunDir
+from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
-from grpo_async.trainer import loop as loop_module
-from grpo_async.trainer.lead import lead
+from grpo_async.trainer.lead import Leader, lead
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
 from tests.support.local_server import local_server
@@ -160,8 +160,8 @@ class _Stub:
             (lead_module, "load_state", lambda run_dir, step: self._state(step)),
             (lead_module, "load_tensors", lambda run_dir, step, *_, **__: self.events.append(f"restore {step}")),
             (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
-            (loop_module, "export_model", lambda *_, **__: self.events.append("export")),
-            (loop_module.LeaderLoop, "save", lambda loop, step, wait=False: self._save(loop._saved_step, step)),
+            (lead_module, "export_model", lambda *_, **__: self.events.append("export")),
+            (Leader, "save", lambda leader, step, wait=False: self._save(leader._saved_step, step)),
         ):
             monkeypatch.setattr(module, name, fake)
 
@@ -204,13 +204,13 @@ def _lead(
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
         config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
-        moving_reference=None,
+        moving_reference=None, timeline=NO_TIMELINE,
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
-    lead(place, config, ControlClient(None), context, renderer)
+    lead(place, ControlClient(None), context, renderer)
     return told
 
 
@@ -311,11 +311,11 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 ) -> None:
     stub = _Stub(monkeypatch)
 
-    def all_its_steps(loop: loop_module.LeaderLoop, first_step: int) -> int:
-        loop.is_complete = True
+    def all_its_steps(leader: Leader) -> int:
+        leader._is_complete = True
         return 2
 
-    monkeypatch.setattr(loop_module.LeaderLoop, "run", all_its_steps)
+    monkeypatch.setattr(Leader, "train", all_its_steps)
     stub.fleet.up = [True, RunError("all servers were given up")]
     _lead(make_config(tmp_path))
     assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]

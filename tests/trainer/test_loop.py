@@ -13,11 +13,11 @@ import pytest
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
 from grpo_async.errors import WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
-from grpo_async.trainer.loop import LeaderLoop
+from grpo_async.trainer.lead import Leader
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
 from grpo_async.weights.verify import TrainerScores
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, FakeSync, fake_context, loop_config, make_loop
+from tests.trainer.fakes import NO_EVALUATIONS, FakeSource, FakeSync, fake_context, loop_config, make_leader
 
 
 class _Source(FakeSource):
@@ -45,8 +45,7 @@ def _run(
     *,
     steps: int,
     sync_steps: int = 1,
-    evaluations: Any = None,
-    on_read: Callable[[], object] = lambda: None,
+    evaluations: Any = NO_EVALUATIONS,
 ) -> tuple[list[dict[str, float]], list[Command]]:
     config = loop_config(training={"max_steps": steps, "weight_sync_steps": sync_steps})
     commands: list[Command] = []
@@ -58,9 +57,9 @@ def _run(
         ),
     )
     lines: list[dict[str, float]] = []
-    loop = make_loop(context, source, lines, sync=sync, on_read=on_read, evaluations=evaluations)
-    loop.run(first_step=1)
-    assert loop.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
+    leader = make_leader(context, source, lines, sync=sync, evaluations=evaluations)
+    leader.train()
+    assert leader.score([[1, 2, 3]], "float32").logprobs == [[-1.0, -1.0]]
     assert commands[-1] == ScoreCommand(sequences=[[1, 2, 3]], rounding="float32")
     return lines, commands
 
@@ -112,7 +111,7 @@ def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_r
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)
 
-    monkeypatch.setattr(LeaderLoop, "save", lambda self, step, wait: saved.append(step))
+    monkeypatch.setattr(Leader, "save", lambda self, step, wait: saved.append(step))
     with pytest.raises(WeightPushError, match="it was refused"):
         _run(Failing(), _Source({}), steps=3)
     assert saved == [2]
@@ -122,7 +121,7 @@ class _Evaluations:
     """Holds pushes from the end of step `begins` on, until `ends` is called."""
 
     def __init__(self, begins: int) -> None:
-        self.holds_push = False
+        self.holds_push, self.num_tokens = False, 0
         self.served: list[bool] = []
         self._begins = begins
 
@@ -209,8 +208,8 @@ def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls()
     source.on_take = timer.start
     commands: list[Command] = []
     lines: list[dict[str, float]] = []
-    loop = make_loop(fake_context(loop_config(training={"max_steps": 1}), commands), source, lines)
-    assert loop.run(first_step=1) == 1
+    leader = make_leader(fake_context(loop_config(training={"max_steps": 1}), commands), source, lines)
+    assert leader.train() == 1
     metrics = lines[0]
     timer.join()
     assert sum(isinstance(command, WaitCommand) for command in commands) >= 3, "it was one poll only"
@@ -226,6 +225,6 @@ def test_the_run_is_over_at_the_end_of_the_data_and_not_when_it_is_stopped(
         def take(self, num_groups: int, **more: Any) -> Any:
             return super().take(num_groups, **more) if self.num_taken < 2 else last
 
-    loop = make_loop(fake_context(loop_config(training={"max_steps": 9}), []), Ending({}), [])
-    assert loop.run(first_step=1) == 2
-    assert loop.is_complete == is_complete
+    leader = make_leader(fake_context(loop_config(training={"max_steps": 9}), []), Ending({}), [])
+    assert leader.train() == 2
+    assert leader._is_complete == is_complete

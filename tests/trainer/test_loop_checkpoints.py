@@ -7,18 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
 from grpo_async.run_directory import RunDir
-from grpo_async.trainer import loop as loop_module
-from grpo_async.trainer.loop import LeaderLoop
+from grpo_async.tracking.timeline import NO_TIMELINE
+from grpo_async.trainer import lead as lead_module
+from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.ranks import SaveCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, loop_config, make_loop
+from tests.trainer.fakes import FakeSource, loop_config, make_leader
 
 
 class _Stub(FakeSource):
@@ -33,10 +35,11 @@ class _Stub(FakeSource):
         self._num_taken = 0
         # a TrainerContext
         self.num_ranks, self.run_dir, self.policy, self.optimizer, self.moving_reference = 1, None, None, None, None
+        self.timeline, self.device, self.peaks = NO_TIMELINE, torch.device("cpu"), None
         self.channel = self.checkpoints = self
 
-    def loop(self, **arguments: Any) -> LeaderLoop:
-        return make_loop(self, self, self.lines, **arguments)
+    def leader(self, state: CheckpointState | None = None) -> Leader:
+        return make_leader(self, self, self.lines, state=state)
 
     def step(self, *_: Any) -> StepResult:
         return StepResult(loss=0.0, grad_norm=1.0, num_tokens=4, updates=(True,), metrics={})
@@ -86,9 +89,8 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     stub.config = loop_config(
         training={"max_steps": 9}, checkpoint={"every_steps": 4}, model={"path": "m", "compute_dtype": "float16"}
     )
-    stub.loop(resumed=CheckpointState(step=0, rollouts={}, counters={"loss_scale": 16384, "loss_scale_steps": 7})).run(
-        first_step=1
-    )
+    counters = {"loss_scale": 16384, "loss_scale_steps": 7}
+    stub.leader(CheckpointState(step=0, rollouts={}, counters=counters)).train()
     assert scales == [16384.0, 8192.0, 4096.0, 2048.0] + [1024.0] * 5
     assert [line["training/loss_scale"] for line in stub.lines] == scales
     assert stub.states[0].counters == {"bad_steps": 0, "loss_scale": 1024, "loss_scale_steps": 0}
@@ -101,7 +103,7 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
     stub = Broken(steps=9, every=20)
     stub.config = loop_config(training={"max_steps": 9}, model={"path": "m", "compute_dtype": "float16"})
     with pytest.raises(RunError, match="3 consecutive steps were not finite; step 4"):
-        stub.loop(resumed=CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).run(first_step=1)
+        stub.leader(CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).train()
 
 
 def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +111,8 @@ def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch
     stub.run_dir, stub.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
     sent: list[str] = []
     stub.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
-    monkeypatch.setattr(loop_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
-    stub.loop(resumed=CheckpointState(step=3, rollouts={})).finish(3)
+    monkeypatch.setattr(lead_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
+    stub.leader(CheckpointState(step=3, rollouts={})).finish(3)
     assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
 
@@ -118,5 +120,5 @@ def test_a_write_that_failed_ends_the_run_at_the_next_step() -> None:
     stub = _Stub()
     stub.failure = CheckpointError("the disk is full")
     with pytest.raises(CheckpointError, match="the disk is full"):
-        stub.loop().run(first_step=1)
+        stub.leader().train()
     assert len(stub.lines) == 2

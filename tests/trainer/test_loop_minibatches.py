@@ -14,7 +14,7 @@ from grpo_async.records import GroupStatus, ScoredGroup, TokenFlag, TokenStats
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
 from tests.support.records import make_scored
-from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_loop
+from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_leader
 
 
 class _Source(FakeSource):
@@ -69,8 +69,7 @@ def _one_step(
     )
     source = _Source(cut=cut, kept=kept)
     lines: list[dict[str, float]] = []
-    loop = make_loop(context, source, lines)
-    assert loop.run(first_step=1) == 1
+    assert make_leader(context, source, lines).train() == 1
     (commands,) = [parts for parts in sent if isinstance(parts[0], StepCommand)]
     return source, commands, lines[0]
 

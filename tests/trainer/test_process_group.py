@@ -92,14 +92,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
     def note_compute(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         seen["compute"] = inputs[0].dtype
 
-    def leads(
-        place: Assignment,
-        config: ExperimentConfig,
-        control: ControlClient,
-        context: TrainerContext,
-        renderer: Any,
-        timeline: Any,
-    ) -> None:
+    def leads(place: Assignment, control: ControlClient, context: TrainerContext, renderer: Any) -> None:
         seen["master"] = {parameter.dtype for parameter in context.policy.parameters()}
         seen["wire"] = {tensor.dtype for bucket in context.parameters.buckets(1 << 20) for tensor in bucket}
         seen["announced"] = {spec.dtype_name for spec in context.parameters.specs}
@@ -136,8 +129,6 @@ def test_the_exported_tokenizer_has_the_configured_template(
     template.write_text("{{ messages[0]['content'] }}!")
     model = {"path": str(tiny_model), "chat_template": str(template)}
     built: list[TrainerContext] = []
-    monkeypatch.setattr(
-        lead_module, "lead", lambda place, config, control, context, renderer, timeline: built.append(context)
-    )
+    monkeypatch.setattr(lead_module, "lead", lambda place, control, context, renderer: built.append(context))
     _run(side_config(tmp_path, tiny_model, model=model), tmp_path)
     assert built[0].tokenizer.chat_template == "{{ messages[0]['content'] }}!"

@@ -58,7 +58,16 @@ def _guard(state: ServerState = ServerState.SERVING, since: float = 0.0, *, time
     )
     fleet: Any = SimpleNamespace(servers=lambda: [server])
     anything: Any = None
-    return StallGuard(anything, config, anything, source=anything, loop=anything, fleet=fleet)
+    return StallGuard(
+        anything,
+        config,
+        anything,
+        source=anything,
+        fleet=fleet,
+        version=anything,
+        activity=anything,
+        checkpoints=anything,
+    )
 
 
 TIMEOUT_S = 0.5

@@ -15,13 +15,12 @@ from grpo_async.batching.minibatch import split_groups
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.records import RolloutSample, ScoredGroup, TokenStats
 from grpo_async.run_directory import RunDir
-from grpo_async.trainer.loop import LeaderLoop
 from grpo_async.training.loss import Objective
-from grpo_async.training.ranks import CommandChannel, TrainerContext, follow
+from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContext, follow
 from grpo_async.training.reference import Reference
 from tests.support.rank_jobs import random_samples
 from tests.support.records import make_scored
-from tests.trainer.fakes import loop_config, make_loop
+from tests.trainer.fakes import loop_config, make_leader
 from tests.training.shard_jobs import build
 
 MODULE = "tests.training.statistics_jobs"
@@ -69,10 +68,6 @@ def stores(everything: bool, *, kept: Sequence[int] = ()) -> Any:
     return SimpleNamespace(stores=lambda group_id: everything or group_id in kept)
 
 
-def make_step_loop(context: TrainerContext, source: Any) -> LeaderLoop:
-    return make_loop(context, source, [])
-
-
 def make_context(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
     policy, optimizer = build(model, num_nodes=num_nodes)
     unused: Any = None
@@ -118,13 +113,13 @@ def train(
         if dist.get_rank() > 0:
             follow(context)
             continue
-        loop = make_step_loop(context, stores(kept is None, kept=kept or ()))
+        leader = make_leader(context, stores(kept is None, kept=kept or ()), [])
         groups = make_groups(num_groups)
         for index in poisoned:
             samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]
             groups[index] = replace(groups[index], samples=samples)
-        result, statistics = loop._train(split_groups(groups, minibatches), TRAINER_VERSION + 1)
-        loop.stop_followers()
+        result, statistics = leader._train(split_groups(groups, minibatches), TRAINER_VERSION + 1)
+        context.channel.send([StopCommand()] * context.num_ranks)
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()
         assert min(context.peaks) > 50 << 20, "a process with torch takes more"

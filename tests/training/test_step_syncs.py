@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from grpo_async.batching.minibatch import split_groups
-from grpo_async.training.ranks import follow
+from grpo_async.training.ranks import StopCommand, follow
 from tests.support.ranks import run_on_ranks
-from tests.training.statistics_jobs import make_config, make_context, make_groups, make_step_loop, stores
+from tests.trainer.fakes import make_leader
+from tests.training.statistics_jobs import make_config, make_context, make_groups, stores
 
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {"type": "dapo"},
@@ -70,11 +71,11 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
             if dist.get_rank() > 0:
                 follow(context)
                 continue
-            loop = make_step_loop(context, stores(loss == "everything"))
+            leader = make_leader(context, stores(loss == "everything"), [])
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
-                result, statistics = loop._train(split_groups(make_groups(6), config.training.minibatches), 4)
-            loop.stop_followers()
+                result, statistics = leader._train(split_groups(make_groups(6), config.training.minibatches), 4)
+            context.channel.send([StopCommand()] * context.num_ranks)
             found[f"{loss}, {cut}"] = {
                 "reads": {
                     name: number for name, number in reads.items() if name.startswith(("step.", "metrics.", "loss."))
