@@ -35,7 +35,6 @@ from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rewards.call import OFFERED
 from grpo_async.rollout.components import Components, load_components, startup_notes, token_counter
 from grpo_async.run_directory import RunDir
-from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.servers.embedded.families import check_embedded_family
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.training.families import check_family, check_tokenizer_size, other_vocabulary
@@ -331,9 +330,6 @@ class _Findings:
             reward.close()
 
     def check_own_functions(self) -> None:
-        with self.collecting():
-            if self.config.advantage.type == "custom":
-                UserAdvantage(self.config.advantage)
         with self.collecting():
             if self.config.loss.type == "custom":
                 from grpo_async.training.loss import UserLoss  # here: it imports torch

@@ -218,9 +218,8 @@ def _of_sampling(config: ExperimentConfig) -> Iterator[Rule]:
 
 def _metrics(samples: int) -> list[str]:
     """Metrics of an evaluation with so many completions of a prompt in which larger is better (evaluation.metrics)."""
-    several = [f"mean@{samples}", "answered"] if samples > 1 else []
-    majorities = [f"majority@{k}" for k in powers_up_to(samples) if k > 2]
-    return ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *majorities, *several]
+    several = [f"mean@{samples}"] if samples > 1 else []
+    return ["reward", *(f"pass@{k}" for k in powers_up_to(samples)), *several]
 
 
 def _of_evaluation(config: ExperimentConfig) -> Iterator[Rule]:

@@ -260,8 +260,8 @@ class EvaluationSection(StrictModel):
     at_start: bool = True
     """Evaluate before the first step."""
     samples_per_prompt: Count = 1
-    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, majority@k (where
-    answers can be read) for those from 3 on, and mean@k for k = this."""
+    """Completions per prompt. With more than one, pass@k is reported for k = 1, 2, 4, ... and this number, and mean@k for k =
+    this."""
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Sampling temperature; 0 = greedy, else at least 0.01."""
     top_p: TopP = 1.0
@@ -520,31 +520,20 @@ class RolloutSection(StrictModel):
 
 
 class AdvantageSection(StrictModel):
-    type: Literal["group", "batch", "none", "rloo", "custom"] = "group"
+    type: Literal["group", "batch", "none", "rloo"] = "group"
     """What a reward is compared with. group: (r - mean) / (std + 1e-4) within the group (GRPO, arXiv 2402.03300).
     batch: (r - mean of the group) / (std of the step's rewards + 1e-4). none: r - mean of the group (Dr. GRPO, arXiv 2503.20783).
-    rloo: r - mean of the others of the group (arXiv 2402.14740). custom: `function`."""
+    rloo: r - mean of the others of the group (arXiv 2402.14740)."""
     rewards: Literal["sum", "normalize_each"] = "sum"
     """Several rewards. sum: added by weight, then compared. normalize_each: each is compared on its own within the group, as with
     `type: group`, then they are added by weight and divided by their std over the step + 1e-4 (GDPO, arXiv 2601.05242)."""
-    function: Reference | None = None
-    """`module:attribute` of your own, f(rewards: list[float | None], **arguments) -> list[float]: the rewards of one group to its
-    advantages. null in, 0 out. A group for which it raises, or returns anything else, fails; the run continues."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `function`."""
 
     @model_validator(mode="after")
-    def _function_goes_with_custom(self) -> Self:
-        if (self.type == "custom") != (self.function is not None):
-            raise ValueError("`function` goes with `type: custom`, and only with it; set both or neither")
-        if self.type == "custom" and self.rewards != "sum":
-            raise ValueError("rewards: normalize_each is a way to compare, and so is `function`; leave one of them out")
+    def _goes_with_the_type(self) -> Self:
         if self.rewards == "normalize_each" and self.type != "group":
             raise ValueError(
                 f"rewards: normalize_each compares each reward as `type: group` does, not {self.type}; set type: group"
             )
-        if self.arguments and self.function is None:
-            raise ValueError("arguments: there is no `function` to give them to")
         return self
 
 

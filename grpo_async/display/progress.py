@@ -25,7 +25,7 @@ from grpo_async.utils.text import both_ends, duration, finite
 
 _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
-_OF_SAMPLES = re.compile(r"(pass|mean|majority)@\d+")
+_OF_SAMPLES = re.compile(r"(pass|mean)@\d+")
 _MAX_MESSAGES = 500
 _MAX_POINTS = 1024  # of a curve; a multiple of 2
 _TRAINER_TIME = {

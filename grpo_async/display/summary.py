@@ -140,13 +140,13 @@ def print_evaluation(
 
 
 def _order(metrics: Mapping[str, Any]) -> list[str]:
-    return [*_FIRST, *(name for name in metrics if name.partition("@")[0] in ("pass", "mean", "majority")), *_LAST]
+    return [*_FIRST, *(name for name in metrics if name.partition("@")[0] in ("pass", "mean")), *_LAST]
 
 
 def _important(names: Sequence[str]) -> list[str]:
-    """Rewards and lengths, and of pass@k and majority@k those with the largest k."""
+    """Rewards and lengths, and of pass@k that with the largest k."""
     largest = {name.partition("@")[0]: name for name in names if "@" in name}
-    wanted = (*_FIRST, largest.get("pass"), largest.get("majority"), "mean_length")
+    wanted = (*_FIRST, largest.get("pass"), "mean_length")
     return [name for name in names if name in wanted]
 
 

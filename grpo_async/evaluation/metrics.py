@@ -13,11 +13,6 @@ from statistics import fmean
 from grpo_async.config.sections import powers_up_to
 from grpo_async.records import RolloutStatus, ScoredGroup
 from grpo_async.scoring.advantages import sample_std
-from grpo_async.scoring.answers import read_answer
-from grpo_async.scoring.pass_at_k import Vote, majority_at_k, pass_at_k
-
-_MIN_ANSWERED = 0.5
-"""majority@k is left out where an answer can be read in fewer of the completions: it would say how rarely one can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +69,8 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
 
     reward, reward_std      mean and standard deviation (ddof = 1) over the completions
     reward_stderr           standard error of the mean over prompts: std of the prompts' means / sqrt(number of prompts)
-    pass@k, majority@k      mean over the prompts that have at least k scored completions; see scoring.pass_at_k
+    pass@k                  mean over the prompts that have at least k scored completions; see `pass_at_k`
     mean@k                  mean over prompts of the mean reward, k = samples
-    answered                fraction of the completions in which an answer can be read (scoring.answers)
 
     Two prompts with two completions each and rewards 1 0 and 0 0: reward 0.25, pass@1 (0.5 + 0) / 2 = 0.25, pass@2 0.5.
     """
@@ -89,7 +83,12 @@ def prompt_metrics(prompts: Sequence[ScoredGroup], *, samples: int, pass_thresho
         metrics["reward_std"] = sample_std(scored)
         means = [fmean(each) for each in rewards]
         metrics["reward_stderr"] = sample_std(means) / math.sqrt(len(means))
-        metrics |= _pass_metrics(prompts, means, samples=samples, pass_threshold=pass_threshold)
+        for k in powers_up_to(samples):
+            if enough := [each for each in rewards if len(each) >= k]:
+                passed = ((len(each), sum(reward >= pass_threshold for reward in each)) for each in enough)
+                metrics[f"pass@{k}"] = fmean(pass_at_k(*counts, k) for counts in passed)
+        if samples > 1:
+            metrics[f"mean@{samples}"] = fmean(means)
     parts = [part for prompt in prompts for part in prompt.reward_parts]
     for name in dict.fromkeys(name for part in parts for name in part):
         values = [value for part in parts if (value := part.get(name)) is not None]
@@ -110,30 +109,18 @@ def _rewards(prompt: ScoredGroup) -> list[float]:
     return [reward for reward in prompt.rewards if reward is not None]
 
 
-def _votes(prompt: ScoredGroup, pass_threshold: float) -> list[Vote]:
-    """Of the completions that have a reward."""
-    votes = []
-    for place, (completion, reward) in enumerate(zip(prompt.group.trainable, prompt.rewards, strict=True)):
-        if reward is not None:
-            extra = {name: values[place] for name, values in prompt.extra_columns.items()}
-            votes.append(Vote(read_answer(completion, extra), reward >= pass_threshold))
-    return votes
+def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
+    """Unbiased estimate of pass@k (Chen et al., arXiv 2107.03374, equation 1), the chance that one of k completions passes:
+    the fraction of the subsets of k that have one that passes,
 
+        1 - C(n - c, k) / C(n, k)        n = num_completions, c = num_passed
 
-def _pass_metrics(
-    prompts: Sequence[ScoredGroup], means: Sequence[float], *, samples: int, pass_threshold: float
-) -> dict[str, float]:
-    votes = [_votes(prompt, pass_threshold) for prompt in prompts]
-    metrics: dict[str, float] = {}
-    for k in powers_up_to(samples):
-        if enough := [each for each in votes if len(each) >= k]:
-            metrics[f"pass@{k}"] = fmean(pass_at_k(len(each), sum(v.passed for v in each), k) for each in enough)
-    if samples == 1:
-        return metrics
-    metrics[f"mean@{samples}"] = fmean(means)
-    metrics["answered"] = fmean(float(vote.answer is not None) for each in votes for vote in each)
-    if metrics["answered"] >= _MIN_ANSWERED:
-        for k in [k for k in powers_up_to(samples) if k > 2]:  # a vote of one or two is pass@1
-            if enough := [each for each in votes if len(each) >= k]:
-                metrics[f"majority@{k}"] = fmean(majority_at_k(each, k) for each in enough)
-    return metrics
+    4 completions of which 1 passes: k = 1: 1 - 3/4 = 0.25; k = 2: 1 - 3/6 = 0.5; k = 4: 1 - 0/1 = 1. The plain estimate
+    1 - (1 - c/n)^k would say 0.4375 for k = 2.
+
+    Raises:
+        ValueError: not 0 <= c <= n, or not 1 <= k <= n.
+    """
+    if not 0 <= num_passed <= num_completions or not 1 <= k <= num_completions:
+        raise ValueError(f"pass@{k} of {num_completions} completions with {num_passed} that pass is not defined")
+    return 1.0 - math.comb(num_completions - num_passed, k) / math.comb(num_completions, k)

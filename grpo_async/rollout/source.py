@@ -27,7 +27,7 @@ from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
-from grpo_async.scoring.compare import Advantages
+from grpo_async.scoring.advantages import Advantages
 
 logger = logging.getLogger(__name__)
 

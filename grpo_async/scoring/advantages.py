@@ -8,13 +8,94 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, TypeVar
 
+from grpo_async.config.sections import AdvantageSection
+from grpo_async.records import RolloutSample, ScoredGroup
+
+Value = TypeVar("Value")
 Rewards = Sequence[float | None]
 """Of one group, [num_completions]."""
 
 _STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
 _EQUAL_WITHIN = 1e-9  # relative; float noise of summed rewards is about 1e-16, real differences are far larger
+
+
+class Advantages:
+    """How the rewards of a run are compared.
+
+        of_group      when a group is scored: final for group, none and rloo; decides for all whether there is a signal
+        over_step     when the groups of a step are taken: what needs them all (batch, normalize_each)
+
+    `over_step` goes by the rewards alone, never by the advantages that stand in the samples: it may be called again.
+
+    Args:
+        section: what the config says.
+        weights: of every reward, by name.
+    """
+
+    def __init__(self, section: AdvantageSection, weights: Mapping[str, float]) -> None:
+        self._section = section
+        self._weights = weights
+
+    def of_group(self, rewards: Rewards, parts: Sequence[Mapping[str, float | None]]) -> list[float]:
+        """Advantages of one group, [num_completions]. What `over_step` completes is not divided by the std of the step yet,
+        and has the sign of the final one. All are 0 in a group that teaches nothing, and only there.
+
+        Args:
+            rewards: summed by weight.
+            parts: each reward function on its own.
+        """
+        if self._section.rewards == "normalize_each":
+            return [value or 0.0 for value in normalize_each(parts, self._weights)]
+        if self._section.type == "rloo":
+            return leave_one_out_advantages(rewards)
+        return group_advantages(rewards, scale="group" if self._section.type == "group" else "none")
+
+    def of_sample(
+        self,
+        sample: RolloutSample,
+        place: int,
+        rewards: Rewards,
+        parts: Sequence[Mapping[str, float | None]],
+    ) -> float:
+        """Of a branch with its own reward: what the completion at `place` of its group would have with it."""
+        return self.of_group(_with(rewards, place, sample.reward), _with(parts, place, sample.rewards))[place]
+
+    def over_step(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a step with their final advantages. The std is over all of them, those without samples too."""
+        if self._section.rewards != "normalize_each" and self._section.type != "batch":
+            return list(groups)
+        rewards, parts = [group.rewards for group in groups], [group.reward_parts for group in groups]
+        advantages = self._of_step(rewards, parts)
+        changed = []
+        for number, group in enumerate(groups):
+            places = {each.rollout_id: place for place, each in enumerate(group.group.trainable)}
+            samples = []
+            for sample in group.samples:
+                place = places[sample.root_id]
+                advantage = advantages[number][place]
+                if sample.rewards != parts[number][place]:  # a branch with its own reward
+                    own_rewards = _with(rewards, number, _with(rewards[number], place, sample.reward))
+                    own_parts = _with(parts, number, _with(parts[number], place, sample.rewards))
+                    advantage = self._of_step(own_rewards, own_parts)[number][place]
+                samples.append(replace(sample, advantage=advantage))
+            changed.append(replace(group, samples=samples))
+        return changed
+
+    def _of_step(
+        self, rewards: Sequence[Rewards], parts: Sequence[Sequence[Mapping[str, float | None]]]
+    ) -> list[list[float]]:
+        """Advantages of the completions of each group."""
+        if self._section.rewards == "normalize_each":
+            return normalized_over_step([normalize_each(rows, self._weights) for rows in parts])
+        return batch_advantages(rewards)
+
+
+def _with(values: Sequence[Value], place: int, value: Value) -> list[Value]:
+    """`values` with another one at `place`."""
+    return [*values[:place], value, *values[place + 1 :]]
 
 
 def combine_rewards(rows: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]) -> list[float | None]:

@@ -26,8 +26,7 @@ from grpo_async.records import (
     TokenPath,
 )
 from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
-from grpo_async.scoring.advantages import combine_rewards
-from grpo_async.scoring.compare import Advantages
+from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
 
@@ -52,9 +51,6 @@ class Scorer:
         environment_weights: weight of each environment's own reward, by its class name, or of an agent's, by AGENT_REWARD.
         max_steps: optimizer steps of the run, for reward functions that ask for `trainer_state`.
         timeline: takes a span for each group.
-
-    Raises:
-        ConfigError: the user's own advantage function cannot be used.
     """
 
     def __init__(
@@ -87,7 +83,7 @@ class Scorer:
         """Score the survivors of a group (at least one). `environments` has one instance for each completion of the group.
 
         Raises:
-            GrpoAsyncError: a reward function, or the user's own advantage function, failed; the message names it.
+            GrpoAsyncError: a reward function failed; the message names it.
         """
         survivors = group.trainable
         if environments is not None:

@@ -197,7 +197,6 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("eval/rewards/{name}", "mean of the reward `{name}` on held-out prompts", reduction=_LAST, better=_HIGHER),
     _metric("eval/pass@{k}", "chance that one of {k} samples passes", "fraction", _LAST, _HIGHER),
     _metric("eval/mean@{k}", "mean reward of {k} completions of a prompt, over prompts", reduction=_LAST, better=_HIGHER),
-    _metric("eval/majority@{k}", "fraction of prompts whose most frequent answer of {k} passes", "fraction", _LAST, _HIGHER),
     _metric("eval/mean_length", "sampled tokens of a held-out completion", "tokens", _LAST),
     _metric("eval/truncated", "fraction of held-out completions that a limit ended", "fraction", _LAST, _LOWER),
     _metric("eval/duration_s", "wall time of the evaluation", "s", _LAST),

@@ -155,7 +155,6 @@ _CUT = len(_HEADER).to_bytes(8, "little") + _HEADER + b"0" * 30
         ({"model": {"path": "{folder}/mamba"}}, "linear_attention"),
         ({"checkpoint": {"best_metric": "rewards/typo"}}, "checkpoint.best_metric: rewards/typo"),
         ({"loss": {"type": "custom", "function": "tests.checks:no"}}, "loss.function: tests.checks:no"),
-        ({"advantage": {"type": "custom", "function": "tests.checks:no"}}, "advantage.function: tests.checks:no"),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -146,11 +146,9 @@ def test_averages_and_changes_are_what_their_formulas_say() -> None:
 
 
 def test_an_evaluation_is_a_line_with_the_versions_that_made_it_and_a_few_words_of_the_dashboard() -> None:
-    metrics = {"reward": 0.5, "reward_std": 0.1, "pass@4": 0.75, "majority@4": 0.6, "version_min": 4.0, "version_max": 6.0,
+    metrics = {"reward": 0.5, "reward_std": 0.1, "pass@4": 0.75, "version_min": 4.0, "version_max": 6.0,
                "mixed": 1.0, "reward/gsm8k": 0.25, "pass@4/gsm8k": 0.5}  # fmt: skip
-    assert evaluation_line("step 4", metrics) == (
-        "held-out at step 4: reward 0.500  pass@4 0.750  majority@4 0.600  versions 4 to 6"
-    )
+    assert evaluation_line("step 4", metrics) == ("held-out at step 4: reward 0.500  pass@4 0.750  versions 4 to 6")
     progress = Progress(max_steps=9)
     for number, when in enumerate(("before", "step 2", "step 4", "step 6", "step 8")):
         progress.evaluations[when] = {"reward": number / 10}

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations
 
 import pytest
 
-from grpo_async.evaluation.metrics import evaluation_result, prompt_metrics
+from grpo_async.config.sections import powers_up_to
+from grpo_async.evaluation.metrics import evaluation_result, pass_at_k, prompt_metrics
 from grpo_async.records import RolloutCompletion, RolloutGroup, ScoredGroup
 from tests.support.records import make_completion, make_prompt
 
 
-def _prompt(*rewards: float | None, answers: Sequence[str | None] = (), **columns: str) -> ScoredGroup:
-    answers = answers or [None] * len(rewards)
-    texts = ["It is hard to say.\nMaybe seven." if answer is None else rf"\boxed{{{answer}}}" for answer in answers]
-    completions = [make_completion(f"r{number}", text=text) for number, text in enumerate(texts)]
-    return _scored(completions, rewards, **columns)
+def _prompt(*rewards: float | None, **columns: str) -> ScoredGroup:
+    return _scored([make_completion(f"r{number}") for number in range(len(rewards))], rewards, **columns)
 
 
 def _scored(completions: Sequence[RolloutCompletion], rewards: Sequence[float | None], **columns: str) -> ScoredGroup:
     group = RolloutGroup(group_id=0, prompt=make_prompt(**columns), completions=completions)
     return ScoredGroup(group=group, samples=[], rewards=rewards, reward_parts=[{} for _ in rewards])
+
+
+def test_pass_at_k_is_the_fraction_of_the_subsets_in_which_one_passes() -> None:
+    """By hand: 4 completions, 1 passes. k = 2: of the C(4, 2) = 6 pairs, C(3, 2) = 3 lack it: 1 - 3/6."""
+    assert [pass_at_k(4, 1, k) for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    for n in range(1, 8):
+        for c in range(n + 1):
+            passed = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                subsets = list(combinations(passed, k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
+    with pytest.raises(ValueError, match="not defined"):
+        pass_at_k(4, 1, 5)
+    assert [powers_up_to(n) for n in (1, 2, 4, 6)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6]]
 
 
 def test_two_prompts_with_four_samples_by_hand() -> None:
@@ -35,24 +48,6 @@ def test_two_prompts_with_four_samples_by_hand() -> None:
     assert metrics["reward_stderr"] == pytest.approx(0.125)
     # 3 ones and 5 zeros: sum of squares 3 - 9/8 = 15/8, / 7
     assert metrics["reward_std"] == pytest.approx(math.sqrt(15 / 8 / 7))
-
-
-def test_majority_is_told_where_answers_can_be_read_only() -> None:
-    """Answers 7 7 9 9, 9 right; then 5 of 8 without an answer: too few."""
-    voted = _prompt(0, 0, 1, 1, answers=["7", "7", "9", "9"])
-    metrics = prompt_metrics([voted], samples=4, pass_threshold=1.0)
-    assert {name: value for name, value in metrics.items() if name.startswith("majority")} == {
-        "majority@4": 0.5,
-    }  # majority@2 is pass@1, always
-    assert metrics["answered"] == 1.0
-    silent = prompt_metrics([voted, _prompt(0, 0, 0, 0)], samples=4, pass_threshold=1.0)
-    assert silent["answered"] == 0.5
-    assert silent["majority@4"] == 0.25
-    fewer = prompt_metrics(
-        [_prompt(0, 0, 1, 1, answers=["7", None, None, "9"]), _prompt(0, 0, 0, 0)], samples=4, pass_threshold=1
-    )
-    assert fewer["answered"] == 0.25
-    assert not [name for name in fewer if name.startswith("majority")]
 
 
 def test_a_pass_is_a_reward_of_at_least_pass_threshold() -> None:

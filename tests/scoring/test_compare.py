@@ -10,10 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from grpo_async.config.sections import AdvantageSection
-from grpo_async.errors import ConfigError, RunError
 from grpo_async.records import RolloutGroup, ScoredGroup
 from grpo_async.rewards import RewardFunction
-from grpo_async.scoring.compare import UserAdvantage
 from grpo_async.scoring.scorer import Scorer
 from tests.support.records import make_completion, make_prompt
 
@@ -107,59 +105,7 @@ def test_advantages_of_a_step_may_be_taken_again() -> None:
     ]
 
 
-def test_a_custom_function_has_a_signal_wherever_it_says_so() -> None:
-    own = {"type": "custom", "function": "tests.scoring.own_advantages:above"}
-    step = _Step([{"a": [1.0, 1.0]}, {"a": [0.5, 0.5]}], {"a": 1.0}, own)
-    assert step.final() == [[0.5, 0.5], []]  # against 0.5: equal rewards teach something, those of 0.5 nothing
-
-
 @pytest.mark.parametrize("kind", ["batch", "none", "rloo"])
 def test_normalize_each_goes_with_group_only(kind: Any) -> None:
     with pytest.raises(ValidationError, match="set type: group"):
         AdvantageSection(type=kind, rewards="normalize_each")
-
-
-# --------------------------------------------------------------------------------------- an advantage function of the user's
-
-MODULE = "tests.scoring.own_advantages"
-
-
-def _load(name: str, **arguments: Any) -> UserAdvantage:
-    return UserAdvantage(AdvantageSection(type="custom", function=f"{MODULE}:{name}", arguments=arguments))
-
-
-def test_it_gets_the_rewards_and_the_arguments_and_unscored_ones_stay_zero() -> None:
-    assert _load("above", baseline=0.25)([1.0, None, 0.0]) == [0.75, 0.0, -0.25]
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("abov", {}, "did you mean"),
-        ("takes_nothing", {}, "does not take"),
-        ("above", {"basline": 1.0}, "basline"),
-        ("is_async", {}, "is async"),
-        ("not_callable", {}, "cannot be called"),
-        ("Scaled", {}, "is a class"),
-    ],
-)
-def test_one_that_cannot_be_used_is_told_of_at_the_start(name: str, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        _load(name, **arguments)
-    assert str(caught.value).startswith(f"advantage.function: {MODULE}:{name}")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("too_few", "returned 1 values for 2 rewards"),
-        ("not_finite", "for reward 0 it returned nan"),
-        ("words", "for reward 0 it returned '1'"),
-        ("none_at_all", "returned None"),
-        ("raises", r"raised ZeroDivisionError: no baseline for 2 rewards \(.*own_advantages.py, line \d+\)"),
-    ],
-)
-def test_a_wrong_result_is_an_error_that_names_the_function(name: str, message: str) -> None:
-    with pytest.raises(RunError, match=message) as caught:
-        _load(name)([0.0, 1.0])
-    assert f"{MODULE}:{name}" in str(caught.value)
