@@ -3,7 +3,7 @@
     python -m benchmarks simulation [--scenario 7b 32b 70b math] [--staleness 0 1 2 4] [--json FILE]
     python -m benchmarks simulation --scenario 7b --gpus 8 --tokens 2000 --sigma 1.0 --longest 8192
 
-Real: rollout worker, admission, buffer, ledger, staleness rules, the plan of micro-batches. Simulated: the servers (a decode step
+Real: rollout worker, buffer, ledger, staleness rules, the plan of micro-batches. Simulated: the servers (a decode step
 of n rows takes decode_s + n x row_s seconds; slots; keys and values are computed again after a push) and the trainer, which takes
 groups, trains and pushes. Time is virtual (_simulated.py): a run of hours takes seconds, the same for the same seed. The speeds
 follow from a model's size and an H100's data sheet, by the constants below, each of which names its source.
@@ -36,7 +36,6 @@ from benchmarks._simulated import (
 )
 from benchmarks.report import Report, parser_of
 from grpo_async.batching.plan import plan_batch
-from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import RolloutSection
@@ -216,8 +215,7 @@ def simulate(setup: Setup) -> Outcome:
     """
     loop = VirtualLoop()
     servers = [SimulatedServer(loop, setup.speed) for _ in range(setup.servers)]
-    ledger = Ledger()
-    admission = Admission(
+    ledger = Ledger(
         groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness, version=0, last_version=setup.steps
     )
     worker: RolloutWorker
@@ -225,7 +223,7 @@ def simulate(setup: Setup) -> Outcome:
         loop,
         max_groups=(setup.max_staleness + 1) * setup.groups_per_step,  # as runs have it
         max_staleness=setup.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop(scored.group, status, scored=scored, step=step),
+        on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
     )
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()
@@ -243,7 +241,6 @@ def simulate(setup: Setup) -> Outcome:
         scorer=scorer,
         buffer=buffer,
         ledger=ledger,
-        admission=admission,
         store=store,
     )
     watch = Watch(
@@ -261,7 +258,7 @@ def simulate(setup: Setup) -> Outcome:
         for server in servers:
             server.resume()
         loop.call_soon(worker.on_version, version)
-        admission.advance(version)
+        ledger.advance(version)
 
     ticks: list[_Tick] = []
     waited_s = 0.0
@@ -277,7 +274,7 @@ def simulate(setup: Setup) -> Outcome:
             loop.run_for(setup.step_s + trained_s)
             for group in groups:
                 status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-                worker.close_group(group.group, status, scored=group, step=step)
+                worker.close_group(group.group, status, scored=group, step=step, was_taken=True)
             push(step)
             samples = [sample for group in trained for sample in group.samples]
             ages = [step - 1 - int(version) for sample in samples for version in sample.policy_versions if version >= 0]

@@ -4,11 +4,22 @@
 
 Worked example: a group starts, samples 40 tokens, one rollout with 10 of them fails, the others are trained:
 groups {started 1, trained 1}; tokens {started 40, failed 10, trained 30}.
-Thread-safe: the rollout thread starts and generates, the trainer's thread closes.
+
+Admission: generation runs ahead of training only so far that little is thrown away as stale,
+
+    groups open, or taken by a step <= (server_version + max_staleness + 1) x groups_per_step
+
+counted from the start of the run. Groups that a step takes, to train them or to filter them, stay counted: the version that the
+step makes admits the next ones. Groups that no step takes (failed, stale, cancelled, filtered before) free their place at once,
+else admission would deadlock. With max_staleness 0 this is synchronous GRPO.
+Worked example: 4 groups per step, max_staleness 1: 8 groups start at version 0; one fails -> 1 more; version 1 -> 4 more.
+
+Thread-safe: the rollout thread admits, starts and generates, the trainer's thread closes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -24,15 +35,64 @@ class _OpenGroup:
 
 
 class Ledger:
-    """Counts groups and tokens by status."""
+    """Counts groups and tokens by status, and admits new groups.
 
-    def __init__(self, totals: Mapping[str, Mapping[str, int]] | None = None) -> None:
-        """`totals` are those of a snapshot to resume from; what was open then must be empty."""
-        self._lock = threading.Lock()
+    Args:
+        totals: of a snapshot to resume from; what was open then must be empty.
+        groups_per_step: groups that one optimizer step consumes.
+        max_staleness: in optimizer steps.
+        version: policy version at the start (after a resume: the step of the checkpoint).
+        last_version: version after the last optimizer step; nothing is admitted that no step could consume.
+    """
+
+    def __init__(
+        self,
+        totals: Mapping[str, Mapping[str, int]] | None = None,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        version: int,
+        last_version: int,
+    ) -> None:
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._version = self._first_version = version
+        self._last_version = last_version
+        self._num_taken = 0  # by steps
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed: asyncio.Event | None = None
+        self._lock = threading.RLock()
         self._open: dict[int, _OpenGroup] = {}
         totals = totals or {"groups": {}, "tokens": {}}
         self._groups: Counter[str] = Counter(totals["groups"])
         self._tokens: Counter[str] = Counter(totals["tokens"])
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be started right now."""
+        steps = min(self._version + self._max_staleness + 1, self._last_version) - self._first_version
+        with self._lock:
+            return steps * self._groups_per_step - len(self._open) - self._num_taken
+
+    async def admit(self) -> None:
+        """Waits for: a free place, which the next `start` takes. Unblocked by: `close_group`, `advance`."""
+        self._loop = asyncio.get_running_loop()
+        while True:
+            self._changed = asyncio.Event()
+            if self.capacity > 0:
+                return
+            await self._changed.wait()  # cancelled with the run
+
+    def advance(self, version: int) -> None:
+        """The server serves `version` from now on."""
+        with self._lock:
+            self._version = max(self._version, version)
+        self._wake()
+
+    def _wake(self) -> None:
+        loop, changed = self._loop, self._changed
+        if loop is not None and changed is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(changed.set)
 
     def start(self, group_id: int) -> None:
         with self._lock:
@@ -60,14 +120,16 @@ class Ledger:
         with self._lock:
             self._open[group_id].status = GroupStatus.QUEUED
 
-    def close_group(self, group_id: int, status: GroupStatus) -> None:
-        """Give a group its final status."""
+    def close_group(self, group_id: int, status: GroupStatus, *, was_taken: bool = False) -> None:
+        """Give a group its final status. `was_taken`: by a step; else its place is free at once."""
         if not status.is_final:
             raise ValueError(f"{status} is not a final status")
         with self._lock:
             group = self._open.pop(group_id)
             self._groups[status] += 1
             self._tokens[status] += group.tokens
+            self._num_taken += was_taken
+        self._wake()
 
     def is_open(self, group_id: int) -> bool:
         with self._lock:

@@ -1,6 +1,6 @@
 """The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
 
-Owns the loop thread, the worker, the buffer, the ledger and admission; `start` after the first weight push, `stop` in any case.
+Owns the loop thread, the worker, the buffer and the ledger; `start` after the first weight push, `stop` in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from concurrent.futures import CancelledError, Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, SampleBuffer, Watch
@@ -51,7 +50,6 @@ class RolloutSource:
         worker: RolloutWorker,
         buffer: SampleBuffer,
         ledger: Ledger,
-        admission: Admission,
         errors: ErrorLog,
         advantages: Advantages,
         server_events: Callable[[], int] = int,
@@ -66,7 +64,6 @@ class RolloutSource:
         self._worker = worker
         self._buffer = buffer
         self._ledger = ledger
-        self._admission = admission
         self._errors = errors
         self._advantages = advantages
         self._server_events = server_events
@@ -165,7 +162,7 @@ class RolloutSource:
     ) -> None:
         for group in groups:
             mine = {s.rollout_id: stats[s.rollout_id] for s in group.samples if s.rollout_id in stats}
-            self._worker.close_group(group.group, status, scored=group, step=step, stats=mine)
+            self._worker.close_group(group.group, status, scored=group, step=step, stats=mine, was_taken=True)
 
     def group_metrics(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
         """Rewards and lengths over the groups taken and those filtered or stale since the step before: the prompts as they came."""
@@ -173,7 +170,7 @@ class RolloutSource:
 
     def advance(self, version: int) -> None:
         self._thread.post(lambda: self._worker.on_version(version))
-        self._admission.advance(version)
+        self._ledger.advance(version)
 
     def resume_state(self) -> ResumeState:
         """The rollout side at this instant; generation continues. Call it between two steps, when what was taken is closed. When

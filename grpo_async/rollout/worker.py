@@ -1,11 +1,11 @@
 """The rollout worker, on one asyncio loop:
 
-    run: admission -> prompt -> _run_group: produce -> score -> buffer.put -> (the trainer's thread) source.take
+    run: ledger.admit -> prompt -> _run_group: produce -> score -> buffer.put -> (the trainer's thread) source.take
 
 Whichever way a group ends, `close_group` ends it: the ledger closes it, the store gets it.
 
-    trained, or filtered by its step     source.close_groups -> close_group: the version that its step makes admits the next
-    dropped, scored or not               drop -> close_group, its place is given back
+    trained, or filtered by its step     source.close_groups: the version that its step makes admits the next
+    dropped, scored or not               its place is free at once
 
 Invariant: every group that is started is closed in the ledger exactly once, whatever fails, and stored once with its status.
 A failing rollout is that rollout's: its group continues with at least two survivors. A failing group is that group's. Only when
@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
 from grpo_async.buffer.resume import GroupSnapshot, QueuedGroup, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
@@ -44,7 +43,7 @@ class _TooStaleError(Exception):
 
 
 class RolloutWorker:
-    """See the module's docstring. Everything but `close_group` and `drop` runs on the worker's loop.
+    """See the module's docstring. Everything but `close_group` runs on the worker's loop.
 
     Args:
         section: sizes and limits.
@@ -67,7 +66,6 @@ class RolloutWorker:
         scorer: Scorer,
         buffer: SampleBuffer,
         ledger: Ledger,
-        admission: Admission,
         store: RolloutStore,
         resume: ResumeState | None = None,
         version: int = 0,
@@ -86,7 +84,6 @@ class RolloutWorker:
         self._scorer = scorer
         self._buffer = buffer
         self._ledger = ledger
-        self._admission = admission
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
         self._server_version = version
@@ -111,7 +108,6 @@ class RolloutWorker:
             self._ledger.start(group_id)
             self._ledger.generated(group_id, queued.tokens)
             self._ledger.queue(group_id)
-        self._admission.occupy(len(kept))
         self._buffer.restore([queued.scored for queued in kept])
         for noted in resume.noted:
             self._buffer.note(noted)
@@ -130,7 +126,7 @@ class RolloutWorker:
     async def run(self) -> None:
         """Start groups while there are prompts.
 
-        Consumes: prompts. Waits for: a place (admission). Unblocked by: weight pushes, closed groups. Ended by cancellation,
+        Consumes: prompts. Waits for: a place (the ledger's). Unblocked by: weight pushes, closed groups. Ended by cancellation,
         which cancels every group in flight and closes it as cancelled; or by the end of the data, when every group is closed or
         queued.
         """
@@ -138,7 +134,7 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as tasks:
                 while self._reissue or not self._stream.is_at_end:
                     began = time.time()
-                    await self._admission.admit()
+                    await self._ledger.admit()
                     waited_until = time.time()
                     if waited_until - began >= SHORTEST_WAIT_S:  # enough is queued, or too many steps ahead
                         self._timeline.add("wait for the trainer", "rollout", began, waited_until)
@@ -202,7 +198,8 @@ class RolloutWorker:
                 self._ledger.queue(group_id)
                 await self._buffer.put(scored)
             else:
-                self.drop(scored.group, GroupStatus.FILTERED, scored=scored, step=self._buffer.note(scored))
+                step = self._buffer.note(scored)
+                self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
             self._check_signal(scored)
         except NothingToLearnError:
             raise
@@ -272,16 +269,9 @@ class RolloutWorker:
             f"{self._section.groups_per_step}) to wait longer"
         )
 
-    def drop(
-        self, group: RolloutGroup, status: GroupStatus, *, scored: ScoredGroup | None = None, step: int | None = None
-    ) -> None:
-        """Close a group that is not trained, and give its place back at once. `step`: the one whose metrics see its rewards."""
-        self.close_group(group, status, scored=scored, step=step)
-        self._admission.release()
-
     def _drop_unscored(self, group: OpenGroup, status: GroupStatus) -> None:
         is_seen = status in (GroupStatus.FILTERED, GroupStatus.STALE)
-        self.drop(group.record, status, step=self._buffer.step if is_seen else None)
+        self.close_group(group.record, status, step=self._buffer.step if is_seen else None)
 
     def stores(self, group_id: int) -> bool:
         """Whether the store keeps this group should it be trained."""
@@ -295,15 +285,17 @@ class RolloutWorker:
         scored: ScoredGroup | None = None,
         step: int | None = None,
         stats: Mapping[str, TokenStats] | None = None,
+        was_taken: bool = False,
     ) -> None:
         """Give a group its final status, in the ledger and in the store. Thread-safe.
 
         Args:
             scored: the group's rewards, if it got that far.
-            step: the optimizer step that used or dropped it; None where no step saw it.
+            step: the optimizer step that used or dropped it, and whose metrics see its rewards; None where no step saw it.
             stats: of its trained tokens, by rollout id, where they are stored.
+            was_taken: by a step; else its place is free at once.
         """
-        self._ledger.close_group(group.group_id, status)
+        self._ledger.close_group(group.group_id, status, was_taken=was_taken)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
         self._store.append(group, status, step, scored=scored, stats=stats)

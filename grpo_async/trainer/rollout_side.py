@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.chat.renderer import ChatRenderer
@@ -123,8 +122,8 @@ def build_rollout_side(
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
-    ledger = Ledger(resume.ledger if resume else None)
-    admission = Admission(
+    ledger = Ledger(
+        resume.ledger if resume else None,
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
         version=start,
@@ -138,7 +137,7 @@ def build_rollout_side(
     buffer = SampleBuffer(
         max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
-        on_drop=lambda scored, status, step: worker.drop(scored.group, status, scored=scored, step=step),
+        on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
         next_step=start + 1,
         last_step=config.num_steps,
         timeline=timeline,
@@ -162,7 +161,6 @@ def build_rollout_side(
         scorer=scorer,
         buffer=buffer,
         ledger=ledger,
-        admission=admission,
         store=store,
         resume=resume,
         version=start,
@@ -178,7 +176,6 @@ def build_rollout_side(
         worker=worker,
         buffer=buffer,
         ledger=ledger,
-        admission=admission,
         errors=errors,
         advantages=scorer.advantages,
         # servers that others run may come and go forever

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+
 import pytest
 
 from grpo_async.buffer.ledger import Ledger, is_closed, totals_for_resume
 from grpo_async.records import GroupStatus
 
 
+def _ledger(totals: Mapping[str, Mapping[str, int]] | None = None, **changes: int) -> Ledger:
+    return Ledger(totals, **{"groups_per_step": 4, "max_staleness": 1, "version": 0, "last_version": 100, **changes})
+
+
 def test_the_ledger_is_closed_at_every_moment() -> None:
-    ledger = Ledger()
+    ledger = _ledger()
     for group_id in range(4):
         ledger.start(group_id)
         ledger.generated(group_id, 10)
@@ -33,7 +40,7 @@ def test_the_ledger_is_closed_at_every_moment() -> None:
 
 
 def test_a_group_is_closed_only_once_and_only_finally() -> None:
-    ledger = Ledger()
+    ledger = _ledger()
     ledger.start(1)
     with pytest.raises(ValueError, match="not a final status"):
         ledger.close_group(1, GroupStatus.QUEUED)
@@ -43,13 +50,13 @@ def test_a_group_is_closed_only_once_and_only_finally() -> None:
 
 
 def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> None:
-    ledger = Ledger()
+    ledger = _ledger()
     for group_id in range(3):
         ledger.start(group_id)
         ledger.generated(group_id, 7)
     ledger.close_group(0, GroupStatus.TRAINED)
     ledger.queue(1)
-    resumed = Ledger(totals_for_resume(ledger.snapshot()))
+    resumed = _ledger(totals_for_resume(ledger.snapshot()))
     assert is_closed(resumed.snapshot())
     assert resumed.snapshot()["groups"] == {
         **{status: 0 for status in GroupStatus if status is not GroupStatus.EVALUATED},
@@ -63,7 +70,7 @@ def test_totals_for_resume_leave_out_what_is_open_so_that_it_counts_once() -> No
 
 def test_events_grow_with_everything_that_moves_but_tokens_of_a_closed_group_are_not_counted() -> None:
     """What a waiting trainer takes as a sign of life: a group that starts, tokens that arrive, a group that is closed."""
-    ledger = Ledger()
+    ledger = _ledger()
     seen = [ledger.num_events]
     for move in (
         lambda: ledger.start(1),
@@ -77,3 +84,48 @@ def test_events_grow_with_everything_that_moves_but_tokens_of_a_closed_group_are
     assert ledger.num_events == seen[-1]
     assert ledger.snapshot()["tokens"]["started"] == 5
     assert is_closed(ledger.snapshot())
+
+
+# ---- admission: generation is paced by what training can still use ----
+
+
+async def _start(ledger: Ledger, *group_ids: int) -> None:
+    for group_id in group_ids:
+        await asyncio.wait_for(ledger.admit(), timeout=1.0)
+        ledger.start(group_id)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capacity"),
+    [
+        ({}, 8),  # (0 + 1 + 1) x 4
+        ({"max_staleness": 0}, 4),
+        ({"max_staleness": 5, "last_version": 2}, 8),  # 2 steps x 4, not 6 x 4: no step could consume more
+        ({"version": 10}, 8),  # a resumed run counts from its own version
+    ],
+)
+def test_so_many_are_admitted_as_the_steps_within_the_staleness_consume(changes: dict[str, int], capacity: int) -> None:
+    ledger = _ledger(**changes)
+    asyncio.run(_start(ledger, *range(capacity)))
+    assert ledger.capacity == 0
+
+
+def test_a_waiting_admit_is_woken_by_a_group_that_no_step_takes_and_by_a_new_version() -> None:
+    async def run() -> None:
+        ledger = _ledger()
+        await _start(ledger, *range(8))
+        waiting = asyncio.create_task(_start(ledger, 8))
+        await asyncio.sleep(0)
+        ledger.close_group(0, GroupStatus.TRAINED, was_taken=True)  # its place is the next version's
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        ledger.close_group(1, GroupStatus.FAILED)
+        await asyncio.wait_for(waiting, timeout=1.0)
+        waiting = asyncio.create_task(_start(ledger, 9))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await asyncio.to_thread(ledger.advance, 1)  # from another thread, as the trainer does
+        await asyncio.wait_for(waiting, timeout=1.0)
+        assert ledger.capacity == 3  # one step more is 4 groups, one of them admitted above
+
+    asyncio.run(run())

@@ -25,9 +25,7 @@ def _source() -> RolloutSource:
     thread: Any = Mock(spawn=spawn, cancel_all=Mock(return_value=False))
     worker: Any = SimpleNamespace(run=_generates_nothing)
     config: Any = SimpleNamespace()
-    parts: dict[str, Any] = {
-        name: Mock() for name in ("client", "buffer", "ledger", "admission", "errors", "advantages")
-    }
+    parts: dict[str, Any] = {name: Mock() for name in ("client", "buffer", "ledger", "errors", "advantages")}
     parts["buffer"].drain.return_value = []
     return RolloutSource(config, thread=thread, worker=worker, **parts)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from grpo_async.buffer.admission import Admission
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
@@ -96,13 +95,20 @@ class _Setup:
         num_prompts: int | None = None,
     ) -> None:
         self.client = _Client(script)
-        self.ledger = Ledger(resume.ledger if resume else None)
+        self.ledger = Ledger(
+            resume.ledger if resume else None,
+            groups_per_step=2,
+            max_staleness=max_staleness,
+            version=version,
+            last_version=50,
+        )
         self.errors = ErrorLog()
-        self.admission = Admission(groups_per_step=2, max_staleness=max_staleness, version=version, last_version=50)
         self.buffer = SampleBuffer(
             max_groups=100,
             max_staleness=max_staleness,
-            on_drop=lambda scored, status, step: self.worker.drop(scored.group, status, scored=scored, step=step),
+            on_drop=lambda scored, status, step: self.worker.close_group(
+                scored.group, status, scored=scored, step=step
+            ),
             next_step=version + 1,
         )
         self.folder = folder
@@ -143,7 +149,6 @@ class _Setup:
             ),
             buffer=self.buffer,
             ledger=self.ledger,
-            admission=self.admission,
             store=self.store,
             resume=resume,
             version=version,
@@ -310,7 +315,7 @@ def _run_that_ends_before_two_groups_begin(setup: _Setup, monkeypatch: pytest.Mo
         if admitted > 2:
             raise RunError("the run ends")
 
-    monkeypatch.setattr(setup.worker._admission, "admit", admit)
+    monkeypatch.setattr(setup.ledger, "admit", admit)
     setup.fails(RunError, "the run ends")
 
 
@@ -357,7 +362,7 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
         seen.extend([*groups, *setup.buffer.take_noted()])
         for group in groups:  # as the trainer does
             status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
-            setup.worker.close_group(group.group, status, scored=group, step=1)
+            setup.worker.close_group(group.group, status, scored=group, step=1, was_taken=True)
 
     setup.run(steps)
     assert setup.groups()["filtered"] == (0 if mode == "train" else 1)
@@ -378,13 +383,13 @@ def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_it
                 await asyncio.sleep(0)
         (first,) = await setup.take(1)
         setup.buffer.take_noted()
-        setup.worker.close_group(first.group, GroupStatus.TRAINED, scored=first, step=1)
+        setup.worker.close_group(first.group, GroupStatus.TRAINED, scored=first, step=1, was_taken=True)
         setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=1)
         setup.worker.on_version(1)
-        setup.admission.advance(1)
+        setup.ledger.advance(1)
         taken = await setup.take(1, version=1)  # the other one was sampled by version 0
         seen.extend([*taken, *setup.buffer.take_noted()])
-        setup.worker.close_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2)
+        setup.worker.close_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2, was_taken=True)
 
     setup.run(steps)
     with RolloutTable.open(tmp_path) as table:
@@ -520,10 +525,12 @@ def test_at_the_end_of_the_data_every_prompt_is_taken_or_accounted_for(tmp_path:
                 break
             taken.append([group.group.group_id for group in groups])
             for group in groups:
-                setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=version + 1)
+                setup.worker.close_group(
+                    group.group, GroupStatus.TRAINED, scored=group, step=version + 1, was_taken=True
+                )
             setup.client.version = version + 1
             setup.worker.on_version(version + 1)
-            setup.admission.advance(version + 1)
+            setup.ledger.advance(version + 1)
         await asyncio.wait_for(task, timeout=5.0)  # it has ended by itself
 
     setup.run(steps)

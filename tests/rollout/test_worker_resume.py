@@ -74,7 +74,7 @@ def _of_a_run(folder: Path, *, held: tuple[int, ...] = (2,), trained: int = 0) -
     async def steps(task: asyncio.Task[None]) -> None:
         await until(lambda: len(setup.buffer) == 4 - len(held) and len(setup.begun) == 16)
         for group in await setup.take(trained) if trained else []:
-            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=1, was_taken=True)
         kept.append(setup.worker.resume_state())
 
     setup.run(steps)
@@ -93,7 +93,7 @@ def _resumed(
     async def steps(task: asyncio.Task[None]) -> None:
         taken.extend(await setup.take(take, version=at))
         for group in taken:
-            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1)
+            setup.worker.close_group(group.group, GroupStatus.TRAINED, scored=group, step=at + 1, was_taken=True)
 
     setup.run(steps)
     return setup, taken
@@ -125,7 +125,7 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
     """It was restored at version 1 with tokens of version 0, which max_staleness 1 allows; version 2 comes in the same moment."""
     state = _of_a_run(tmp_path / "a", held=(2,))
     setup = _Slow(tmp_path / "b", resume=state, version=1)
-    admit, calls = setup.worker._admission.admit, 0
+    admit, calls = setup.ledger.admit, 0
 
     async def admit_one() -> None:
         nonlocal calls
@@ -136,7 +136,7 @@ def test_a_group_that_gets_stale_before_its_task_begins_is_closed_as_stale(
             setup.worker.on_version(2)
             await asyncio.Event().wait()
 
-    monkeypatch.setattr(setup.worker._admission, "admit", admit_one)
+    monkeypatch.setattr(setup.ledger, "admit", admit_one)
 
     async def steps(task: asyncio.Task[None]) -> None:
         await until(lambda: calls == 2 and not setup.worker.in_flight())
@@ -150,9 +150,9 @@ def test_queued_groups_hold_their_places(tmp_path: Path) -> None:
     """Room for 2 steps of 2 groups; all four are queued, so no prompt is issued before the trainer moves on."""
     state = _of_a_run(tmp_path / "a", held=())
     setup = _Slow(tmp_path / "b", resume=state)
-    assert setup.admission.capacity == 0
+    assert setup.ledger.capacity == 0
     assert len(setup.buffer) == 4
-    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).admission.capacity == 2
+    assert _Slow(tmp_path / "c", resume=_of_a_run(tmp_path / "d", held=(1, 2))).ledger.capacity == 2
 
 
 def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run(tmp_path: Path) -> None:
