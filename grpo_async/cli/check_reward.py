@@ -37,8 +37,8 @@ def check_reward(
 ) -> None:
     """Try the reward functions on right answers, wrong ones, empty text, garbage, the repeated prompt and very long text.
 
-    Reports exceptions and timeouts, garbage that is rewarded, right answers that are not, scores that change from call to
-    call or with the other completions of a call, and slow functions. Needs no model. Exit code 1 if there are errors (warnings
+    Reports exceptions and timeouts, garbage that is rewarded, right answers that are not, and scores that change from call to
+    call or with the other completions of a call. Needs no model. Exit code 1 if there are errors (warnings
     alone: 0), 2 if the configuration is wrong.
 
     \b
@@ -131,7 +131,7 @@ def _print(reports: Sequence[RewardReport], notes: Sequence[str]) -> None:
         for heading in ("lowest", "mean", "highest"):
             table.add_column(heading, justify="right")
         for kind, scores in report.scores.items():
-            table.add_row(kind, *(f"{value:.4g}" for value in (scores.lowest, scores.mean, scores.highest)))
+            table.add_row(kind, *(f"{value:.4g}" for value in scores.values()))
         console.print(table)
         console.print(
             f"{report.num_calls} calls, {report.num_failed} failed; {report.median_s * 1000:.1f} ms per completion (median), "

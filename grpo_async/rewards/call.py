@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
@@ -22,7 +22,6 @@ from grpo_async.user_code.calls import Parameters, UserCall, read_numbers
 logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
-Function = TypeVar("Function", bound=RewardCallable)
 
 ENVIRONMENTS = "environments"
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -150,35 +149,3 @@ def read_parameters(function: RewardCallable) -> Parameters:
     if not parameters.names and not parameters.takes_any:
         raise TypeError("it takes no keyword arguments; a reward is `f(completions, **kwargs) -> list of floats`")
     return parameters
-
-
-# ------------------------------------------------------------------------------ arguments that are checked before the start
-
-CHECK = "check_arguments"
-ArgumentCheck = Callable[[Mapping[str, Any]], None]
-"""Raises ValueError("NAME: what is wrong"). An argument without a default may be missing; that is reported elsewhere."""
-
-
-def checked_by(check: ArgumentCheck) -> Callable[[Function], Function]:
-    """Mark a reward function with the check of its arguments, which `load_rewards` calls with the section's `arguments`. Without it
-    a wrong pattern would fail every group of the run.
-
-        @checked_by(_check)
-        def regex_match(completions, *, pattern, **_): ...
-    """
-
-    def mark(function: Function) -> Function:
-        setattr(function, CHECK, check)
-        return function
-
-    return mark
-
-
-LOADED_FIRST = "loaded_first"
-
-
-def loaded_first(function: Function) -> Function:
-    """Mark a reward function that loads something large: it always runs in one worker process, whose first call, without
-    completions, loads it and has the time that a worker has to start in place of the section's `timeout_s`."""
-    setattr(function, LOADED_FIRST, True)
-    return function

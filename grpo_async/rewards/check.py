@@ -1,6 +1,6 @@
 """`check-reward`: one reward function on completions whose worth is known.
 
-Every candidate of a row is scored alone, which shows what raises, hangs or is slow; then all of a row in one call, as a group in
+Every candidate of a row is scored alone, which shows what raises or hangs; then all of a row in one call, as a group in
 training, which shows scores that depend on chance or on the other completions.
 
 Worked example, gold "72": the right answer is tried as `72`, `\\boxed{72}`, `<answer>72</answer>` and as a code block, each with
@@ -31,14 +31,8 @@ _BY_CHANCE = 0.25  # of the rows: up to here garbage may be right by luck
 _ROUNDING = 1e-3  # of the range of scores: smaller differences are those of batches of a reward model
 _MAX_LOST = 4  # calls that cost a process; then the rest is not tried
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Lowest, mean and highest score of one kind of completion, over the rows."""
-
-    lowest: float
-    mean: float
-    highest: float
+Rows = Mapping[int, float]
+"""Score by row: of the forms of an answer the best one counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +43,7 @@ class RewardReport:
     place: str
     num_calls: int
     num_failed: int
-    scores: Mapping[str, Scores]  # by kind; of the forms of an answer the best one counts
+    scores: Mapping[str, Mapping[str, float]]  # of each kind of completion the lowest, mean and highest, over the rows
     median_s: float
     longest_s: float
     findings: Sequence[Finding]  # the worst first
@@ -105,24 +99,15 @@ def _same_shape(text: str) -> str:
 class Seen:
     """What was seen of one function. A `value` is a score, None (not applicable), or the text of an error."""
 
-    values: list[tuple[int, str, float | str | None, float]] = field(
-        default_factory=list
-    )  # (row, kind, value, seconds)
-    unstable: set[int] = field(default_factory=set)  # rows with a score that changes from call to call
-    dependent: set[int] = field(default_factory=set)  # rows with a score that depends on the others of its call
-    group_errors: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # of calls whose completions are fine alone -> rows
+    values: list[tuple[int, str, float | str | None]] = field(default_factory=list)  # (row, kind, value)
+    seconds: list[float] = field(default_factory=list)  # of these calls
+    changing: set[int] = field(default_factory=set)  # rows with a score that is another one in the next call
+    group_errors: dict[str, list[int]] = field(default_factory=dict)  # where each completion is fine alone -> rows
     num_lost: int = 0  # calls that took too long or ended their process
 
 
 def check_reward(
-    reward: RewardFunction,
-    prompts: Sequence[Prompt],
-    *,
-    place: str,
-    gold_column: str | None = None,
-    slow_s: float = 1.0,
+    reward: RewardFunction, prompts: Sequence[Prompt], *, place: str, gold_column: str | None = None
 ) -> RewardReport:
     """Check one reward function on some rows.
 
@@ -131,22 +116,17 @@ def check_reward(
         prompts: rows; at least one.
         place: where it runs in training: event loop, thread, process.
         gold_column: the column of right answers; None = the first of the usual names that a row has.
-        slow_s: a completion that takes longer is reported.
     """
     golds = [gold_of(prompt, gold_column) for prompt in prompts]
-    seen = asyncio.run(_observe(reward, prompts, golds, slow_s))
+    seen = asyncio.run(_observe(reward, prompts, golds))
     asks_for_gold = any(map(reward.names, (gold_column,) if gold_column else GOLD_COLUMNS))
-    timeout_s = reward.timeout_s
-    return report(seen, name=reward.name, place=place, timeout_s=timeout_s, slow_s=slow_s, asks_for_gold=asks_for_gold)
+    return report(seen, name=reward.name, place=place, asks_for_gold=asks_for_gold)
 
 
-async def _observe(
-    reward: RewardFunction, prompts: Sequence[Prompt], golds: Sequence[str | None], slow_s: float
-) -> Seen:
+async def _observe(reward: RewardFunction, prompts: Sequence[Prompt], golds: Sequence[str | None]) -> Seen:
     seen = Seen()
 
-    async def call(row: int, texts: Sequence[str]) -> list[float | None] | str:
-        prompt = prompts[row]
+    async def call(prompt: Prompt, texts: Sequence[str]) -> list[float | None] | str:
         made = [[{"role": "assistant", "content": text}] if prompt.is_conversational else text for text in texts]
         try:
             outcome = await reward.score(
@@ -160,48 +140,30 @@ async def _observe(
             return error.problem.splitlines()[0]
         return outcome.values
 
-    async def alone(row: int, text: str) -> tuple[float | str | None, float]:
-        began = time.perf_counter()
-        values = await call(row, [text])
-        return values if isinstance(values, str) else values[0], time.perf_counter() - began
-
-    await alone(0, golds[0] or "1")  # imports and caches are not measured
+    await call(prompts[0], [golds[0] or "1"])  # imports and caches are not measured
     seen.num_lost = 0
     for row, prompt in enumerate(prompts):
-        fine: dict[str, float | None] = {}  # as many as are fast enough for one call
-        time_left_s = 0.5 * reward.timeout_s
+        fine: dict[str, float | None] = {}
         for kind, text in candidates(prompt, golds[row]):
             if seen.num_lost >= _MAX_LOST:
                 return seen
-            value, seconds = await alone(row, text)
-            if seconds > slow_s and not isinstance(value, str):
-                seconds = min(
-                    seconds, (await alone(row, text))[1]
-                )  # the first may have met a cold cache or a busy machine
-            seen.values.append((row, kind, value, seconds))
-            time_left_s -= seconds
-            if not isinstance(value, str) and time_left_s > 0.0:
-                fine[text] = value
-        texts = list(reversed(fine))
-        if len(texts) < 2:
+            began = time.perf_counter()
+            values = await call(prompt, [text])
+            seen.seconds.append(time.perf_counter() - began)
+            seen.values.append((row, kind, values if isinstance(values, str) else values[0]))
+            if not isinstance(values, str):
+                fine[text] = values[0]
+        if len(fine) < 2 or sum(seen.seconds[-len(fine) :]) > 0.5 * reward.timeout_s:  # too slow for all in one call
             continue
-        together = await call(row, texts)
+        together = await call(prompt, list(fine)[::-1])
         if isinstance(together, str):
             seen.group_errors.setdefault(together, []).append(row)
             continue
         tolerance = _ROUNDING * _range([value for value in fine.values() if value is not None])
-        for text, value in zip(texts, together, strict=True):
-            if not _is_same(value, fine[text], tolerance):
-                again = [(await alone(row, text))[0] for _ in range(3)]
-                is_stable = all(_is_same(each, fine[text], tolerance) for each in again)
-                (seen.dependent if is_stable else seen.unstable).add(row)
+        for one, other in zip(reversed(fine.values()), together, strict=True):
+            if one != other and (one is None or other is None or abs(one - other) > tolerance):
+                seen.changing.add(row)
     return seen
-
-
-def _is_same(one: float | str | None, other: float | str | None, tolerance: float) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= tolerance
-    return one == other
 
 
 def _range(values: Sequence[float]) -> float:
@@ -211,34 +173,32 @@ def _range(values: Sequence[float]) -> float:
 # -------------------------------------------------------------------------------------------------- what it means
 
 
-def report(seen: Seen, *, name: str, place: str, timeout_s: float, slow_s: float, asks_for_gold: bool) -> RewardReport:
+def report(seen: Seen, *, name: str, place: str, asks_for_gold: bool) -> RewardReport:
     """Scores and findings of what was seen of the function `name`, which runs in `place` (event loop, thread, process)."""
-    best: dict[str, dict[int, float]] = defaultdict(dict)  # kind -> row -> score
-    for row, kind, value, _ in seen.values:
+    best: dict[str, dict[int, float]] = defaultdict(dict)  # by kind
+    for row, kind, value in seen.values:
         if isinstance(value, float):
             best[kind][row] = max(value, best[kind].get(row, value))
-    limit_s = min(slow_s, 0.5 * timeout_s)
-    findings = [*_faults(seen, place, timeout_s, limit_s), *_values(seen, best, asks_for_gold)]
-    seconds = [entry[3] for entry in seen.values]
+    scores = {
+        kind: {"lowest": min(rows.values()), "mean": statistics.fmean(rows.values()), "highest": max(rows.values())}
+        for kind, rows in best.items()
+    }
     return RewardReport(
         name=name,
         place=place,
         num_calls=len(seen.values),
-        num_failed=sum(isinstance(entry[2], str) for entry in seen.values),
-        scores={
-            kind: Scores(lowest=min(rows.values()), mean=statistics.fmean(rows.values()), highest=max(rows.values()))
-            for kind, rows in best.items()
-        },
-        median_s=statistics.median(seconds or [0.0]),
-        longest_s=max(seconds, default=0.0),
-        findings=worst_first(findings),
+        num_failed=sum(isinstance(value, str) for *_, value in seen.values),
+        scores=scores,
+        median_s=statistics.median(seen.seconds or [0.0]),
+        longest_s=max(seen.seconds, default=0.0),
+        findings=worst_first([*_faults(seen, place), *_values(seen, best, asks_for_gold)]),
     )
 
 
-def _faults(seen: Seen, place: str, timeout_s: float, slow_s: float) -> Iterator[Finding]:
+def _faults(seen: Seen, place: str) -> Iterator[Finding]:
     """What goes wrong whatever the scores are worth."""
     by_error: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for row, kind, value, _ in seen.values:
+    for row, kind, value in seen.values:
         if isinstance(value, str):
             by_error[value].append((row, kind))
     fix = "Catch what can go wrong with a model's text and return 0.0, or None where the function does not apply."
@@ -254,29 +214,18 @@ def _faults(seen: Seen, place: str, timeout_s: float, slow_s: float) -> Iterator
     if seen.num_lost >= _MAX_LOST:
         title = f"It took longer than its timeout_s, or ended its process, {seen.num_lost} times."
         yield _finding("fails", Severity.ERROR, title, "The rest was not tried.")
-    if seen.unstable:
-        title = "The same completion gets different scores from call to call."
+    if seen.changing:
+        title = "The score of a completion changes from call to call, or with the other completions of a call."
         fix = (
-            "Noise in the reward is noise in the advantage; fix its seed or temperature, or average several judgments."
+            "Fine if it ranks within a group on purpose. Else fix its seed or temperature, or look for state: noise in the "
+            "reward is noise in the advantage."
         )
-        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.unstable))
-    if seen.dependent:
-        title = "The score of a completion depends on the other completions of the call."
-        fix = "Fine if it ranks within a group on purpose; else look for state or for a mix-up of their order."
-        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.dependent))
-    slow = [(s, row, kind) for row, kind, value, s in seen.values if s > slow_s and not isinstance(value, str)]
-    if slow:
-        seconds, _, kind = max(slow)
-        fix = f"A group is scored in one call, so its completions share timeout_s = {timeout_s:g}."
-        if place != "process":
-            fix += " If it computes, it holds up the trainer's interpreter: set `run_in: process`."
-        title = f"It is slow: `{kind}` took {seconds:.1f} s."
-        yield _finding("slow", Severity.WARNING, title, fix, [row for _, row, _ in slow], [kind for *_, kind in slow])
+        yield _finding("unstable", Severity.WARNING, title, fix, sorted(seen.changing))
 
 
-def _values(seen: Seen, best: Mapping[str, Mapping[int, float]], asks_for_gold: bool) -> Iterator[Finding]:
+def _values(seen: Seen, best: Mapping[str, Rows], asks_for_gold: bool) -> Iterator[Finding]:
     """What the scores are worth."""
-    scored = [value for _, _, value, _ in seen.values if not isinstance(value, str)]
+    scored = [value for *_, value in seen.values if not isinstance(value, str)]
     numbers = [value for value in scored if value is not None]
     if not numbers:
         if scored:
@@ -291,7 +240,7 @@ def _values(seen: Seen, best: Mapping[str, Mapping[int, float]], asks_for_gold: 
         fix = "Without a difference there is no advantage and nothing to learn; leave it out, or fix it."
         yield _finding("values", worst, f"It gives every completion the same score ({numbers[0]:g}).", fix)
         return
-    without = sorted({row for row, kind, value, _ in seen.values if kind == GOLD and value is None} - golds.keys())
+    without = sorted({row for row, kind, value in seen.values if kind == GOLD and value is None} - golds.keys())
     if without:
         title = "It returned None for the right answer, in every form."
         fix = "If it should apply to these rows, check their gold answers: it cannot read them."
@@ -306,9 +255,7 @@ def _values(seen: Seen, best: Mapping[str, Mapping[int, float]], asks_for_gold: 
     yield _finding("values", Severity.ERROR if asks_for_gold else Severity.NOTE, title, fix)
 
 
-def _comparisons(
-    golds: Mapping[int, float], best: Mapping[str, Mapping[int, float]], tolerance: float
-) -> Iterator[Finding]:
+def _comparisons(golds: Mapping[int, float], best: Mapping[str, Rows], tolerance: float) -> Iterator[Finding]:
     """Right answers that do not get the most, and other completions that get something."""
     others = {kind: rows for kind, rows in best.items() if kind not in (GOLD, LONG)}
     floors = {row: min(rows[row] for rows in best.values() if row in rows) for row in golds}

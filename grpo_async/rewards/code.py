@@ -201,12 +201,12 @@ class _Judge:
                 await asyncio.wait({candidate})
             if not candidate.cancelled():
                 candidate.result()  # raises what the sandbox raised
-        return _verdict(lines, row)
+        return _verdict(lines)
 
 
-def _verdict(lines: str, row: RowTests) -> tuple[int, int]:
+def _verdict(lines: str) -> tuple[int, int]:
     """Passed and all tests, from the examiner's lines."""
-    passed, total = set(), len(row.tests)
+    passed, total = 0, 1
     for text in lines.splitlines():
         try:
             line = json.loads(text)
@@ -214,11 +214,11 @@ def _verdict(lines: str, row: RowTests) -> tuple[int, int]:
             break  # cut short: the examiner was ended
         if line[0] == "total":
             total = line[1]
-        elif isinstance(line[0], int) and line[1] is True:
-            passed.add(line[0])
-        elif isinstance(line[0], int) and line[3]:
+            continue
+        passed += line[1]
+        if line[2]:
             _say_refused(line[2])
-    return len(passed), total
+    return passed, total
 
 
 @functools.cache  # once for each
@@ -227,14 +227,14 @@ def _say_refused(why: str) -> None:
 
 
 def _work(row: RowTests) -> dict[str, Any]:
-    names = names_of(row)
+    names, provided = names_of(row.text, row.entry_point)
     return {
-        "kind": row.kind,
+        "is_script": row.kind is RowKind.SCRIPT,
         "tests": list(row.tests),
         "entry_point": row.entry_point,
         "setup": row.setup,
-        "names": names.wanted,
-        "provided": names.provided,
+        "names": names,
+        "provided": provided,
         "may_be_nan": "nan" in f"{row.setup} {row.tests}".lower(),
     }
 

@@ -14,7 +14,6 @@ from grpo_async.rewards.code_peer import (
     encode,
     read_json,
     serve,
-    text_of,
 )
 
 TYPE_CHECKING = False  # see `code_peer`
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 TESTS_MODULE = "tests_of_the_row"
 CANDIDATE_MODULE = "candidate"
+CHECK_CALL = "_check_call"
+"""What a test calls that `code_rows` makes of arguments and the expected result: _check_call('add', '[[1, 2], 3]')."""
 _FUNCTION: type[Any] = type(lambda: None)
 
 
@@ -46,98 +47,75 @@ def run_candidate(descriptors: tuple[int, int]) -> None:
 
 
 def run_examiner(descriptors: tuple[int, int]) -> None:
-    """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes one JSON
-    line for each step to stdout:
-
-    ["started"], then ["not loaded", why], or ["total", number of tests] and [test number, passed, why not, whether it was
-    refused] for each, and ["done"]. Where it ends earlier, the tests that it does not name have failed.
+    """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes JSON lines to
+    stdout: ["total", number of tests], again where a script has defined its own, and [test number, passed, why it was refused] for
+    each test. Those that it does not name have failed.
     """
     work = read_json(sys.stdin.read())
     verdicts = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the tests print is not a verdict
-    peer = Candidate(Pipes(descriptors), may_be_nan=work["may_be_nan"])
 
     def tell(*line: Any) -> None:
         verdicts.write("[" + ",".join([encode(item, repr) for item in line]) + "]\n")
         verdicts.flush()
 
-    tell("started")
+    tell("total", len(work["tests"]))
     try:
-        _Examination(peer, work, tell).run()
-        tell("done")
-    except PeerGone:
-        tell("gone")
-    except BaseException as error:  # noqa: BLE001 - reported to the owner
-        tell("not loaded", f"{type(error).__name__}: {text_of(error)}")
-    verdicts.flush()
-    os._exit(0)
+        _examine(Candidate(Pipes(descriptors), may_be_nan=work["may_be_nan"]), work, tell)
+    finally:  # whatever the row's own code raised
+        os._exit(0)
 
 
-class _Examination:
-    """Runs the tests of one row."""
+def _examine(peer: Candidate, work: dict[str, Any], tell: Callable[..., None]) -> None:
+    """Run the tests of one row."""
+    names = _load(peer, work)
+    steps = [_bound(_run_text, text, names) for text in work["tests"]]
+    if work["is_script"]:
+        (script,) = work["tests"]
+        passed, refused = _try(peer, lambda: _run_script(script, names, work["entry_point"]))
+        steps = _tests_defined_by(names)
+        if not passed or not steps:  # the script was the test
+            never = "" if peer.num_asked > 1 else "the tests never used the code"  # the first was `load`
+            tell(0, passed and not never, refused or never)
+            return
+        tell("total", len(steps))
+    for number, step in enumerate(steps):
+        tell(number, *_try(peer, step))
 
-    def __init__(self, peer: Candidate, work: dict[str, Any], tell: Callable[..., None]) -> None:
-        self._peer, self._work, self._tell = peer, work, tell
-        self._names: dict[str, Any] = {}
 
-    def run(self) -> None:
-        self._load()
-        names, work = self._names, self._work
-        steps: list[Callable[[], Any]]
-        if work["kind"] == "asserts":
-            steps = [_bound(_run_text, text, names) for text in work["tests"]]
-        elif work["kind"] == "calls":
-            steps = [_bound(_call, names, work["entry_point"], *case) for case in work["tests"]]
-        else:
-            (script,) = work["tests"]
-            if not self._passes(0, lambda: _run_script(script, names, work["entry_point"]), is_whole=True):
-                self._tell("total", 1)
-                return
-            steps = _tests_defined_by(names)
-            if not steps:  # the script was the test
-                self._tell("total", 1)
-                self._tell(0, self._peer.num_asked > 1, "the tests never used the code", True)  # the first was `load`
-                return
-        self._tell("total", len(steps))
-        for number, step in enumerate(steps):
-            self._passes(number, step)
-
-    def _load(self) -> None:
-        """The tests' global names: those of the candidate that they ask for, modules, then what the row's setup defines."""
-        wanted = self._work["names"]
-        theirs = self._peer.ask("call", 0, arguments=(wanted,))
-        if type(theirs) is not dict or not any(name in theirs for name in wanted):
-            raise NameError(f"the code defines none of {wanted}")
-        names = self._names
-        names.update({"__name__": TESTS_MODULE, "__builtins__": sys.modules["builtins"]})
-        for name, (module, attribute) in self._work["provided"].items():
-            try:
-                own = __import__(module)
-            except ImportError:
-                continue  # a NameError of the tests that use it
-            names[name] = getattr(own, attribute) if attribute else own
-        names.update({name: theirs[name] for name in wanted if name in theirs})
-        _run_text(self._work["setup"], names)
-
-    def _passes(self, number: int, step: Callable[[], Any], *, is_whole: bool = False) -> bool:
-        """Run and tell; a script that did its work is not a test passed yet."""
-        peer = self._peer
-        peer.faults.clear()
-        problem, is_refused = "", False
+def _load(peer: Candidate, work: dict[str, Any]) -> dict[str, Any]:
+    """The tests' global names: those of the candidate that they ask for, modules, then what the row's setup defines."""
+    wanted = work["names"]
+    theirs = peer.ask("call", 0, (wanted,))
+    if type(theirs) is not dict or not any(name in theirs for name in wanted):
+        raise NameError(f"the code defines none of {wanted}")
+    names: dict[str, Any] = {"__name__": TESTS_MODULE, "__builtins__": sys.modules["builtins"]}
+    for name, (module, attribute) in work["provided"].items():
         try:
-            _finish(step())
-        except PeerGone:
-            raise
-        except BaseException as error:  # noqa: BLE001 - the test has failed, whatever it is
-            problem = f"{type(error).__name__}: {text_of(error)}"
-        if peer.is_gone:
-            raise PeerGone  # a bare `except` of the tests had caught it
-        if peer.faults:  # whatever the tests caught
-            fault = peer.faults[0]
-            problem, is_refused = f"{type(fault).__name__}: {text_of(fault)}", isinstance(fault, RefusedError)
-        if problem or not is_whole:
-            self._tell(number, not problem, problem, is_refused)
-        return not problem
+            own = __import__(module)
+        except ImportError:
+            continue  # a NameError of the tests that use it
+        names[name] = getattr(own, attribute) if attribute else own
+    names.update({name: theirs[name] for name in wanted if name in theirs})
+    names[CHECK_CALL] = lambda entry_point, case: _check_call(_named(names, entry_point), *read_json(case))
+    _run_text(work["setup"], names)
+    return names
+
+
+def _try(peer: Candidate, step: Callable[[], Any]) -> tuple[bool, str]:
+    """Whether the step passes, and why it was refused."""
+    peer.faults.clear()
+    passed = True
+    try:
+        _finish(step())
+    except PeerGone:
+        raise
+    except BaseException:  # noqa: BLE001 - the test has failed, whatever it is
+        passed = False
+    if peer.is_gone:
+        raise PeerGone  # a bare `except` of the tests had caught it
+    refused = [f"{type(fault).__name__}: {fault}" for fault in peer.faults[:1] if isinstance(fault, RefusedError)]
+    return passed and not peer.faults, "".join(refused)  # whatever the tests caught
 
 
 def _bound(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
@@ -202,9 +180,8 @@ def _run_case(case: Any) -> None:
     assert result.wasSuccessful(), "it was expected to fail"
 
 
-def _call(names: dict[str, Any], entry_point: str, arguments: list[Any], expected: Any) -> None:
-    given = _plain(_named(names, entry_point)(*arguments))
-    wanted = _plain(expected)
+def _check_call(function: Any, arguments: list[Any], wanted: Any) -> None:
+    given = _plain(function(*arguments))
     # Some datasets wrap the one result in a list.
     assert given == wanted or (isinstance(wanted, list) and len(wanted) == 1 and given == wanted[0]), f"got {given!r}"
 

@@ -23,6 +23,7 @@ Imports next to nothing: this is the startup time of every run.
 
 from __future__ import annotations
 
+import _operator
 import sys
 from _json import encode_basestring_ascii as _text  # `json` itself takes longer to import than Python to start
 from _json import make_scanner
@@ -233,11 +234,11 @@ def serve(pipes: Pipes, load: Callable[[list[str]], dict[str, Any]]) -> None:
         return shown[reference[1]]
 
     while True:  # PeerGone ends it
-        what, number, name, arguments, keywords = pipes.receive()
+        name, number, arguments, keywords = pipes.receive()
         try:
             values = [decode(item, find) for item in arguments]
             by_name = {key: decode(item, find) for key, item in keywords}
-            value = _do(shown[number], what, name, values, by_name)
+            value = _operation(name)(shown[number], *values, **by_name)
             changed = values if value is None else []
             now = [encode(item if type(item) in (list, dict, set, bytearray) else None, show) for item in changed]
             answer = f'["value",{encode(value, show)},[{",".join(now)}]]'
@@ -248,23 +249,16 @@ def serve(pipes: Pipes, load: Callable[[list[str]], dict[str, Any]]) -> None:
         pipes.send(answer)
 
 
-def _do(target: Any, what: str, name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
-    if what == "call":
-        return target(*arguments, **keywords)
-    if what == "get":
-        return getattr(target, name)
-    if what == "set":
-        return setattr(target, name, *arguments)
+def _operation(name: str) -> Callable[..., Any]:
+    """Of an object and further arguments: a call, entry to and exit from its block, a builtin, or a function of `operator`."""
+    if name == "call":
+        return lambda target, *arguments, **keywords: target(*arguments, **keywords)
+    if name in ("enter", "exit"):
+        return lambda target, *arguments: getattr(type(target), f"__{name}__")(target, *arguments)
     if name == "isinstance":
-        return isinstance(arguments[0], target)
-    if name == "__bool__":  # every object has a truth value, few have the method
-        return bool(target)
-    if name == "__iter__":  # `__getitem__` alone makes an iterable too
-        return iter(target)
-    method = getattr(type(target), name, None)
-    if method is None:
-        raise TypeError(f"{type(target).__name__} has no {name}")
-    return method(target, *arguments)
+        return lambda kind, instance: isinstance(instance, kind)
+    operation: Callable[..., Any] = _BUILTINS.get(name) or getattr(_operator, name)
+    return operation
 
 
 # ---------------------------------------------------------------------------------------------------- the examiner
@@ -280,16 +274,16 @@ class Handle:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name: str) -> Any:
-        return _ask(self, "get", name)
+        return _ask(self, "getattr", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "set", name, value)
+        _ask(self, "setattr", name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _ask(self, "call", "", *arguments, **keywords)
+        return _ask(self, "call", *arguments, **keywords)
 
     def __instancecheck__(self, instance: object) -> bool:
-        return isinstance(instance, Handle) and _ask(self, "special", "isinstance", instance) is True
+        return isinstance(instance, Handle) and _ask(self, "isinstance", instance) is True
 
     def __eq__(self, other: object) -> bool:
         return False if other is None else _refuse(self, "==")
@@ -299,12 +293,12 @@ class Handle:
 
     def __exit__(self, *error: object) -> None:
         """The candidate learns of no error, and never silences one."""
-        _ask(self, "special", "__exit__", None, None, None)
+        _ask(self, "exit", None, None, None)
 
 
-def _ask(handle: Handle, what: str, name: str, *arguments: Any, **keywords: Any) -> Any:
+def _ask(handle: Handle, operation: str, /, *arguments: Any, **keywords: Any) -> Any:
     candidate: Candidate = object.__getattribute__(handle, "_candidate")
-    return candidate.ask(what, object.__getattribute__(handle, "_number"), name, arguments, keywords)
+    return candidate.ask(operation, object.__getattribute__(handle, "_number"), arguments, keywords)
 
 
 def _refuse(handle: Handle, what: str) -> Any:
@@ -313,21 +307,19 @@ def _refuse(handle: Handle, what: str) -> Any:
     raise candidate.failed(RefusedError(f"{what} {why}"))
 
 
-def _special(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments: _ask(self, "special", name, *arguments)
+def _asking(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments: _ask(self, name, *arguments)
 
 
 def _refusal(name: str) -> Callable[..., Any]:
     return lambda self, *arguments: _refuse(self, name)
 
 
-_SPECIAL = "len iter next getitem setitem delitem reversed str repr bool int float complex index neg pos abs invert round enter"
-for _name in _SPECIAL.split():
-    setattr(Handle, f"__{_name}__", _special(f"__{_name}__"))
-for _name in "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split():  # noqa: SIM905
-    for _side in ("", "r", "i"):
-        setattr(Handle, f"__{_side}{_name}__", _refusal(f"__{_side}{_name}__"))
-for _name in "lt le gt ge hash".split():  # noqa: SIM905
+_ASKED = "len iter next getitem setitem delitem reversed str repr bool int float complex index neg pos abs invert round enter"
+for _name in _ASKED.split():
+    setattr(Handle, f"__{_name}__", _asking(_name))
+_CALCULATIONS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()  # noqa: SIM905
+for _name in ["lt", "le", "gt", "ge", "hash", *(side + name for name in _CALCULATIONS for side in ("", "r", "i"))]:
     setattr(Handle, f"__{_name}__", _refusal(f"__{_name}__"))
 
 
@@ -353,9 +345,8 @@ class Candidate:
 
     def ask(
         self,
-        what: str,
+        operation: str,
         number: int,
-        name: str = "",
         arguments: Sequence[Any] = (),
         keywords: dict[str, Any] | None = None,
     ) -> Any:
@@ -363,7 +354,7 @@ class Candidate:
         self.num_asked += 1
         given = ",".join([encode(item, self._show) for item in arguments])
         by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in (keywords or {}).items()])
-        self._pipes.send(f"[{_text(what)},{number},{_text(name)},[{given}],[{by_name}]]")
+        self._pipes.send(f"[{_text(operation)},{number},[{given}],[{by_name}]]")
         message = self._pipes.receive()
         try:
             kind, first, second = message
@@ -371,7 +362,7 @@ class Candidate:
             value = self._read(first)
             now = [self._read(item) for item in second] if kind == "value" else [self._read(second)]
             if kind == "error":
-                value = self._exception(value, now[0], is_next=name == "__next__")
+                value = self._exception(value, now[0], is_next=operation == "next")
         except Exception as error:  # whatever somebody who is not to be trusted sends
             problem = f"the tested code gave something that is not data ({type(error).__name__})"
             raise self.failed(ValueError(problem)) from error

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from grpo_async.rewards.code_examiner import CHECK_CALL
 from grpo_async.rewards.text import after_thinking
 from grpo_async.utils.text import clipped
 
@@ -24,9 +25,10 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re
 class RowKind(StrEnum):
     """What `RowTests.tests` holds, and so how they are run."""
 
-    ASSERTS = "asserts"  # statements, each a test. MBPP's `test_list`: "assert add(1, 2) == 3"
+    ASSERTS = (
+        "asserts"  # statements, each a test. MBPP's `test_list`: "assert add(1, 2) == 3"; or calls of the entry point
+    )
     SCRIPT = "script"  # one script: `check(candidate)` as in HumanEval, functions `test_...`, unittest classes, or bare asserts
-    CALLS = "calls"  # calls of the entry point: (arguments, expected result)
     PROGRAMS = "programs"  # runs of the whole program: (stdin, expected stdout)
 
 
@@ -39,39 +41,31 @@ class RowTests:
     entry_point: str | None = None
     setup: str = ""  # runs before the tests, in their process
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
-    """Global names that the tests use and do not define. Decided by the tests alone: the code cannot give itself a name that
-    compares."""
-
-    wanted: tuple[str, ...]  # from the code
-    provided: Mapping[str, tuple[str, str]]  # module, and attribute of it or "": of the process of the tests
+    @property
+    def text(self) -> str:
+        return "\n".join([self.setup, *self.tests])
 
 
-def names_of(row: RowTests) -> Names:
-    """With an entry point, that alone is the code's. Without one all are but builtins, modules, and what the standard library
+@functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
+def names_of(text: str, entry_point: str | None) -> tuple[list[str], dict[str, tuple[str, str]]]:
+    """Global names that the tests use and do not define: those from the code, and by name those of the process of the tests, with
+    module and attribute of it or "". Decided by the tests alone: the code cannot give itself a name that compares.
+
+    With an entry point, that alone is the code's. Without one all are but builtins, modules, and what the standard library
     has under that name; of those, one that the tests use alone is the code's too.
 
-    Example: "assert math.isclose(area(1), 2)" -> wanted area, provided {"math": ("math", "")};
-    "assert gcd(4, 6) == 2" -> wanted gcd, although `math` has one.
+    Example: "assert math.isclose(area(1), 2)" -> ["area"], {"math": ("math", "")};
+    "assert gcd(4, 6) == 2" -> ["gcd"], {}, although `math` has one.
 
     Raises:
         ValueError: which of several builtins the code defines is not clear.
     """
-    if row.kind is RowKind.CALLS:
-        return Names(wanted=(str(row.entry_point), "Solution"), provided={})
-    return _names_in("\n".join([row.setup, *row.tests]), row.entry_point)
-
-
-@functools.lru_cache(maxsize=256)  # all completions of a group have the same tests
-def _names_in(text: str, entry_point: str | None) -> Names:
-    free = {name for name in _free_names(text) if not name.startswith("__")}
+    free = {name for name in _free_names(text) if not name.startswith("_")}
     modules = _used_as_modules(text) & free
     provided = {name: (_ALIASES.get(name, name), "") for name in modules if name != entry_point}
     provided |= {name: (_helpers()[name], name) for name in free & _helpers().keys() - {entry_point}}
     if entry_point is not None:
-        return Names(wanted=(entry_point, "Solution"), provided=provided)
+        return [entry_point, "Solution"], provided
     shadowing = {name for name in free if hasattr(builtins, name)}
     wanted = free - shadowing - provided.keys()
     if not wanted:
@@ -80,9 +74,7 @@ def _names_in(text: str, entry_point: str | None) -> Names:
             raise ValueError(
                 f"the tests use {sorted(wanted)}, which Python has too; name the one that they test in the column `entry_point`"
             )
-    return Names(
-        wanted=tuple(sorted(wanted)), provided={name: place for name, place in provided.items() if name not in wanted}
-    )
+    return sorted(wanted), {name: place for name, place in provided.items() if name not in wanted}
 
 
 def _free_names(text: str) -> set[str]:
@@ -143,62 +135,61 @@ def read_row(tests: Any, entry_point: Any = None, setup: Any = None) -> RowTests
         tests = _json_or(tests)  # a script may begin with a bracket too
     if not tests:
         return None
-    kind, found = _read(tests)
     function = tests.get("fn_name") if isinstance(tests, Mapping) else None
     name = str(function or entry_point) if function or entry_point else None
+    kind, found = _read(tests, name)
     before = "\n".join(setup) if isinstance(setup, list | tuple) else str(setup or "")
     row = RowTests(kind=kind, tests=found, entry_point=name, setup=before)
-    _check(row)
     if kind is not RowKind.PROGRAMS:
-        names_of(row)
+        _check(row)
     return row
 
 
-def _read(tests: Any) -> tuple[RowKind, list[Any]]:
+def _read(tests: Any, name: str | None) -> tuple[RowKind, list[Any]]:
     if isinstance(tests, str):
         return RowKind.SCRIPT, [tests]
     if isinstance(tests, Mapping):
         if "inputs" in tests and "outputs" in tests:
-            return _read_pairs(tests["inputs"], tests["outputs"], by_call=bool(tests.get("fn_name")))
+            return _read_pairs(tests["inputs"], tests["outputs"], name if tests.get("fn_name") else None)
         tests = [tests]
     if isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
         return RowKind.ASSERTS, list(tests)
     if isinstance(tests, Sequence) and all(isinstance(t, Mapping) and {"input", "output"} <= t.keys() for t in tests):
         kinds = {str(test.get("testtype") or "stdin") for test in tests}
         if kinds == {"functional"}:  # LiveCodeBench: one argument a line, as JSON
-            return RowKind.CALLS, [
-                ([json.loads(line) for line in str(t["input"]).splitlines() if line.strip()], _json_or(t["output"]))
-                for t in tests
-            ]
+            if name is None:
+                raise ValueError("tests that call a function need its name in the column `entry_point`")
+            lines = [[line for line in str(test["input"]).splitlines() if line.strip()] for test in tests]
+            inputs = [list(map(json.loads, each)) for each in lines]
+            return _read_pairs(inputs, [test["output"] for test in tests], name)
         if kinds == {"stdin"}:
-            return RowKind.PROGRAMS, [(_lines(test["input"]), _lines(test["output"])) for test in tests]
+            return _read_pairs([test["input"] for test in tests], [test["output"] for test in tests], None)
     raise ValueError(
         f"the tests {clipped(repr(tests), 200)} are in no known form; give a list of assert statements, a script, a list of "
         '{"input": ..., "output": ...}, or {"inputs": [...], "outputs": [...]}'
     )
 
 
-def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], *, by_call: bool) -> tuple[RowKind, list[Any]]:
-    """APPS, TACO: with `fn_name` the inputs are lists of arguments."""
+def _read_pairs(inputs: Sequence[Any], outputs: Sequence[Any], name: str | None) -> tuple[RowKind, list[Any]]:
+    """Programs; with the name of a function calls of it, whose inputs are lists of arguments."""
     if len(inputs) != len(outputs):
         raise ValueError(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; there must be one for each")
     pairs = zip(inputs, outputs, strict=True)
-    if by_call:
-        return RowKind.CALLS, [(list(_json_or(given)), _json_or(wanted)) for given, wanted in pairs]
-    return RowKind.PROGRAMS, [(_lines(given), _lines(wanted)) for given, wanted in pairs]
+    if name is None:
+        return RowKind.PROGRAMS, [(_lines(given), _lines(wanted)) for given, wanted in pairs]
+    cases = [json.dumps([list(_json_or(given)), _json_or(wanted)]) for given, wanted in pairs]
+    return RowKind.ASSERTS, [f"{CHECK_CALL}({name!r}, {case!r})" for case in cases]
 
 
 def _check(row: RowTests) -> None:
-    if row.kind is RowKind.CALLS and row.entry_point is None:
-        raise ValueError("tests that call a function need its name in the column `entry_point`")
-    has_source = row.kind in (RowKind.ASSERTS, RowKind.SCRIPT)
-    for text in [row.setup, *(row.tests if has_source else ())]:
+    for text in [row.setup, *row.tests]:
         try:
             ast.parse(text)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"the tests are no Python: {error}; in {clipped(repr(text), 200)}") from error
     if row.kind is RowKind.SCRIPT and row.entry_point is None and _only_defines_check(ast.parse(row.tests[0])):
         raise ValueError("the script defines `check` and never calls it; name its argument in the column `entry_point`")
+    names_of(row.text, row.entry_point)
 
 
 def _only_defines_check(tree: ast.Module) -> bool:

@@ -16,11 +16,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.rewards.call import (
     ALIASES,
     ALWAYS_OFFERED,
-    CHECK,
     ENVIRONMENTS,
-    LOADED_FIRST,
     OFFERED,
-    ArgumentCheck,
     RewardCallable,
     RewardError,
     RewardOutcome,
@@ -80,7 +77,7 @@ class RewardFunction:
         self._loop = loop or UserLoop(f"reward-{self.name}")
         self._caller = Caller(ThreadRunner(f"reward-{self.name}"), timeout_s, loop=self._loop)
         self._pool: WorkerPool | None = None
-        loads = getattr(unwrap_partial(function), LOADED_FIRST, False)
+        loads = getattr(unwrap_partial(function), "is_loaded_first", False)
         if run_in == "process" or loads:
             if reference is None:
                 raise TypeError("run_in='process' needs `reference`: workers import the function by its name")
@@ -194,8 +191,10 @@ class RewardFunction:
 def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     """Import and check every reward function. Starts no process or thread.
 
-    A function may carry an attribute `check_arguments(arguments)`, which gets the section's `arguments` and raises ValueError where
-    they cannot be used: a typing error then stops the start and not every group (see `checked_by`).
+    A function may have two attributes. `check_arguments(arguments)` gets the section's `arguments`, of which one without a
+    default may be missing, and raises ValueError("NAME: what is wrong"): a typing error then stops the start and not every group.
+    With `is_loaded_first = True` it always runs in one worker process, whose first call, without completions, loads something
+    large and has the time that a worker has to start in place of the section's `timeout_s`.
 
     Raises:
         ConfigError: some cannot be found, imported or called as a reward; the message has one line for each.
@@ -241,12 +240,12 @@ def load_reward(
             f"{path}.run_in: process: {section.reference} needs `environments`, which are live objects of this process and "
             "cannot be sent to another one; leave out `run_in`, or score in the environment's `get_reward`"
         )
-    check: ArgumentCheck | None = getattr(unwrap_partial(function), CHECK, None)
-    if check is not None:
-        try:
+    check = getattr(unwrap_partial(function), "check_arguments", None)
+    try:
+        if check is not None:
             check(section.keywords)
-        except ValueError as error:
-            raise ConfigError(f"{path}.arguments.{error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}.arguments.{error}") from error
     name = own_name(function) if section.model is None else section.own_name
     if name == "<lambda>":
         name = section.own_name.rpartition(".")[2]

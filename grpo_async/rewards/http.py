@@ -27,11 +27,11 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import field_validator
 
-from grpo_async.config.base import read_arguments
+from grpo_async.config.base import Count, StrictModel, read_arguments
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.rewards.call import ENVIRONMENTS, checked_by
+from grpo_async.rewards.call import ENVIRONMENTS
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
 from grpo_async.utils.text import clipped
@@ -44,10 +44,8 @@ class RemoteRewardError(GrpoAsyncError):
     """A reward model behind HTTP could not be reached, refused a request, or answered with something unusable."""
 
 
-class RemoteSettings(BaseModel):
+class RemoteSettings(StrictModel):
     """`arguments` of a remote reward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     url: str
     """The whole address that is asked, such as http://judge:8000/score."""
@@ -61,9 +59,9 @@ class RemoteSettings(BaseModel):
     """false = raw logits instead of vLLM's sigmoid."""
     columns: list[str] | None = None
     """Names of the columns to send (format json); null = all."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: Count = 32
     """Completions in one request."""
-    max_concurrency: int = Field(default=8, ge=1)
+    max_concurrency: Count = 8
     """Requests at once, over all calls."""
 
     @field_validator("url")
@@ -91,7 +89,6 @@ def _check(arguments: Mapping[str, Any]) -> None:
     read_arguments(RemoteSettings, {"url": "http://given-elsewhere", **arguments})
 
 
-@checked_by(_check)
 async def remote_reward(
     prompts: Sequence[Any], completions: Sequence[Any], *, url: str, **others: Any
 ) -> list[float | None]:
@@ -150,6 +147,7 @@ async def remote_reward(
     return [score for part in parts for score in part]
 
 
+remote_reward.check_arguments = _check  # type: ignore[attr-defined]
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 _ssl_context = cache(ssl.create_default_context)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_async.rewards.call import checked_by
-
 
 def _check_overlong(arguments: Mapping[str, Any]) -> None:
     for name in ("max_completion_tokens", "cache_tokens"):
@@ -18,7 +16,6 @@ def _check_overlong(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"cache_tokens: {cache} must be in 1..max_completion_tokens ({longest})")
 
 
-@checked_by(_check_overlong)
 def soft_overlong(
     completion_ids: Sequence[Sequence[int]], *, max_completion_tokens: int, cache_tokens: int, **_: Any
 ) -> list[float | None]:
@@ -33,3 +30,6 @@ def soft_overlong(
     _check_overlong({"max_completion_tokens": max_completion_tokens, "cache_tokens": cache_tokens})
     free = max_completion_tokens - cache_tokens
     return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
+
+
+soft_overlong.check_arguments = _check_overlong  # type: ignore[attr-defined]

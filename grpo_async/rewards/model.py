@@ -18,21 +18,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from grpo_async.config.base import ComputeDtype, read_arguments
+from grpo_async.config.base import ComputeDtype, Count, StrictModel, read_arguments
 from grpo_async.errors import ConfigError, GrpoAsyncError
-from grpo_async.rewards.call import checked_by, loaded_first
 
 
 class RewardModelError(GrpoAsyncError):
     """A reward model cannot be loaded, or is not one."""
 
 
-class RewardModelSettings(BaseModel):
+class RewardModelSettings(StrictModel):
     """`model` of the section and its `arguments`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     model: str
     """A folder, or a name on the hub."""
@@ -43,9 +40,9 @@ class RewardModelSettings(BaseModel):
     machine, as CUDA_VISIBLE_DEVICES counts them, also one that the run itself does not use."""
     dtype: Literal["auto", ComputeDtype] = "auto"
     """auto: as the files have it."""
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: Count = 8
     """Completions in one forward pass."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
     """Longer texts are cut at their beginning; null = never."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of its chat template."""
@@ -82,8 +79,6 @@ def startup_notes(settings: Mapping[str, Any]) -> list[str]:
     return [f"reward model {name} {where}"]
 
 
-@loaded_first
-@checked_by(_check)
 def model_reward(prompts: Sequence[Any], completions: Sequence[Any], *, settings: Mapping[str, Any]) -> list[float]:
     """The model's output for each completion.
 
@@ -99,6 +94,8 @@ def model_reward(prompts: Sequence[Any], completions: Sequence[Any], *, settings
 
 
 model_reward.startup_notes = startup_notes  # type: ignore[attr-defined]
+model_reward.check_arguments = _check  # type: ignore[attr-defined]
+model_reward.is_loaded_first = True  # type: ignore[attr-defined]
 
 
 @cache

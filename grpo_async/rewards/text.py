@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_async.records import THINKING
-from grpo_async.rewards.call import checked_by
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
 # (`H2O`, `m^2`, `1.2.3`) are no numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
@@ -40,7 +39,6 @@ def _check_pattern(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"pattern: {pattern!r} is not a regular expression: {error}") from error
 
 
-@checked_by(_check_pattern)
 def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[float | None]:
     """1.0 if the regular expression `pattern` is found anywhere in the text (`re.search`; `.` does not match newlines).
 
@@ -48,6 +46,9 @@ def regex_match(completions: Sequence[Any], *, pattern: str, **_: Any) -> list[f
     """
     compiled = re.compile(pattern)
     return [float(compiled.search(final_text(completion)) is not None) for completion in completions]
+
+
+regex_match.check_arguments = _check_pattern  # type: ignore[attr-defined]
 
 
 def number_match(

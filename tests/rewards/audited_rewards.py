@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import re
-import time
 from typing import Any
 
 
@@ -61,12 +60,6 @@ def wants_one(completions: list[str], answer: list[str]) -> list[float]:
     return [float(only == answer[0])]
 
 
-def hangs_on_boxes(completions: list[str], answer: list[str]) -> list[float]:
-    if any("nonsense" in c or c.count("{") > 50 for c in completions):
-        time.sleep(30.0)
-    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
-
-
 def catastrophic(completions: list[str], answer: list[str]) -> list[float]:
     """One long C call that holds the interpreter: no time limit inside its process can end it."""
     return [
@@ -79,11 +72,6 @@ def dies(completions: list[str], **kwargs: Any) -> list[float]:
     if any("boxed" in c for c in completions):
         os._exit(7)
     return [0.0] * len(completions)
-
-
-def slow_on_nothing(completions: list[str], answer: list[str]) -> list[float]:
-    time.sleep(0.3 if completions == [""] else 0.0)
-    return [float(c == gold) for c, gold in zip(completions, answer, strict=True)]
 
 
 def prints(completions: list[str], answer: list[str]) -> list[float]:

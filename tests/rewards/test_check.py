@@ -17,8 +17,7 @@ AUDITED = "tests.rewards.audited_rewards"
 ROWS = [("What is 12 + 60?", "72"), ("What is 3 + 4?", "7"), ("Name a color.", "blue")]
 
 
-def _report(function: str, *, conversational: bool = False, slow_s: float = 60.0, **section: Any) -> RewardReport:
-    """`slow_s`: no function is slow by it, however busy the machine, unless a test is about slow ones."""
+def _report(function: str, *, conversational: bool = False, **section: Any) -> RewardReport:
     settings = RewardSection(function=function if ":" in function else f"{AUDITED}:{function}", **section)
     prompts = [
         make_prompt(
@@ -28,7 +27,7 @@ def _report(function: str, *, conversational: bool = False, slow_s: float = 60.0
     ]
     reward = load_reward(settings, "rewards.0")
     try:
-        return check_reward(reward, prompts, place="thread", slow_s=slow_s)
+        return check_reward(reward, prompts, place="thread")
     finally:
         reward.close()
 
@@ -44,14 +43,13 @@ def _report(function: str, *, conversational: bool = False, slow_s: float = 60.0
         ("form_only", "note", "It does not tell right from wrong"),
         ("constant", "warning", "It gives every completion the same score (1)."),
         ("never_applies", "warning", "It returned None (not applicable) for all"),
-        ("noisy", "warning", "The same completion gets different scores from call to call."),
-        ("ranks", "warning", "The score of a completion depends on the other completions of the call."),
+        ("noisy", "warning", "The score of a completion changes from call to call"),
+        ("ranks", "warning", "The score of a completion changes from call to call, or with the other completions"),
         ("wants_one", "error", "Completions that are fine one by one fail in one call: it raised ValueError"),
-        ("slow_on_nothing", "warning", "It is slow: `empty` took "),
     ],
 )
 def test_each_fault_is_found(function: str, severity: str, what: str) -> None:
-    found = _report(function, slow_s=0.2 if function.startswith("slow") else 60.0).findings
+    found = _report(function).findings
     assert [each.severity for each in found if each.title.startswith(what)] == [severity], found
     assert found[0].severity == severity, found  # nothing worse
 
@@ -84,7 +82,7 @@ def test_the_built_in_judges_of_answers_have_no_findings(
     monkeypatch.setattr(f"{__name__}.ROWS", [("How many?", "72"), ("How far?", "1350"), ("How much is it?", "1250")])
     found = _report(f"grpo_async.rewards.{function}", conversational=conversational, timeout_s=60.0, run_in="process")
     assert found.findings == []
-    assert (found.scores[GOLD].lowest, found.scores["garbage"].highest, found.num_failed) == (1.0, 0.0, 0)
+    assert (found.scores[GOLD]["lowest"], found.scores["garbage"]["highest"], found.num_failed) == (1.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +113,8 @@ def test_the_right_answer_is_tried_in_every_form_beside_a_wrong_one_of_its_shape
 
 def _find(rows: Sequence[dict[str, float | None]], *, asks_for_gold: bool = False) -> Sequence[Finding]:
     """`rows`: score by kind of completion."""
-    values = [(row, kind, value, 0.0) for row, scores in enumerate(rows) for kind, value in scores.items()]
-    seen = Seen(values=list(values))
-    return report(seen, name="f", place="thread", timeout_s=10.0, slow_s=1.0, asks_for_gold=asks_for_gold).findings
+    values = [(row, kind, value) for row, scores in enumerate(rows) for kind, value in scores.items()]
+    return report(Seen(values=list(values)), name="f", place="thread", asks_for_gold=asks_for_gold).findings
 
 
 @pytest.mark.parametrize(("score", "severity"), [(0.05, None), (0.3, "warning"), (0.89, "warning"), (0.95, "error")])
