@@ -66,8 +66,6 @@ class PreflightContext:
     """Rows of the trainer's embedding."""
     policy_version: int
     """What the servers serve."""
-    device: str
-    """Where the trainer runs: "cpu" or "cuda"."""
     token: str | None
     trainer_scores: TrainerScores | None = None
     """Of the probes; None: the trainer could not score them."""

@@ -5,25 +5,51 @@ Exit codes: 0 done; 1 a run or a server failed; 2 the input is wrong, nothing wa
 
 from __future__ import annotations
 
-from typing import Annotated
+import errno
+import os
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from grpo_async.cli.check_reward import check_reward
 from grpo_async.cli.checks import doctor, preflight
 from grpo_async.cli.configs import explain, schema, validate
-from grpo_async.cli.errors import ReportingGroup
 from grpo_async.cli.eval import evaluate
 from grpo_async.cli.export import export, export_model
-from grpo_async.cli.inspect import inspect
-from grpo_async.cli.inspect_rollouts import InspectCommand, inspect_rollouts
+from grpo_async.cli.inspect import InspectCommand, inspect, inspect_rollouts
 from grpo_async.cli.launch import launch_app
-from grpo_async.cli.report import report
+from grpo_async.cli.options import FAILURE, INTERRUPTED, USER_ERROR
+from grpo_async.cli.runs import report, status, trace
 from grpo_async.cli.serve import serve_embedded, serve_vllm
 from grpo_async.cli.start import init, prepare_quickstart
-from grpo_async.cli.status import status
-from grpo_async.cli.trace import trace
 from grpo_async.cli.train import TrainCommand, train
+from grpo_async.errors import ConfigError, GrpoAsyncError
+
+_OF_A_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EROFS)
+"""Errors caused by a path that the user named, wherever it is first opened."""
+_MAX_SHOWN = 200
+
+
+class ReportingGroup(TyperGroup):
+    """Runs a command and turns the package's own errors into messages."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GrpoAsyncError as error:
+            from grpo_async.utils.safe_text import visible
+
+            typer.echo(visible(str(error)), err=True)  # it may quote what a model or a file says
+            raise typer.Exit(USER_ERROR if isinstance(error, ConfigError) else FAILURE) from error
+        except OSError as error:
+            if error.errno not in _OF_A_PATH or not isinstance(error.filename, str | os.PathLike):
+                raise
+            typer.echo(f"{str(error.filename)[:_MAX_SHOWN]}: {error.strerror}", err=True)
+            raise typer.Exit(USER_ERROR) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
 
 app = typer.Typer(
     name="grpo-async",

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from grpo_async.cli.errors import FAILURE
 from grpo_async.cli.options import (
+    FAILURE,
     ConfigArgument,
     JsonLogsOption,
     QuietOption,

@@ -11,6 +11,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import typer
 
+USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
+"""Exit codes; see app."""
 ConfigArgument: TypeAlias = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the experiment.")]
 RunArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory.")

@@ -166,14 +166,6 @@ def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
     return sorted((PackedRow(row, known) for row in rows if "step" in row), key=lambda row: row["step"])
 
 
-def new_metrics(file: GrowingFile) -> Iterator[Row]:
-    """Of the lines that metrics.jsonl has got since the last time."""
-    for _, line in file.new_lines():
-        row = numbers(parse_object(line))
-        if "step" in row:
-            yield row
-
-
 class MetricLog:
     """metrics.jsonl. Safe in several threads.
 
@@ -189,7 +181,9 @@ class MetricLog:
     def rows(self) -> dict[int, Row]:
         """The finite numbers of each step, ascending by step."""
         with self._lock:
-            for row in new_metrics(self._file):
+            for row in (numbers(parse_object(line)) for _, line in self._file.new_lines()):
+                if "step" not in row:
+                    continue
                 step = int(row["step"])
                 while self._rows and next(reversed(self._rows)) > step:
                     self._rows.popitem()  # a step of a branch that was left

@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import Any
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import RolloutSection
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.statistics import mean_over_time
 from grpo_async.utils.files import numbers
@@ -88,10 +87,6 @@ class PipelineSetup:
     num_gpus: int | None = None
 
     @property
-    def rollout(self) -> RolloutSection:
-        return self.config.rollout
-
-    @property
     def has_gpus(self) -> bool:
         return self.config.launch.device == "cuda" if self.on_gpu is None else self.on_gpu
 
@@ -99,32 +94,6 @@ class PipelineSetup:
     def spawns_servers(self) -> bool:
         """False: others run them."""
         return not self.config.inference.urls
-
-    @property
-    def servers(self) -> int:
-        return self.config.num_servers
-
-    @property
-    def gpus_per_server(self) -> int:
-        vllm = self.config.inference.vllm
-        return vllm.num_gpus
-
-    @property
-    def gpus_of_servers(self) -> int:
-        """Of those on the machine with the first trainer ranks."""
-        has_servers = self.spawns_servers and not self.config.launch.nodes.infer
-        return self.config.inference.replicas * self.gpus_per_server if has_servers else 0
-
-    @property
-    def embedded_slots(self) -> int | None:
-        """Of each server; None with another engine."""
-        is_embedded = (self.engine or self.config.inference.engine) == "embedded" and self.spawns_servers
-        return self.config.inference.embedded.max_slots if is_embedded else None
-
-    @property
-    def most_in_flight(self) -> int:
-        """Rollouts beyond which none is ever started: (max_staleness + 1) x groups_per_step x group_size."""
-        return self.config.max_groups_ahead * self.rollout.group_size
 
 
 def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMetrics:
@@ -180,8 +149,8 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
         found = _training(metrics, setup, servers)
     if found is not None:
         return found
-    filtered, current = metrics.filtered_fraction or 0.0, setup.rollout.groups_per_step
-    if filtered >= _MANY_FILTERED and setup.rollout.zero_variance == "skip":
+    filtered, current = metrics.filtered_fraction or 0.0, setup.config.rollout.groups_per_step
+    if filtered >= _MANY_FILTERED and setup.config.rollout.zero_variance == "skip":
         # with a fraction f filtered, n / (1 - f) groups leave n to train on; at most twice as many at once
         suggested = min(2 * current, math.ceil(current / max(1.0 - filtered, 0.01) - 1e-9))
         left = current * (1.0 - filtered)
@@ -193,7 +162,7 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
 
 def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]:
     """What takes time whoever waits."""
-    rollout, config = setup.rollout, setup.config
+    rollout, config = setup.config.rollout, setup.config
     running, waiting, usage = metrics.running or 0.0, metrics.waiting or 0.0, metrics.kv_usage or 0.0
     suggested = _whole_groups(running, setup)
     if usage >= _KV_FULL and waiting >= max(1.0, 0.1 * running) and suggested < rollout.max_in_flight:
@@ -226,7 +195,8 @@ def _wasted(metrics: PipelineMetrics, setup: PipelineSetup) -> Iterator[Finding]
 
 
 def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: float, servers: float) -> Iterator[Finding]:
-    rollout, step_s, idle = setup.rollout, metrics.step_s or 0.0, f"trainer idle {trainer:.0%}"
+    config, rollout = setup.config, setup.config.rollout
+    step_s, idle = metrics.step_s or 0.0, f"trainer idle {trainer:.0%}"
     both = f"{idle}, servers idle {servers:.0%}"
     overlapped_s = max(metrics.train_s, metrics.generation_s)
     if rollout.max_staleness == 0 and servers >= _IDLE and step_s - overlapped_s >= _NO_GAIN * step_s:
@@ -236,12 +206,13 @@ def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: floa
             "waiting for each other", f"{both}: they wait for each other", "rollout.max_staleness", 0, 1, tail=gain
         )
     usage, in_flight = metrics.kv_usage, rollout.max_in_flight
+    most_in_flight = config.max_groups_ahead * rollout.group_size  # beyond it none is ever started
     tools = metrics.tool_fraction or 0.0
     if tools >= _MANY_TOOLS:
         # rollouts that wait for a tool keep no server busy: with n in flight and a fraction s in tools, n x (1 - s) generate
         why = f"{idle}, tools take {tools:.0%} of a rollout"
         wanted = math.ceil(in_flight / max(0.05, 1.0 - tools))
-        suggested = _whole_groups(min(wanted, setup.most_in_flight), setup)
+        suggested = _whole_groups(min(wanted, most_in_flight), setup)
         if suggested > in_flight and (usage or 0.0) < _KV_TARGET:
             yield _change("tools", why, "rollout.max_in_flight", in_flight, suggested)
         yield _bound(
@@ -256,7 +227,9 @@ def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: floa
     if usage is not None and has_room and ((metrics.running or 0.0) >= 0.7 * in_flight or servers >= _IDLE):
         # n rollouts fill a fraction u of the cache, so n x 0.85 / u fit, at most twice as many at once:
         # KV 38 %, 64 in flight: min(64 x 2, 64 x 0.85 / 0.38) = 128
-        most = min(setup.most_in_flight, (setup.embedded_slots or math.inf) * setup.servers)
+        is_embedded = (setup.engine or config.inference.engine) == "embedded" and setup.spawns_servers
+        slots = config.inference.embedded.max_slots * config.num_servers if is_embedded else most_in_flight
+        most = min(most_in_flight, slots)
         suggested = _whole_groups(min(in_flight * min(2.0, _KV_TARGET / max(usage, 0.01)), most), setup)
         if suggested > in_flight:
             why = f"{idle}, server KV {usage:.0%}"
@@ -270,14 +243,15 @@ def _trainer_waits(metrics: PipelineMetrics, setup: PipelineSetup, trainer: floa
 
 def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Finding:
     """The servers do what they can. With r of them, r x g / t generate as fast as is trained; at most twice as many at once."""
-    step_s, nodes, replicas = metrics.step_s or 0.0, setup.config.launch.nodes, setup.config.inference.replicas
+    config, step_s = setup.config, metrics.step_s or 0.0
+    launch, nodes, replicas, servers = config.launch, config.launch.nodes, config.inference.replicas, config.num_servers
     why = f"generation takes {duration(metrics.generation_s)} of a step of {duration(step_s)}, training {duration(metrics.train_s)}"
     dominates = metrics.train_s < _NO_GAIN * step_s
     why = f"asynchrony cannot help here: {why}" if dominates else f"{idle}: {why}"
-    wanted = math.ceil(setup.servers * metrics.generation_s / max(metrics.train_s, 1e-9) - 1e-9)
-    needed = max(setup.servers + 1, min(2 * setup.servers, wanted))
+    wanted = math.ceil(servers * metrics.generation_s / max(metrics.train_s, 1e-9) - 1e-9)
+    needed = max(servers + 1, min(2 * servers, wanted))
     if not setup.spawns_servers:
-        return _bound("generation", f"{why}; {setup.servers} -> {needed} servers in inference.urls would keep up")
+        return _bound("generation", f"{why}; {servers} -> {needed} servers in inference.urls would keep up")
     if not setup.has_gpus:
         return _bound("generation", f"{why}; faster or more cores would help, or shorter completions")
     if nodes.infer:
@@ -286,9 +260,8 @@ def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Fi
         )
     suggested = math.ceil(needed / nodes.train)
     if setup.num_gpus is not None:
-        launch = setup.config.launch
         free = setup.num_gpus - (0 if launch.colocate else launch.num_trainer_ranks)
-        suggested = min(suggested, free // setup.gpus_per_server)
+        suggested = min(suggested, free // config.inference.vllm.num_gpus)
     if suggested > replicas:
         return _change("generation", why, "inference.replicas", replicas, suggested)
     help_ = "GPUs for more servers (launch.nodes.infer, or one of the trainer's) would help, or shorter completions"
@@ -297,7 +270,8 @@ def _generation(metrics: PipelineMetrics, setup: PipelineSetup, idle: str) -> Fi
 
 def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) -> Finding:
     """The servers wait for the trainer. With n ranks, n x t / g train as fast as is generated; at most twice as many at once."""
-    train_s, ranks, nodes = metrics.train_s, setup.config.launch.num_trainer_ranks, setup.config.launch.nodes.train
+    launch, inference = setup.config.launch, setup.config.inference
+    train_s, ranks = metrics.train_s, launch.num_trainer_ranks
     why = (
         f"servers idle {servers:.0%}: training takes {duration(train_s)} of a step of {duration(metrics.step_s or 0.0)}"
     )
@@ -305,9 +279,11 @@ def _training(metrics: PipelineMetrics, setup: PipelineSetup, servers: float) ->
         return _bound("training", f"{why}; a faster trainer would help, generation is not the limit")
     suggested = min(2 * ranks, math.ceil(ranks * train_s / max(metrics.generation_s, 0.25 * train_s) - 1e-9))
     if setup.num_gpus is not None:
-        suggested = min(suggested, setup.num_gpus - setup.gpus_of_servers)
+        has_servers = setup.spawns_servers and not launch.nodes.infer  # on the machine with the first ranks
+        taken = inference.replicas * inference.vllm.num_gpus if has_servers else 0
+        suggested = min(suggested, setup.num_gpus - taken)
     if suggested > ranks:
-        tail = "of each machine" if nodes > 1 else ""
+        tail = "of each machine" if launch.nodes.train > 1 else ""
         return _change("training", why, "launch.num_trainer_ranks", ranks, suggested, tail=tail)
     return _bound("training", f"{why}; GPUs for more ranks (launch.nodes.train, or one of a server's) would help")
 
@@ -331,4 +307,4 @@ def _fraction_of_steps(seconds: float | None, every_steps: int, metrics: Pipelin
 
 def _whole_groups(rollouts: float, setup: PipelineSetup) -> int:
     """Rounded down to whole groups, at least one: 100 rollouts in groups of 8 -> 96."""
-    return max(1, int(rollouts + 1e-9) // setup.rollout.group_size) * setup.rollout.group_size
+    return max(1, int(rollouts + 1e-9) // setup.config.rollout.group_size) * setup.config.rollout.group_size

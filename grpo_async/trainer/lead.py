@@ -208,7 +208,6 @@ def lead(assignment: Assignment, control: ControlClient, context: TrainerContext
                     parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
                     num_embeddings=context.policy.model.get_input_embeddings().num_embeddings,
                     policy_version=start,
-                    device=context.device.type,
                     token=token_from_environment(),
                     tool_sets=side.tool_sets,
                 )

@@ -99,7 +99,6 @@ def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightCo
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
         "num_embeddings": rows,
         "policy_version": 0,
-        "device": "cpu",
         "token": TOKEN,
     }
     return PreflightContext(**{**fields, **changes})

@@ -52,7 +52,6 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
         "parameter_shapes": {},
         "num_embeddings": len(tokenizer),
         "policy_version": 0,
-        "device": "cpu",
         "token": "secret",
     }
     return PreflightContext(**{**fields, **changes})

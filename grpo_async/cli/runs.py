@@ -1,0 +1,141 @@
+"""`status`, `report` and `trace`: a run's state, a page about it, and its timeline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from grpo_async.cli.options import RunArgument
+
+
+def status(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="RUN", help="Name of a run below runs/, or a run directory; default: the newest run."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: the content of status.json, with the actual state.")
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Keep showing it until the run ends: on a terminal, as the dashboard of `train`."),
+    ] = False,
+) -> None:
+    """Show the state of a run, while it is active or after it has ended. Starts and changes nothing.
+
+    The run writes RUN/status.json on every event and every other second. State: running, finished, stopped (by a signal, after a
+    checkpoint), failed; killed: the file says running, but the launcher is gone; silent: the launcher is on another machine and
+    has written nothing for a minute. Exit code: 0 running or finished, 1 failed, 2 no such run, 3 stopped, 4 killed or
+    silent.
+
+    \b
+    Examples:
+      grpo-async status
+      grpo-async status quickstart --watch
+      grpo-async status quickstart --json | jq '{state, step, eta_s, reward}'
+      until grpo-async status quickstart --json | jq -e '.state != "running"' > /dev/null; do sleep 60; done
+    """
+    if as_json and watch:
+        raise typer.BadParameter("choose one of --json and --watch", param_hint="--watch")
+
+    from grpo_async.display import status as reader
+    from grpo_async.utils.console import stdout_console
+    from grpo_async.viewer.runs import RUNS_FOLDER, find_run
+
+    run_dir = reader.newest_run(RUNS_FOLDER) if run is None else find_run(run)
+    console = stdout_console()
+    found = reader.watch(run_dir, console) if watch else reader.read_status(run_dir)
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+    else:
+        reader.print_status(console, found)
+    raise typer.Exit(found.exit_code)
+
+
+def report(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Names of runs below runs/, or run directories; several are compared."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="Where to write. Default: report.html in the run directory; for several runs, in the first one's.",
+        ),
+    ] = None,
+    diff_config: Annotated[
+        bool, typer.Option("--diff-config", help="Only print the settings that differ between the runs.")
+    ] = False,
+) -> None:
+    """Write a report: what happened, whether it learns and if not, why, with curves, rollouts and settings, in one HTML file.
+
+    The file is self-contained and works offline. It omits what may be secret: arguments of your code, addresses, accounts.
+    `train` writes one at the end of every run (record.report). This also works for a run that is active, failed or was killed.
+
+    \b
+    Examples:
+      grpo-async report quickstart
+      grpo-async report quickstart higher-lr --out comparison.html
+      grpo-async report quickstart higher-lr --diff-config
+    """
+    if diff_config and len(runs) < 2:
+        raise typer.BadParameter("it requires at least two runs", param_hint="--diff-config")
+
+    from grpo_async.viewer.report.write import config_differences, write_report
+    from grpo_async.viewer.runs import find_run
+
+    run_dirs = [find_run(name) for name in runs]
+    if diff_config:
+        labels, different = config_differences(run_dirs)
+        if not different:
+            typer.echo("the configurations are the same")
+        for each in different:
+            typer.echo(each.path)
+            for label, value in zip(labels, each.values, strict=True):
+                typer.echo(f"  {label}: {value}")
+        return
+    typer.echo(str(write_report(run_dirs, out)))
+
+
+def trace(
+    run: RunArgument,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the trace there; .gz compresses. Default: trace.json.gz in the run."
+        ),
+    ] = None,
+    first_step: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", min=1, help="Leave out everything before this step.")
+    ] = None,
+    last_step: Annotated[
+        int | None, typer.Option("--to", metavar="STEP", min=1, help="Leave out everything after this step.")
+    ] = None,
+) -> None:
+    """Write a timeline trace that https://ui.perfetto.dev opens, and say what waited for what.
+
+    Works during the run. The page reads the file locally in your browser and uploads nothing.
+
+    \b
+    Examples:
+      grpo-async trace quickstart
+      grpo-async trace quickstart --from 10 --to 12 --out /tmp/steps_10_to_12.json
+    """
+    if first_step is not None and last_step is not None and first_step > last_step:
+        raise typer.BadParameter(f"{first_step} is after --to {last_step}", param_hint="--from")
+
+    from grpo_async.viewer.runs import find_run
+    from grpo_async.viewer.timeline import load_events
+    from grpo_async.viewer.trace import PERFETTO, summary, write_trace
+
+    run_dir = find_run(run)
+    file = load_events(run_dir.events, first_step=first_step, last_step=last_step)
+    path = run_dir.trace if out is None else out
+    num_records = write_trace(file.events, path, title=run_dir.root.name)
+    typer.echo(summary(file))
+    typer.echo(f"\ntrace      {path} ({num_records} records): open it at {PERFETTO}")
