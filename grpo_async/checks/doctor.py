@@ -13,7 +13,6 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,77 +21,26 @@ from pathlib import Path
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.processes.machine import query_gpus
 from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
-from grpo_async.utils.processes import usable_cpus
 from grpo_async.utils.text import clipped, format_bytes
 
 _PACKAGE = "grpo-async"
 _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
-_FULL_TIMEOUT_S = 120.0  # vLLM's import takes half a minute on a busy machine
-_IMPORT_TIMEOUT_S = 100.0
 _NVIDIA_SMI_TIMEOUT_S = 8.0
 _GIB = 1 << 30
 _NEEDED_OPEN_FILES = 4096
 """A connection per completion in flight (rollout.max_in_flight 256), sockets, logs, the sandbox's pipes."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 _SHARED_MEMORY = Path("/dev/shm")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
-def run_doctor(*, full: bool = False) -> list[Check]:
-    """Look at this machine; the checks in the order of the table.
-
-    Args:
-        full: also import vLLM, which takes long.
-    """
-    timeout_s = _FULL_TIMEOUT_S if full else _TIMEOUT_S
-    checks = _CHECKS | ({"vllm import": check_vllm_import} if full else {})
+def run_doctor() -> list[Check]:
+    """Look at this machine; the checks in the order of the table."""
     with ThreadPoolExecutor(max_workers=4) as pool:  # run_check leaves each check after its limit
-        results = pool.map(lambda entry: run_check(*entry, timeout_s=timeout_s), checks.items())
+        results = pool.map(lambda entry: run_check(*entry, timeout_s=_TIMEOUT_S), _CHECKS.items())
         return [check for found in results for check in found]
 
 
 # ---- the machine ----
-
-
-def check_cpus() -> Iterator[Found]:
-    """Server and trainer want a core each, and the rollout thread one."""
-    usable, load = usable_cpus(), os.getloadavg()[0]
-    message = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
-    if usable < 2:
-        yield "warn", f"{message}: server and trainer take turns on one core; everything works, slowly"
-    elif load > 2 * usable:
-        yield "warn", f"{message}: other programs keep them busy; timings and time limits will suffer"
-    else:
-        yield "pass", message
-
-
-def machine_memory(cgroup: Path = _CGROUP) -> tuple[int, int]:
-    """(total, available) bytes of RAM; of the container, where its control group (v2) allows less."""
-    import psutil
-
-    machine = psutil.virtual_memory()
-    limit, used = _numbers(cgroup / "memory.max"), _numbers(cgroup / "memory.current")
-    if not limit or limit[0] >= machine.total:
-        return machine.total, machine.available
-    return limit[0], max(0, min(machine.available, limit[0] - (used or [0])[0]))
-
-
-def _numbers(file: Path) -> list[int] | None:
-    """What a file of the control group says; None: there is no such file, or it says "max", which is no limit."""
-    try:
-        return [int(word) for word in file.read_text(encoding="ascii").split()]
-    except (OSError, ValueError):
-        return None
-
-
-def check_memory() -> Iterator[Found]:
-    """RAM of the machine, or of the container."""
-    total, available = machine_memory()
-    message = f"{format_bytes(available)} of {format_bytes(total)} free"
-    if available < 2 * _GIB:
-        yield "warn", f"{message}: torch alone takes half a GiB in each of three processes; end other programs"
-    else:
-        yield "pass", message
 
 
 def has_gpu_driver() -> bool:
@@ -234,22 +182,6 @@ def _other_torch(name: str) -> str | None:
     return next(others, None)
 
 
-def check_vllm_import() -> Iterator[Found]:
-    """Really import vLLM, in a process of its own."""
-    if importlib.util.find_spec("vllm") is None:
-        yield "pass", "not installed"
-        return
-    command = [sys.executable, "-c", "import vllm; print(vllm.__version__)"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
-    )
-    if done.returncode == 0:
-        yield "pass", f"works ({done.stdout.strip().splitlines()[-1]})"
-    else:
-        reason = (done.stdout + done.stderr).strip()[-300:] or "no message"
-        yield "fail", f"importing vLLM failed: {reason}; {INSTALL}"
-
-
 def _version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
@@ -278,8 +210,6 @@ def check_sandbox() -> Iterator[Found]:
 
 _CHECKS: dict[str, Callable[[], Iterable[Found]]] = {
     "python": check_python,
-    "cpus": check_cpus,
-    "memory": check_memory,
     "gpus": check_gpus,
     "torch": check_torch,
     "vllm": check_vllm,

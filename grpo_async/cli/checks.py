@@ -55,7 +55,6 @@ def preflight(
 
 
 def doctor(
-    full: Annotated[bool, typer.Option("--full", help="Also import vLLM, which takes up to a minute.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object with every check.")] = False,
 ) -> None:
     """Check this machine: Python, torch, vLLM, GPUs, drivers, limits, disk, sandbox.
@@ -65,7 +64,6 @@ def doctor(
     \b
     Examples:
       grpo-async doctor
-      grpo-async doctor --full
       grpo-async doctor --json | jq '.checks[] | select(.status != "pass")'
     """
     from grpo_async.checks.doctor import run_doctor
@@ -73,7 +71,7 @@ def doctor(
     from grpo_async.checks.report import print_checks, worst_status
     from grpo_async.utils.console import stdout_console
 
-    checks = run_doctor(full=full)
+    checks = run_doctor()
     if as_json:
         typer.echo(to_json(checks))
     else:

@@ -29,8 +29,7 @@ from grpo_async.batching.weights import token_weights
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks.doctor import machine_memory
-from grpo_async.checks.memory import ADVICE, ModelSize, describe_peak, trainer_memory
+from grpo_async.checks.memory import ADVICE, ModelSize, available_memory, describe_peak, trainer_memory
 from grpo_async.checks.preflight import PreflightContext, run_preflight
 from grpo_async.checks.report import Check
 from grpo_async.errors import DeadlineError, GrpoAsyncError, RunError
@@ -724,7 +723,7 @@ class Leader:
         text = f"memory of a trainer rank after step {step}: {describe_peak(**memory)}"
         logger.info(text)
         self._control.send("note", text=text)
-        most, left = max(memory["peaks"]), machine_memory()[1]
+        most, left = max(memory["peaks"]), available_memory()
         if memory["on_gpu"]:
             left = torch.cuda.mem_get_info(self._context.device)[0]
         if left < _LITTLE * most or (memory["on_gpu"] and most > _FAR_MORE * memory["estimated"]):
