@@ -1,5 +1,6 @@
 """Estimates of memory: what a process of a run needs of its device, good to about a third. The plan says them before anything is
-started (launcher.memory), the peak of the first step is compared with them; they warn and never refuse. And the memory that is free."""
+started (launcher.memory), the peak of the first step is compared with them; they warn and never refuse.
+And what is free of the machine's memory."""
 
 from __future__ import annotations
 
