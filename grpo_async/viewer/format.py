@@ -1,4 +1,4 @@
-"""Prompts, messages, tool calls and trees of calls as text, the same in every view."""
+"""Prompts, messages, tool calls, trees of calls and flags of tokens as text, the same in every view."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from grpo_async.records import Origin, TaggedMessage
+from grpo_async.records import Origin, TaggedMessage, TokenFlag
 from grpo_async.store import GroupRow, RolloutRow
 from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import count, duration
@@ -53,6 +53,22 @@ def conversation(messages: Sequence[TaggedMessage]) -> str:
     if len(messages) == 1 and not messages[0].tool_calls:
         return messages[0].content
     return "\n\n".join(f"[{each.role}]\n{message_text(each)}" for each in messages)
+
+
+_FLAG_NAMES = {
+    TokenFlag.SKIPPED: "update skipped",
+    TokenFlag.OFF_POLICY: "off policy",
+    TokenFlag.IS_MASKED: "masked by correction",
+    TokenFlag.LOW_ENTROPY: "low entropy",
+    TokenFlag.CLIPPED_LOW: "clipped low",
+    TokenFlag.CLIPPED_HIGH: "clipped high",
+}
+"""The strongest first: a token has the color of one."""
+
+
+def flag_names(flags: int | None) -> list[str]:
+    """4 | 1 -> ['masked by correction', 'clipped low']; none for 0 and None."""
+    return [name for flag, name in _FLAG_NAMES.items() if (flags or 0) & flag]
 
 
 _REQUEST_WIDTH, _ANSWER_WIDTH = 60, 80

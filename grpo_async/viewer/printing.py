@@ -23,8 +23,7 @@ from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.utils.text import duration, percent
-from grpo_async.viewer.format import call_text, call_tree, message_text, number, or_dash, prompt_of
-from grpo_async.viewer.token_colors import flag_names
+from grpo_async.viewer.format import call_text, call_tree, flag_names, message_text, number, or_dash, prompt_of
 from grpo_async.viewer.token_text import TokenTexts
 
 _PROMPT_WIDTH = 60

@@ -2,16 +2,14 @@
 Chrome's about:tracing, and a summary of who waited for whom.
 
 Trace Event Format, JSON: a process for each group of tracks, a thread for each track, "X" spans in microseconds since the first
-event, "i" instants, "C" counters, and arrows ("s" -> "t" -> "f"): a group from its last rollout over scoring and queue to the
-step that trained it, and from a step to the push of its weights.
+event, "i" instants.
 """
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,17 +28,7 @@ _TITLES = {
     "server": "inference servers",
 }
 """Of groups of tracks whose name alone says too little."""
-_COUNTERS = {
-    ("queue", "queued"): "queued groups",
-    ("rollout", "generate"): "requests in flight",
-    ("rollout", "rollout"): "rollouts in flight",
-    ("trainer", "wait for samples"): "trainer waits",
-}
-"""Titles of the spans that are counted, by group of tracks and name."""
-
 Record = dict[str, Any]
-Thread = tuple[int, int]
-"""Process and thread of a track in the trace."""
 
 
 def write_trace(events: Sequence[Event], path: Path, *, title: str) -> int:
@@ -72,8 +60,8 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
     zero = min((event.start for event in events), default=0.0)
     tracks = by_track(events)
     groups = [*ORDER, *sorted(set(map(track_group, tracks)) - set(ORDER))]
-    threads: dict[int, Thread] = {}  # of each event, by its identity
     metadata: list[Record] = []
+    timed: list[Record] = []
     counts: dict[int, int] = {}
 
     def name(process: int, thread: int, kind: str, text: str, place: int) -> None:
@@ -88,13 +76,8 @@ def trace_records(events: Sequence[Event], *, title: str) -> list[Record]:
         if thread == 1:
             name(process, 0, "process", f"{title}: {_TITLES.get(group, group)}", process)
         name(process, thread, "thread", track, thread)
-        for event in spans:
-            threads[id(event)] = process, thread
-    timed = [_span(event, threads[id(event)], zero) for event in events]
-    timed += _arrows(events, threads, zero)
-    if counters := list(_counters(events, zero, process=len(groups) + 1)):
-        name(len(groups) + 1, 0, "process", f"{title}: counters", 0)
-    return metadata + sorted([*timed, *counters], key=lambda record: (record["ts"], -record.get("dur", 0)))
+        timed += [_span(event, process, thread, zero) for event in spans]
+    return metadata + sorted(timed, key=lambda record: (record["ts"], -record.get("dur", 0)))
 
 
 def _us(time_s: float, zero: float) -> int:
@@ -102,13 +85,13 @@ def _us(time_s: float, zero: float) -> int:
     return round((time_s - zero) * 1e6)
 
 
-def _span(event: Event, thread: Thread, zero: float) -> Record:
+def _span(event: Event, process: int, thread: int, zero: float) -> Record:
     start, end = _us(event.start, zero), _us(event.end, zero)
     record: Record = {
         "name": event.name,
         "cat": track_group(event.track),
-        "pid": thread[0],
-        "tid": thread[1],
+        "pid": process,
+        "tid": thread,
         "ts": start,
     }
     if event.end > event.start:
@@ -118,72 +101,6 @@ def _span(event: Event, thread: Thread, zero: float) -> Record:
     if event.details:
         record["args"] = event.details
     return record
-
-
-def _arrows(events: Iterable[Event], threads: dict[int, Thread], zero: float) -> Iterator[Record]:
-    last_rollout: dict[str, Event] = {}
-    scores: dict[str, Event] = {}
-    queued: list[Event] = []
-    trained: dict[int, Event] = {}
-    pushes: dict[int, Event] = {}
-    for event in events:
-        if event.end <= event.start:
-            continue
-        group, step = event.details.get("group"), event.details.get("step")
-        match track_group(event.track), event.name:
-            case "rollout", "rollout" if isinstance(group, str):
-                before = last_rollout.get(group)
-                if before is None or event.end > before.end:
-                    last_rollout[group] = event
-            case "rollout", "rollout function":
-                last_rollout |= {str(name): event for name in event.details.get("groups", ())}
-            case "scoring", "score" if isinstance(group, str):
-                scores[group] = event
-            case "queue", "queued":
-                queued.append(event)
-            case "trainer", "train" if isinstance(step, int):
-                trained[step] = event
-            case "weights", "push" if isinstance(version := event.details.get("version"), int):
-                pushes[version] = event
-    numbers = itertools.count(1)
-    for wait in queued:
-        group = str(wait.details.get("group"))
-        found = [last_rollout.get(group), scores.get(group), wait, trained.get(wait.details.get("step", -1))]
-        yield from _arrow("group", [event for event in found if event is not None], threads, zero, next(numbers))
-    for step, train in trained.items():
-        if step in pushes:
-            yield from _arrow("weights", [train, pushes[step]], threads, zero, next(numbers))
-
-
-def _arrow(name: str, stops: Sequence[Event], threads: dict[int, Thread], zero: float, number: int) -> Iterator[Record]:
-    """It leaves the first span at its end, and reaches the others at their starts."""
-    if len(stops) < 2:
-        return
-    at = 0
-    for index, stop in enumerate(stops):
-        start, end = _us(stop.start, zero), _us(stop.end, zero)
-        at = max(start, end - 1) if index == 0 else max(at, start)
-        process, thread = threads[id(stop)]
-        record: Record = {"id": number, "name": name, "cat": "flow", "pid": process, "tid": thread, "ts": at}
-        if index == len(stops) - 1:
-            yield {**record, "ph": "f", "bp": "e"}
-        else:
-            yield {**record, "ph": "s" if index == 0 else "t"}
-
-
-def _counters(events: Iterable[Event], zero: float, *, process: int) -> Iterator[Record]:
-    edges: dict[str, list[tuple[int, int]]] = {title: [] for title in _COUNTERS.values()}
-    for event in events:
-        title = _COUNTERS.get((track_group(event.track), event.name))
-        if title is not None and event.end > event.start:
-            edges[title] += [(_us(event.start, zero), 1), (_us(event.end, zero), -1)]
-    for title, changes in edges.items():
-        value = 0
-        for at, same in itertools.groupby(sorted(changes), key=lambda change: change[0]):
-            change = sum(step for _, step in same)
-            if change:
-                value += change
-                yield {"ph": "C", "pid": process, "tid": 0, "ts": at, "name": title, "args": {"value": value}}
 
 
 # -- the summary

@@ -8,15 +8,19 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from grpo_async.errors import RunError
 from grpo_async.records import GroupStatus, Origin, RolloutGroup, RolloutSample, ScoredGroup, TaggedMessage, ToolCall
+from grpo_async.run_directory import RunDir
 from grpo_async.store import GroupRow
 from grpo_async.store.summaries import GroupSummary
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.safe_text import quoted, visible, visible_line
 from grpo_async.viewer.printing import group_page, group_table, rollout_page
-from grpo_async.viewer.token_text import TokenTexts
+from grpo_async.viewer.token_text import TokenTexts, load_token_texts
 from tests.store.builders import (
     OpenStore,
     append,
@@ -30,7 +34,6 @@ from tests.store.builders import (
     build_tool_rollout,
 )
 from tests.support.stored import read_groups
-from tests.viewer.support import byte_tokenizer
 
 
 def _render(renderable: RenderableType, width: int = 200) -> str:
@@ -141,13 +144,21 @@ def test_the_rollout_page_shows_every_token_and_what_the_trainer_found_for_it(
     ]
     stats = {"7-0": build_stats(3)}
     row = _stored(tmp_path / "trained", open_store, group, samples, GroupStatus.TRAINED, stats=stats)
-    tokenizer = byte_tokenizer()
+    tokenizer = _byte_tokenizer()
     lines = _render(rollout_page(row, row.rollouts[0], TokenTexts(tokenizer))).splitlines()[-7:-1]
     assert lines[0].split()[-5:] == ["trainer", "proximal", "weight", "entropy", "flags"]
     values = ["1", "-0.5000", "2", "-1.0000", "-1.2500", "1.0000", "0.5000"]
     assert lines[1].split()[2:] == [f"'{tokenizer.id_to_token(5)}'", *values]
     assert lines[3].split()[4:] == ["-"] * 6  # a tool's
     assert lines[5].split()[-2:] == ["clipped", "high"]
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """Ids are places in the sorted byte alphabet: no merges."""
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 CALL = ToolCall(tool_call_id="abcdefghi", name="add", arguments={"a": 1})
@@ -204,3 +215,30 @@ def test_calls_of_an_agent_stand_as_a_tree_and_each_branch_has_a_page(tmp_path: 
     assert "rollout g7-r0.b2" in own_page
     assert "ask b2" in own_page
     assert "calls in all branches" not in own_page
+
+
+def test_token_texts_come_from_the_model_that_the_run_names(tmp_path: Path) -> None:
+    tokenizer = _byte_tokenizer()
+    (tmp_path / "model ${X}").mkdir()
+    tokenizer.save(str(tmp_path / "model ${X}" / "tokenizer.json"))
+    run = RunDir(tmp_path / "run")
+    run.create(f"model: {{path: '{tmp_path}/model $${{X}}'}}\n")
+    texts = load_token_texts(run)
+    assert isinstance(texts, TokenTexts)
+    # the last: byte 0xC3 alone is no character, so it is as the vocabulary spells it
+    for token, text in (("a", "a"), ("Ġ", " "), ("Ã", "Ã")):
+        token_id = tokenizer.token_to_id(token)
+        assert token_id is not None
+        assert texts.of(token_id) == text
+    assert texts.of(100_000) == "<no token 100000>"
+
+
+def test_without_a_tokenizer_there_is_a_sentence_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create(f"model: {{path: '{tmp_path}/gone'}}\n")
+    note = load_token_texts(run)
+    assert note == f"token texts are left out: no {tmp_path}/gone/tokenizer.json and no {tmp_path}/model/tokenizer.json"
+    run.model.mkdir()
+    (run.model / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tokenizer\.json is not a tokenizer"):
+        load_token_texts(run)

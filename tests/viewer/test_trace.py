@@ -107,33 +107,6 @@ def test_the_summary_names_waits_and_shares_and_obeys_no_text(tmp_path: Path) ->
 # -- the trace
 
 
-def test_arrows_go_from_the_last_rollout_to_the_step_and_from_it_to_the_push() -> None:
-    records = trace_records(_run(), title="demo")
-    arrows: dict[str, list[tuple[str, int]]] = {}
-    for record in records:
-        if record["ph"] in ("s", "t", "f"):
-            arrows.setdefault(record["name"], []).append((record["ph"], record["ts"]))
-    assert arrows == {
-        "group": [("s", 4_999_999), ("t", 5_000_000), ("t", 5_500_000), ("f", 6_000_000)],
-        "weights": [("s", 8_999_999), ("f", 9_000_000)],
-    }
-
-
-def test_counters_follow_the_spans() -> None:
-    records = trace_records(_run(), title="demo")
-    counts = [(r["name"], r["ts"], r["args"]["value"]) for r in records if r["ph"] == "C"]
-    assert [c[1:] for c in counts if c[0] == "requests in flight"] == [
-        (0, 1), (1_000_000, 2), (3_000_000, 1), (5_000_000, 0),
-    ]  # fmt: skip
-    assert [c[1:] for c in counts if c[0] == "queued groups"] == [(5_500_000, 1), (6_000_000, 0)]
-    assert [c[1:] for c in counts if c[0] == "trainer waits"] == [(0, 1), (6_000_000, 0)]
-    # of a group whose step never came they end in the queue
-    events = [event for event in _run() if event.name not in ("train", "score")]
-    records = trace_records(events, title="demo")
-    check_trace(records)
-    assert [r["ph"] for r in records if r["name"] == "group"] == ["s", "f"]
-
-
 def test_rounding_to_microseconds_keeps_what_nests_nested() -> None:
     start = 1_763_760_000.123456
     spans = [_span("outer", "trainer", start + n * 3.3e-6, start + n * 3.3e-6 + 3.2e-6) for n in range(200)]

@@ -30,7 +30,6 @@ class Plot:
     unit: str
     lines: tuple[Line, ...] = ()
     pattern: tuple[str, str] | None = None
-    kind: str = "line"  # line | stacked
     format: str = "number"
     include: tuple[float, ...] = (0.0,)
     log: bool = False
@@ -140,19 +139,19 @@ CHAPTERS: tuple[Chapter, ...] = (
         Plot("trainer-time", "What the trainer does", "fraction of the step's wall time",
              (Line("pipeline/trainer_idle_ratio", "waiting"),),
              pattern=("pipeline/", "_fraction"),
-             order=("training", "pushing", "checkpoint", "other"), kind="stacked", format="percent", include=_WHOLE),
+             order=("training", "pushing", "checkpoint", "other"), format="percent", include=_WHOLE),
         Plot("step-time", "Time of a step", "seconds",
              (Line("step_time", "step"), Line("sync/push_s", "weight push"), Line("checkpoint/staged_s", "checkpoint")),
              format="seconds"),
         Plot("push", "Weight push", "seconds, by phase",
              pattern=("sync/phase/", "_s"), leave_out=("sync/phase/gather_s", "sync/phase/send_s"),  # parts of the transfer
-             order=("pause", "start", "transfer", "finish", "resume"), kind="stacked", format="seconds"),
+             order=("pause", "start", "transfer", "finish", "resume"), format="seconds"),
         Plot("queue", "Queue", "groups at the end of a step",
              (Line("ledger/groups/queued", "scored, waiting for the trainer"),
               Line("ledger/groups/in_flight", "generating"),
               Line("servers/waiting", "requests waiting in servers"))),
         Plot("ledger", "Ledger", "what became of the groups since the run began",
-             pattern=("ledger/groups/", ""), leave_out=("ledger/groups/started",), kind="stacked",
+             pattern=("ledger/groups/", ""), leave_out=("ledger/groups/started",),
              order=("trained", "filtered", "stale", "failed", "cancelled", "queued", "in flight")),
         Plot("servers", "Servers", "that serve; restarts and failures since the run began",
              (Line("servers/serving", "serving"),

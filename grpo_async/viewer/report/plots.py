@@ -7,7 +7,7 @@ run is cut into few enough points to open fast, without losing peaks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,13 +100,10 @@ def _limited(
 # -- plots of metrics
 
 
-def draw(plot: Plot, runs: Sequence[RunData]) -> list[Drawing]:
-    """The plot of these runs; several for stacked areas of several runs, none where no run has its metrics."""
+def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
+    """The plot of these runs; None where no run has its metrics."""
     if plot.single and len(runs) > 1:
-        return []
-    if plot.kind == "stacked":
-        drawn = [_stacked(plot, run, len(runs) > 1, place) for place, run in enumerate(runs)]
-        return [drawing for drawing in drawn if drawing is not None]
+        return None
     series: list[dict[str, Any]] = []
     metrics: list[str] = []
     for place, run in enumerate(runs):
@@ -125,8 +122,22 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> list[Drawing]:
             series.append(drawn_line)
             metrics.append(line.metric)
     if not series:
-        return []
-    return [Drawing(name=plot.name, data=_options(plot, _shared_x(series)), metrics=list(dict.fromkeys(metrics)))]
+        return None
+    data = {
+        "kind": "line",
+        "title": plot.title,
+        "unit": plot.unit,
+        "format": plot.format,
+        "include": list(plot.include),
+        "log": plot.log,
+        **_shared_x(series),
+    }
+    return Drawing(name=plot.name, data=data, metrics=list(dict.fromkeys(metrics)))
+
+
+def draw_all(plots: Iterable[Plot], runs: Sequence[RunData]) -> list[Drawing]:
+    """Those of them that there are."""
+    return [drawing for plot in plots if (drawing := draw(plot, runs)) is not None]
 
 
 def _rows_of(plot: Plot, run: RunData) -> Sequence[Row]:
@@ -176,22 +187,6 @@ def _series(line: Line, rows: Sequence[Row]) -> dict[str, Any] | None:
     }
 
 
-def _stacked(plot: Plot, run: RunData, is_one_of_several: bool, place: int) -> Drawing | None:
-    lines = _lines_of(plot, run.metrics)
-    series = [drawn for line in lines if (drawn := _series(line, run.metrics)) is not None]
-    series = [each for each in series if any(each["values"])]  # what is 0 everywhere has no area
-    if not series:
-        return None
-    for number, each in enumerate(series):
-        each["color"] = number % _MAX_SERIES + 1
-        each.pop("band", None)
-    options = _options(plot, _shared_x(series))
-    if is_one_of_several:
-        options["title"] = f"{plot.title}: {run.label}"
-    name = f"{plot.name}-{place + 1}" if is_one_of_several else plot.name
-    return Drawing(name=name, data=options, metrics=[line.metric for line in lines])
-
-
 def _shared_x(series: list[dict[str, Any]]) -> dict[str, Any]:
     """Steps once, where all series have the same."""
     first = list(series[0]["x"])
@@ -200,18 +195,6 @@ def _shared_x(series: list[dict[str, Any]]) -> dict[str, Any]:
     for each in series:
         del each["x"]
     return {"x": first, "series": series}
-
-
-def _options(plot: Plot, content: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": plot.kind,
-        "title": plot.title,
-        "unit": plot.unit,
-        "format": plot.format,
-        "include": list(plot.include),
-        "log": plot.log,
-        **content,
-    }
 
 
 # -- histograms

@@ -1,7 +1,6 @@
 /* Charts on a page: a thin layer over uPlot that the report and the web page share.
 
    Charts.line(element, {x, series: [{label, values}]})        several lines, bands around them, one cursor for the page
-   Charts.stacked(element, {x, series: [{label, values}]})     areas on top of each other
    Charts.histogram(element, {edges, counts})                  bars
 
    Each gives an object with destroy() and update(options): new values, while the zoom, the series that were switched off and the
@@ -9,7 +8,7 @@
    for its cursor, and a legend whose entries switch series off and show the values under the cursor. Text is only ever set as text.
    Needs uPlot and theme.css.
 
-   Options of line and stacked:
+   Options of line:
      x           ascending numbers; a series may have an own `x`
      series      {label, values, band: [low, high]?, x?, color?, dash?, points?}; values may be null; color is a number from 1
                  (--series-N); dash is a number from 0 (full)
@@ -205,11 +204,9 @@ var Charts = (() => {
   // -- a plot with its title and legend
 
   class Plot {
-    /** `kind`: line, stacked or histogram. */
-    constructor(element, options, kind) {
+    constructor(element, options, isHistogram) {
       this.element = element;
-      this.isStacked = kind === "stacked";
-      this.isHistogram = kind === "histogram";
+      this.isHistogram = isHistogram;
       this.format = FORMATS[options.format || "number"];
       this.xLabel = options.xLabel || "step";
       this.hidden = new Set(); // labels of series that were switched off
@@ -240,8 +237,8 @@ var Charts = (() => {
     update(options) {
       const zoom = this.zoom();
       Object.assign(this, { options }, onOneAxis(this.isHistogram ? barsOf(options) : options));
-      this.isLog = Boolean(options.log) && !this.isStacked && this.series.some((each) => each.values.some((value) => value > 0));
-      this.smooth = options.smooth && !this.isStacked ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
+      this.isLog = Boolean(options.log) && this.series.some((each) => each.values.some((value) => value > 0));
+      this.smooth = options.smooth ? this.series.filter((each) => !each.points) : []; // few points stand for themselves
       this.isEmpty = !this.series.some((each) => each.values.some(this.isHistogram ? Boolean : isNumber));
       this.element.classList.toggle("without-values", this.isEmpty);
       if (this.isEmpty) {
@@ -313,10 +310,10 @@ var Charts = (() => {
     }
 
     plotOptions(lines) {
-      const { options, isStacked, isHistogram } = this;
+      const { options, isHistogram } = this;
       const group = isHistogram ? null : options.group === undefined ? "page" : options.group;
       const xRange = (low, high) => (isHistogram ? [options.edges[0], options.edges.at(-1)] : low === high ? [low - 1, high + 1] : [low, high]);
-      const include = isHistogram || isStacked ? [0, ...(options.include || [])] : this.isLog ? [] : options.include;
+      const include = isHistogram ? [0, ...(options.include || [])] : this.isLog ? [] : options.include;
       return {
         ...this.size(),
         legend: { show: false },
@@ -343,23 +340,18 @@ var Charts = (() => {
     /** uPlot's series and the bands between them: first one for each of ours, then the edges of their bands. */
     lines() {
       const fill = (each, alpha) => () => translucent(seriesColor(each.color), alpha);
-      const series = this.series.map((each, index) => {
+      const series = this.series.map((each) => {
         const stroke = () => seriesColor(each.color);
         each.isSparse = Boolean(each.points) || each.values.filter(isNumber).length === 1;
         return {
           label: each.label,
           stroke,
-          width: this.isStacked ? 1 : 1.75,
+          width: 1.75,
           dash: DASHES[each.dash % DASHES.length],
-          points: { show: each.isSparse && !this.isStacked, size: 6, stroke, fill: stroke },
-          fill: this.isHistogram || (this.isStacked && index === 0) ? fill(each, 0.55) : undefined,
-          ...(this.isHistogram ? { width: 0, paths: uPlot.paths.bars({ size: [0.92, Infinity] }), points: { show: false } } : {}),
+          points: { show: each.isSparse, size: 6, stroke, fill: stroke },
+          ...(this.isHistogram ? { fill: fill(each, 0.55), width: 0, paths: uPlot.paths.bars({ size: [0.92, Infinity] }), points: { show: false } } : {}),
         };
       });
-      if (this.isStacked) {
-        const bands = this.series.slice(1).map((each, index) => ({ series: [index + 2, index + 1], fill: fill(each, 0.55) }));
-        return { series: [{}, ...series], bands };
-      }
       const bands = [];
       for (const each of this.series.filter(({ band }) => band)) {
         const low = series.length + 1;
@@ -377,19 +369,10 @@ var Charts = (() => {
 
     data() {
       const drawable = (values) => (this.isLog ? values.map((value) => (value <= 0 ? null : value)) : values);
-      if (!this.isStacked) {
-        const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
-        const lines = this.series.map((each) => drawable(each.values));
-        const smooth = this.series.map((each, index) => (this.smooth.includes(each) ? smoothed(lines[index], this.options.smooth) : lines[index]));
-        return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
-      }
-      const total = new Array(this.xs.length).fill(0);
-      const pile = (each) =>
-        each.values.map((value, place) => {
-          total[place] += !this.hidden.has(each.label) && isNumber(value) ? value : 0;
-          return total[place];
-        });
-      return [this.xs, ...this.series.map(pile)];
+      const edges = this.series.flatMap((each) => (each.band ? each.band.map(drawable) : []));
+      const lines = this.series.map((each) => drawable(each.values));
+      const smooth = this.series.map((each, index) => (this.smooth.includes(each) ? smoothed(lines[index], this.options.smooth) : lines[index]));
+      return [this.xs, ...smooth, ...edges, ...this.smooth.map((each) => lines[this.series.indexOf(each)])];
     }
 
     fillLegend() {
@@ -417,11 +400,6 @@ var Charts = (() => {
 
     toggle(index, isShown) {
       this.hidden[isShown ? "delete" : "add"](this.series[index].label);
-      if (this.isStacked) {
-        this.plot.setData(this.data(), false);
-        this.plot.redraw(true, true);
-        return;
-      }
       [index + 1, ...(this.series[index].edges || [])].forEach((place) => this.plot.setSeries(place, { show: isShown }));
     }
 
@@ -529,9 +507,8 @@ var Charts = (() => {
   watchTheme();
 
   return {
-    line: (element, options) => new Plot(element, options, "line"),
-    stacked: (element, options) => new Plot(element, options, "stacked"),
-    histogram: (element, options) => new Plot(element, options, "histogram"),
+    line: (element, options) => new Plot(element, options, false),
+    histogram: (element, options) => new Plot(element, options, true),
     alive,
     duration,
   };

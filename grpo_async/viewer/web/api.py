@@ -33,10 +33,9 @@ from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.validation import problems_of
-from grpo_async.viewer.format import call_tree
+from grpo_async.viewer.format import call_tree, flag_names
 from grpo_async.viewer.report.write import MAX_RUNS, render_report
 from grpo_async.viewer.runs import modified_at
-from grpo_async.viewer.token_colors import SWATCHES, ColorMode, flag_names, legend, token_classes
 from grpo_async.viewer.token_text import TokenTexts
 from grpo_async.viewer.web import overview
 from grpo_async.viewer.web.guard import REPORT_PATH, Guard
@@ -260,12 +259,9 @@ def _without_tokens(rollout: RolloutRow) -> dict[str, Any]:
 def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
     """Lists with one entry per completion token.
 
-    `classes[mode][i]` is a place in `palette`; `texts` is None where there is no tokenizer, and `texts_missing` says why.
-    `flag_names` has the names of each value that occurs in `token_flags`.
+    `texts` is None where there is no tokenizer, and `texts_missing` says why. `flag_names` has the names of each value that occurs
+    in `token_flags`.
     """
-    named = {mode: token_classes(mode, rollout) for mode in ColorMode}
-    palette = sorted(set().union(*named.values()))
-    places = {name: place for place, name in enumerate(palette)}
 
     def texts_of(ids: Sequence[int]) -> list[str] | None:
         return [visible(texts.of(each)) for each in ids] if isinstance(texts, TokenTexts) else None
@@ -276,17 +272,7 @@ def token_view(rollout: RolloutRow, texts: TokenTexts | str) -> dict[str, Any]:
         "texts_missing": texts if isinstance(texts, str) else None,
         "prompt_texts": texts_of(rollout.prompt_ids),
         "flag_names": {value: flag_names(value) for value in set(rollout.token_flags or ()) - {None}},
-        "palette": palette,
-        "classes": {mode: [places[name] for name in names] for mode, names in named.items()},
-        "modes": [{"name": mode, "label": mode.label, "legend": legend(mode, rollout)} for mode in ColorMode],
     }
-
-
-def token_style_sheet() -> str:
-    """The classes as CSS, for light and dark screens."""
-    return "".join(
-        f".token-{name} {{ background: light-dark({light}, {dark}); }}\n" for name, (dark, light) in SWATCHES.items()
-    )
 
 
 # -- answers
@@ -383,7 +369,6 @@ def build_app(library: Library, *, token: str, host: str, opening: InitialView |
         Route(REPORT_PATH, report, methods=["GET"]),
         Route("/api/help", lambda _: Json({"sections": HELP}), methods=["GET"]),
         Route("/api/{view}", view, methods=["GET"]),
-        Route("/static/token-colors.css", lambda _: Response(token_style_sheet(), media_type="text/css")),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     return Guard(Starlette(routes=routes, exception_handlers={404: _missing}), token=token, host=host)

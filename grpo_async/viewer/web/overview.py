@@ -20,7 +20,7 @@ from grpo_async.utils.text import count
 from grpo_async.viewer.format import conversation, prompt_of
 from grpo_async.viewer.report.headline import Headline, headline
 from grpo_async.viewer.report.layout import CHAPTERS, Line, Plot
-from grpo_async.viewer.report.plots import Drawing, curve, draw
+from grpo_async.viewer.report.plots import Drawing, curve, draw_all
 from grpo_async.viewer.report.rollouts import Example, RolloutOverview, before_and_after, change_of, store_evidence
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 from grpo_async.viewer.report.sections import LEVELS, Learning, advice, learning
@@ -93,7 +93,7 @@ def page(source: Source) -> dict[str, Any]:
 
 def _main_plots(run: RunData) -> list[Drawing]:
     wanted = [plot for chapter in CHAPTERS for plot in chapter.plots if plot.name in _MAIN_PLOTS]
-    plots = {each.name: each for plot in wanted for each in draw(plot, [run])}
+    plots = {each.name: each for each in draw_all(wanted, [run])}
     return [plots[name] for name in _MAIN_PLOTS if name in plots][:_MAX_MAIN_PLOTS]
 
 
@@ -107,10 +107,10 @@ def curves(sources: Sequence[Source], axis: str) -> dict[str, Any]:
         axis: step, time or tokens.
     """
     runs = [on_axis(source.judged()[0], axis) for source in sources]
-    chapters = [(each.title, [drawn for plot in each.plots for drawn in draw(plot, runs)]) for each in CHAPTERS]
+    chapters = [(each.title, draw_all(each.plots, runs)) for each in CHAPTERS]
     drawn = {name for _, plots in chapters for plot in plots for name in plot.metrics}
     names = {name for run in runs for name in run.names("")} - drawn - {"step"}
-    others = [each for name in sorted(names) for each in draw(_plain(name), runs)]
+    others = draw_all(map(_plain, sorted(names)), runs)
     return {
         "axis": AXES[axis][1] if axis in AXES else "step",
         "metrics": len(runs[0].metrics),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
-from grpo_async.viewer.report.plots import Curve, curve, draw, staleness_histograms
+from grpo_async.viewer.report.plots import Curve, curve, draw_all, staleness_histograms
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
@@ -32,6 +33,11 @@ def _run(metrics: list[dict[str, float]], label: str = "a") -> RunData:
 
 def _plot(name: str) -> Plot:
     return next(plot for chapter in CHAPTERS for plot in chapter.plots if plot.name == name)
+
+
+def _draw(name: str, *runs: RunData) -> dict[str, Any]:
+    (drawing,) = draw_all([_plot(name)], runs)
+    return drawing.data
 
 
 def test_a_short_curve_has_every_step_and_a_long_one_keeps_its_extremes() -> None:
@@ -62,28 +68,24 @@ def test_a_long_curve_is_reduced_as_its_metric_asks(name: str, values: list[floa
 
 def test_the_band_of_a_reward_ends_at_its_lowest_and_highest() -> None:
     rows = [{"step": 1.0, "reward": 0.5, "reward_std": 0.7, "reward_min": 0.0, "reward_max": 1.0}]
-    series = draw(_plot("reward"), [_run(rows)])[0].data["series"]
+    series = _draw("reward", _run(rows))["series"]
     assert [each["label"] for each in series] == ["mean", "lowest", "highest"]
     assert series[0]["band"] == [[0.0], [1.0]]  # 0.5 - 0.7 and 0.5 + 0.7, cut
 
 
 def test_several_runs_have_a_color_each_and_only_the_main_lines() -> None:
-    drawn = draw(_plot("reward"), [_run(steps(3), "a"), _run(steps(4), "b")])[0].data
+    drawn = _draw("reward", _run(steps(3), "a"), _run(steps(4), "b"))
     assert [(each["label"], each["color"]) for each in drawn["series"]] == [("a", 1), ("b", 2)]
     assert [len(each["x"]) for each in drawn["series"]] == [3, 4]
-    # stacked areas are plots of their own
-    drawings = draw(_plot("trainer-time"), [_run(steps(3), "a"), _run(steps(3), "b")])
-    assert [drawing.name for drawing in drawings] == ["trainer-time-1", "trainer-time-2"]
-    assert [each["label"] for each in drawings[0].data["series"]] == ["waiting", "training"]
 
 
 def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is_not_drawn() -> None:
     rows = [
         {"step": 1.0, **{f"sync/phase/{phase}_s": 1.0 for phase in ("pause", "transfer", "gather", "send", "resume")}}
     ]
-    labels = [each["label"] for each in draw(_plot("push"), [_run(rows)])[0].data["series"]]
+    labels = [each["label"] for each in _draw("push", _run(rows))["series"]]
     assert labels == ["pause", "transfer", "resume"]
-    assert draw(_plot("kl"), [_run(steps(3))]) == draw(_plot("held-out"), [_run(steps(3))]) == []
+    assert draw_all([_plot("kl"), _plot("held-out")], [_run(steps(3))]) == []
 
 
 def test_the_histogram_of_staleness_weighs_steps_by_their_tokens() -> None:
@@ -147,8 +149,8 @@ def test_the_held_out_reward_has_a_line_at_what_the_most_frequent_answer_scores(
         for step, reward in ((0, 0.1), (10, 0.9))
     ]
     run = RunData(label="a", run_dir=RunDir(Path("a")), evaluations=evaluations)
-    reward, baseline = draw(_plot("held-out"), [run])[0].data["series"]
+    reward, baseline = _draw("held-out", run)["series"]
     assert (reward["values"], baseline["values"]) == ([0.1, 0.9], [0.2, 0.2])
     assert baseline["label"] == "always the most frequent answer"
     other = replace(run, label="b")
-    assert [each["label"] for each in draw(_plot("held-out"), [run, other])[0].data["series"]] == ["a", "b"]
+    assert [each["label"] for each in _draw("held-out", run, other)["series"]] == ["a", "b"]

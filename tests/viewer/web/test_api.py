@@ -184,8 +184,6 @@ def test_a_rollout_comes_with_every_value_of_its_tokens(inspector: Inspector) ->
     assert tokens["weights"] == [1.0, 2.0, None, None, 3.0]
     assert tokens["token_flags"] == [0, 1, None, None, 2]
     assert tokens["flag_names"]["1"] == ["clipped low"]
-    classes = [tokens["palette"][place] for place in tokens["classes"]["flags"]]
-    assert classes == ["trained", "clipped-low", "untrained", "untrained", "clipped-high"]
     assert tokens["texts"] is None
     assert "token texts are left out" in tokens["texts_missing"]
     assert found["rollout"]["turns"][0]["tool_calls"][0]["result"] == HOSTILE

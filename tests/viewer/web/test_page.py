@@ -213,6 +213,39 @@ def test_a_click_in_a_chart_narrows_what_was_asked_for(show: Show) -> None:
 # -- one rollout
 
 
+_COLORS = """async data => {
+    const {MODES, classOf, legendOf} = await import('/static/web/token_colors.js');
+    const all = [...data.mask.keys()];
+    return Object.fromEntries(Object.keys(MODES).map(mode => [mode, [all.map(i => classOf(mode, data, i)), legendOf(mode, data)]]));
+}"""
+
+
+def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(show: Show) -> None:
+    tokens = {
+        "mask": [1, 1, 1, 0],
+        "logprobs": [-1.3, -0.05, None, None],
+        "trainer_logprobs": [-1.0, -0.06, -1.0, None],
+        "entropies": [0.05, 0.69, 2.0, None],
+        "versions": [7, 8, 14, 0],
+        "token_flags": [0, 5, 2, None],
+        "flag_names": {"0": [], "5": ["masked by correction", "clipped low"], "2": ["clipped high"]},
+    }
+    found = show("#/groups?run=one").evaluate(_COLORS, tokens)
+    assert {mode: classes for mode, (classes, _) in found.items()} == {
+        "log_ratio": ["up-2", "even", "unknown", "untrained"],  # -1.0 + 1.3 = 0.3, -0.06 + 0.05 = -0.01
+        "entropy": ["level-0", "level-2", "level-4", "untrained"],
+        "probability": ["level-2", "level-0", "unknown", "untrained"],  # e^-1.3 = 0.27, e^-0.05 = 0.95
+        "version": ["version-1", "version-2", "version-2", "untrained"],
+        "flags": ["trained", "masked-by-correction", "clipped-high", "untrained"],
+    }
+    others = [["unknown", "not recorded"], ["untrained", "not trained on"]]
+    texts = [text for _, text in found["log_ratio"][1]]
+    assert texts[:7] == ["≤-0.7", "≤-0.2", "≤-0.02", "about 0", "≥0.02", "≥0.2", "≥0.7"]
+    assert found["log_ratio"][1][7:] == found["probability"][1][5:] == others
+    assert found["version"][1][:3] == [["version-1", "7"], ["version-2", "8"], ["version-2", "14"]]
+    assert [text for _, text in found["flags"][1]][:3] == ["trained", "masked by correction", "clipped high"]
+
+
 def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:
     page = show("#/rollout?run=one&id=g3-r0&show=tokens")
     page.locator("[data-token='0']").hover()

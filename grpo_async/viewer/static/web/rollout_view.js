@@ -6,6 +6,7 @@ import {
   spacer, span, statistics, text, visible,
 } from "./dom.js";
 import { longText, message, promptOf, toolCall, trace } from "./messages.js";
+import { MODES } from "./token_colors.js";
 import { Tokens, turnPlaces } from "./tokens.js";
 
 const FEW_TOKENS = 60; // of a tool's answer, which then stands unfolded
@@ -16,7 +17,7 @@ export async function rolloutView({ main, parameters, signal }) {
   const at = summaries.findIndex((each) => each.rollout_id === root);
   const summary = summaries[at];
   const tokens = new Tokens(data, rollout.advantage);
-  const modes = data.modes.map((each) => each.name);
+  const modes = Object.keys(MODES);
   // what differs from token to token says most; one of several turns is read first
   const usual = data.trainer_logprobs ? "log_ratio" : data.entropies ? "entropy" : "probability";
   let color = [parameters.color, memory.get("color"), usual].find((each) => modes.includes(each));
@@ -33,7 +34,7 @@ export async function rolloutView({ main, parameters, signal }) {
     tokens.color(mode);
     remember();
   };
-  const colors = select({ id: "color" }, data.modes.map((mode) => [mode.name, mode.label]), color, colorBy);
+  const colors = select({ id: "color" }, modes.map((name) => [name, MODES[name].label]), color, colorBy);
   const showTrace = (wanted) => {
     isTrace = wanted;
     memory.set("show", wanted ? "trace" : "tokens");

@@ -1,6 +1,7 @@
 /* Tokens in their colors, and a box with every value of the one under the pointer or the focus. */
 
 import { fill, h, number, visible } from "./dom.js";
+import { classOf, legendOf, logRatio, MODES } from "./token_colors.js";
 
 const CHUNK = 400; // tokens in one block: blocks far from the window are not laid out
 
@@ -9,7 +10,7 @@ export class Tokens {
   constructor(data, advantage) {
     this.data = data;
     this.advantage = advantage;
-    this.mode = data.modes[0].name;
+    [this.mode] = Object.keys(MODES);
     this.chosen = null;
     this.spans = new Map();
     this.tip = h("div", { id: "token-values", class: "floating tip", role: "tooltip", hidden: true });
@@ -47,14 +48,13 @@ export class Tokens {
   }
 
   classOf(index) {
-    return `token token-${this.data.palette[this.data.classes[this.mode][index]]}`;
+    return `token token-${classOf(this.mode, this.data, index)}`;
   }
 
   color(mode) {
     this.mode = mode;
     this.spans.forEach((span, index) => (span.className = this.classOf(index)));
-    const { legend } = this.data.modes.find((each) => each.name === mode);
-    fill(this.legend, legend.map((entry) => h("li", {}, h("span", { class: `swatch token-${entry.name}` }), entry.text)));
+    fill(this.legend, legendOf(mode, this.data).map(([name, text]) => h("li", {}, h("span", { class: `swatch token-${name}` }), text)));
   }
 
   onEnter(target) {
@@ -118,7 +118,7 @@ export class Tokens {
         "sampler logprob": known(sampler),
         "sampler probability": known(sampler === null ? null : Math.exp(sampler)),
         "trainer logprob": known(trainer),
-        "log ratio, trainer − sampler": known(trainer === null || sampler === null ? null : trainer - sampler),
+        "log ratio, trainer − sampler": known(logRatio(data, index)),
         "proximal logprob": known(at(data.proximal_logprobs)),
         "importance weight": known(at(data.weights)),
         "entropy, nats": known(at(data.entropies)),
