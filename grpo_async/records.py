@@ -81,6 +81,7 @@ class GroupStatus(StrEnum):
 
 
 LEDGER_STATUSES = tuple(status for status in GroupStatus if status is not GroupStatus.EVALUATED)
+FINAL_STATUSES = tuple(status for status in LEDGER_STATUSES if status.is_final)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

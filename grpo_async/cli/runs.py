@@ -68,9 +68,6 @@ def report(
             help="Where to write. Default: report.html in the run directory; for several runs, in the first one's.",
         ),
     ] = None,
-    diff_config: Annotated[
-        bool, typer.Option("--diff-config", help="Only print the settings that differ between the runs.")
-    ] = False,
 ) -> None:
     """Write a report: what happened, whether it learns and if not, why, with curves, rollouts and settings, in one HTML file.
 
@@ -81,25 +78,11 @@ def report(
     Examples:
       grpo-async report quickstart
       grpo-async report quickstart higher-lr --out comparison.html
-      grpo-async report quickstart higher-lr --diff-config
     """
-    if diff_config and len(runs) < 2:
-        raise typer.BadParameter("it requires at least two runs", param_hint="--diff-config")
-
-    from grpo_async.viewer.report.write import config_differences, write_report
+    from grpo_async.viewer.report.write import write_report
     from grpo_async.viewer.runs import find_run
 
-    run_dirs = [find_run(name) for name in runs]
-    if diff_config:
-        labels, different = config_differences(run_dirs)
-        if not different:
-            typer.echo("the configurations are the same")
-        for each in different:
-            typer.echo(each.path)
-            for label, value in zip(labels, each.values, strict=True):
-                typer.echo(f"  {label}: {value}")
-        return
-    typer.echo(str(write_report(run_dirs, out)))
+    typer.echo(str(write_report(list(map(find_run, runs)), out)))
 
 
 def trace(
@@ -110,12 +93,6 @@ def trace(
             "--out", metavar="FILE", help="Write the trace there; .gz compresses. Default: trace.json.gz in the run."
         ),
     ] = None,
-    first_step: Annotated[
-        int | None, typer.Option("--from", metavar="STEP", min=1, help="Leave out everything before this step.")
-    ] = None,
-    last_step: Annotated[
-        int | None, typer.Option("--to", metavar="STEP", min=1, help="Leave out everything after this step.")
-    ] = None,
 ) -> None:
     """Write a timeline trace that https://ui.perfetto.dev opens, and say what waited for what.
 
@@ -124,17 +101,14 @@ def trace(
     \b
     Examples:
       grpo-async trace quickstart
-      grpo-async trace quickstart --from 10 --to 12 --out /tmp/steps_10_to_12.json
+      grpo-async trace quickstart --out /tmp/trace.json
     """
-    if first_step is not None and last_step is not None and first_step > last_step:
-        raise typer.BadParameter(f"{first_step} is after --to {last_step}", param_hint="--from")
-
     from grpo_async.viewer.runs import find_run
     from grpo_async.viewer.timeline import load_events
     from grpo_async.viewer.trace import PERFETTO, summary, write_trace
 
     run_dir = find_run(run)
-    file = load_events(run_dir.events, first_step=first_step, last_step=last_step)
+    file = load_events(run_dir.events)
     path = run_dir.trace if out is None else out
     num_records = write_trace(file.events, path, title=run_dir.root.name)
     typer.echo(summary(file))

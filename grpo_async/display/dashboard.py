@@ -7,7 +7,7 @@ messages. A smaller one keeps the rows of the run, the most important first.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
@@ -21,7 +21,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from grpo_async.display.progress import CURVES, Progress, Row, ServerStatus, ago, join, run_rows
+from grpo_async.display.progress import Progress, Row, ServerStatus, ago, join, run_rows
 from grpo_async.utils.safe_text import one_line
 from grpo_async.utils.text import count, duration, format_number
 
@@ -42,11 +42,19 @@ _WRAPS = ("learning", "warning", "advice", "groups", "held out", "last push", "c
 
 
 def dashboard(
-    progress: Progress, *, run_name: str, footer: str = "", width: int, height: int, now: float | None = None
+    progress: Progress,
+    rows: Sequence[Mapping[str, float]],
+    *,
+    run_name: str,
+    footer: str = "",
+    width: int,
+    height: int,
+    now: float | None = None,
 ) -> RenderableType:
     """A picture of `width` cells and `height` rows.
 
     Args:
+        rows: metrics of all steps, for the charts.
         footer: a few words for the lower edge: where the logs are.
         now: time.time() seconds.
     """
@@ -57,11 +65,11 @@ def dashboard(
     room = height - 3  # upper edge, head, lower edge
     has_charts, has_servers = room >= _CHARTS_FROM, room >= _SERVERS_FROM
     wraps = _WRAPS if room >= _WRAPS_FROM else ("advice",)
-    rows = [row for row in run_rows(progress, now, width=width - _LABELS) if row[1]]
+    facts = [row for row in run_rows(progress, now, width=width - _LABELS) if row[1]]
     # each part has a rule above it; what the others leave over is the charts'
     num_servers = min(max(1, len(progress.servers)), max(2, room // 4 - 3)) if has_servers else 0
     left = room - 1 - (1 + num_servers if has_servers else 0) - (3 if has_charts else 0)
-    num_rows = min(left, _num_lines(rows, wraps, width)) if has_charts else left
+    num_rows = min(left, _num_lines(facts, wraps, width)) if has_charts else left
     left -= num_rows
     num_messages = min(left // 2 - 1, len(progress.messages)) if left >= _CHART_ROWS else 0
     num_chart_rows = 2 + left - (num_messages + 1 if num_messages else 0)
@@ -72,10 +80,10 @@ def dashboard(
         drawn.append(Layout(Group(Rule(title, align="left", style=_BORDER), content), size=size + 1))
 
     if has_charts:
-        add(_reward(progress), _charts(progress, width - 4, num_chart_rows), num_chart_rows)
+        add(_reward(progress), _charts(progress, rows, width - 4, num_chart_rows), num_chart_rows)
     if has_servers:
         add(_servers_title(progress), _servers(progress, num_servers), num_servers)
-    add(Text("run", style="bold"), _labeled(rows, wraps=wraps), num_rows)
+    add(Text("run", style="bold"), _labeled(facts, wraps=wraps), num_rows)
     if num_messages:
         newest = list(progress.messages)[-num_messages:]
         lines = (_line(f"{ago(each.at, now):>12}  {each.text}", "yellow" if each.is_warning else "") for each in newest)
@@ -120,6 +128,19 @@ def _head(progress: Progress, steps: str, width: int) -> RenderableType:
 
 
 # ---- charts ----
+
+
+CURVES: Mapping[str, str] = {
+    "reward": "reward",
+    "generated tokens/s": "perf/generated_tokens_per_s",
+    "completion length": "completions/mean_length",
+    "trainer idle": "pipeline/trainer_idle_ratio",
+    "servers idle": "pipeline/generator_idle_ratio",
+    "entropy": "entropy",
+    "gradient norm": "grad_norm",
+    "trained tokens/s": "perf/trained_tokens_per_s",
+}
+"""The charts in their order, and the metric of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +217,7 @@ def _reward(progress: Progress) -> Text:
     return title
 
 
-def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
+def _charts(progress: Progress, rows: Sequence[Mapping[str, float]], width: int, num_rows: int) -> RenderableType:
     """The reward's curve; on wider terminals others beside it, on higher ones below."""
     num_columns = max(1, min(3, width // _CHART_CELLS))
     num_bands = max(1, min(num_rows // _CHART_ROWS, -(-len(CURVES) // num_columns)))
@@ -211,7 +232,8 @@ def _charts(progress: Progress, width: int, num_rows: int) -> RenderableType:
             percent, newest = name.endswith("idle"), progress.value(metric)
             value = "" if newest is None else f"{newest:.0%}" if percent else format_number(newest)
             title = None if name == "reward" else Text.assemble((name, "bold"), f"  {value}")
-            chart = Chart(points=progress.curves[name].points, style=style, height=height, title=title, percent=percent)
+            points = [row[metric] for row in rows if metric in row]
+            chart = Chart(points=points, style=style, height=height, title=title, percent=percent)
             cells.append(Padding(chart, (0, 0, 0, 3 if cells else 0)))
         charts.add_row(*cells)
     return charts

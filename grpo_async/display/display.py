@@ -25,6 +25,7 @@ from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
+from grpo_async.findings.evidence import MetricLog
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
@@ -210,18 +211,16 @@ class LiveView(View):
     Drawn by its own thread, on every event (at most four times a second) and every second; nothing of the run waits for a slow
     terminal. The size is asked for each picture, so a resized window is right again within a second.
 
-    Args:
-        run_dir: where checkpoints are looked for; None: nowhere.
+    The curves and the checkpoints are read from the run directory.
     """
 
-    def __init__(
-        self, console: Console, progress: Progress, *, run_name: str, logs: Path, run_dir: RunDir | None = None
-    ) -> None:
+    def __init__(self, console: Console, progress: Progress, *, run_name: str, run_dir: RunDir) -> None:
         self._console = console
         self._progress = progress
         self._run_name = run_name
-        self._footer = f"logs: {logs} · Ctrl-C saves and stops"
+        self._footer = f"logs: {run_dir.latest_logs} · Ctrl-C saves and stops"
         self._run_dir = run_dir
+        self._log = MetricLog(run_dir.metrics)
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
         self._changed = threading.Event()
         self._ended = threading.Event()
@@ -252,11 +251,11 @@ class LiveView(View):
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
-            checkpoints = Checkpoints() if self._run_dir is None else Checkpoints.read(self._run_dir)
+            checkpoints, rows = Checkpoints.read(self._run_dir), list(self._log.rows().values())
             with self._progress.lock:
                 self._progress.checkpoints = checkpoints
                 picture = dashboard(
-                    self._progress, run_name=self._run_name, footer=self._footer, width=width, height=height
+                    self._progress, rows, run_name=self._run_name, footer=self._footer, width=width, height=height
                 )
             try:
                 self._live.update(picture, refresh=True)

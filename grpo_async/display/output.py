@@ -87,20 +87,18 @@ class Output:
         lines_only: bool = False,
     ) -> Display:
         """For the run: on a terminal that can redraw the dashboard, else lines. `lines_only`: lines everywhere. Steps up to
-        `resume_step` are read from metrics.jsonl, for curves and averages."""
+        `resume_step` are read from metrics.jsonl, for averages."""
         progress = Progress(max_steps=max_steps, step=resume_step or 0)
         if resume_step is not None:
-            for row in read_metrics(run_dir, []):
-                if row["step"] <= resume_step:
-                    progress.add_past_step(row)
-        console, logs = self.console, run_dir.latest_logs
+            progress.set_past(row for row in read_metrics(run_dir, []) if row["step"] <= resume_step)
+        console = self.console
         view: View
         if self.mode is OutputMode.JSON:
             view = self._events
         elif self.mode is OutputMode.QUIET or lines_only or not console.is_terminal or console.is_dumb_terminal:
-            view = LineView(console, progress, logs=logs, quiet=self.mode is OutputMode.QUIET)
+            view = LineView(console, progress, logs=run_dir.latest_logs, quiet=self.mode is OutputMode.QUIET)
         else:
-            view = LiveView(console, progress, run_name=run_name, logs=logs, run_dir=run_dir)
+            view = LiveView(console, progress, run_name=run_name, run_dir=run_dir)
         return Display(progress, [view])
 
     def end(

@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from statistics import fmean
 from typing import Any
 
 from rich.filesize import decimal
 
 from grpo_async.findings import Finding, Severity, Verdict
-from grpo_async.records import LEDGER_STATUSES
+from grpo_async.records import FINAL_STATUSES
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import one_line, plain
 from grpo_async.utils.text import both_ends, duration, finite
@@ -27,48 +26,10 @@ _AVERAGED_STEPS = 5
 _EVALUATION_SHOWN = ("reward", "mean_length", "truncated", "num_failed", "num_unscored", "duration_s")
 _OF_SAMPLES = re.compile(r"(pass|mean)@\d+")
 _MAX_MESSAGES = 500
-_MAX_POINTS = 1024  # of a curve; a multiple of 2
 _TRAINER_TIME = {
     "idle": "trainer_idle_ratio", "train": "training_fraction", "push": "pushing_fraction", "save": "checkpoint_fraction",
     "other": "other_fraction",
 }  # fmt: skip
-
-CURVES: Mapping[str, str] = {
-    "reward": "reward",
-    "generated tokens/s": "perf/generated_tokens_per_s",
-    "completion length": "completions/mean_length",
-    "trainer idle": "pipeline/trainer_idle_ratio",
-    "servers idle": "pipeline/generator_idle_ratio",
-    "entropy": "entropy",
-    "gradient norm": "grad_norm",
-    "trained tokens/s": "perf/trained_tokens_per_s",
-}
-"""What is kept over the whole run, in the order of the charts, and the metric that it is."""
-
-
-class Curve:
-    """A series of any length in bounded memory: a point is the mean of some consecutive values, of twice as many each time
-    that there would be too many points."""
-
-    def __init__(self) -> None:
-        self._means: list[float] = []
-        self._values_each = 1
-        self._rest: list[float] = []
-
-    def add(self, value: float) -> None:
-        self._rest.append(value)
-        if len(self._rest) == self._values_each:
-            self._means.append(fmean(self._rest))
-            self._rest.clear()
-        if len(self._means) == _MAX_POINTS:
-            self._means = [
-                (first + second) / 2 for first, second in zip(self._means[::2], self._means[1::2], strict=True)
-            ]
-            self._values_each *= 2
-
-    @property
-    def points(self) -> list[float]:
-        return [*self._means, fmean(self._rest)] if self._rest else list(self._means)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +137,14 @@ class Progress:
     example: Example | None = None
     push: LastPush | None = None
     checkpoints: Checkpoints = Checkpoints()
-    curves: dict[str, Curve] = field(default_factory=lambda: {name: Curve() for name in CURVES})
     started: float = field(default_factory=time.monotonic)
     step_times: deque[float] = field(default_factory=lambda: deque(maxlen=10))
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def add_step(self, step: int, max_steps: int, metrics: Mapping[str, float]) -> None:
         self.step, self.max_steps, self.metrics = step, max_steps, dict(metrics)
-        self.add_past_step(metrics)
+        if (reward := self.value("reward")) is not None:
+            self.rewards.append(reward)
         if (step_time := self.value("step_time")) is not None:
             self.step_times.append(step_time)
         if (seconds := self.value("sync/push_s")) is not None:
@@ -192,14 +153,10 @@ class Progress:
                 at=time.time(), seconds=seconds, step=step, num_bytes=num_bytes, bytes_per_s=bytes_per_s
             )
 
-    def add_past_step(self, metrics: Mapping[str, float | None]) -> None:
-        """The curves and the last rewards, of a step that lies behind."""
-        for name, metric in CURVES.items():
-            value = finite(metrics.get(metric))
-            if value is not None:
-                self.curves[name].add(value)
-                if name == "reward":
-                    self.rewards.append(value)
+    def set_past(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Of steps that lie behind the last rewards are known, too."""
+        self.rewards.clear()
+        self.rewards.extend(row["reward"] for row in rows if "reward" in row)
 
     def add_message(self, text: str, *, is_warning: bool = False) -> None:
         self.messages.append(RunMessage(at=time.time(), text=one_line(text), is_warning=is_warning))
@@ -234,7 +191,7 @@ class Progress:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Progress:
-        """From status.json, without the curves and without older messages; text is made safe for a terminal."""
+        """From status.json, without older messages; text is made safe for a terminal."""
         progress = cls(max_steps=int(content.get("max_steps", 0)), step=int(content.get("step", 0)))
         progress.phase = one_line(str(content.get("phase", "")))
         progress.metrics = dict(content.get("metrics") or {})
@@ -366,7 +323,7 @@ def run_rows(progress: Progress, now: float, *, width: int) -> Iterator[Row]:
     names = (("best", "green"), ("worst", "red")) if example and len(example.completions) > 1 else (("completion", ""),)
     for (name, style), (reward, text) in zip(names, example.completions if example else (), strict=False):
         yield name, both_ends(f"{reward:.3f}  {text}", max(width, 3)), style
-    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in LEDGER_STATUSES[:5]), " ")
+    groups = join((progress.text(f"ledger/groups/{state}", f"{state} {{:.0f}}") for state in FINAL_STATUSES), " ")
     yield "groups", groups or "none yet", ""
     yield "held out", evaluations_text(progress) or "no evaluation yet", ""
     yield "last push", _push_text(progress.push, now), ""

@@ -166,12 +166,13 @@ def watch(run_dir: RunDir, console: Console) -> RunStatus:
 
 def _picture(status: RunStatus, log: MetricLog, console: Console) -> RenderableType:
     progress = Progress.of(status.content)
-    progress.rewards.clear()
-    for metrics in log.rows().values():
-        progress.add_past_step(metrics)
+    rows = list(log.rows().values())
+    progress.set_past(rows)
     width, height = console.size
     footer = f"{_launcher(status)} · Ctrl-C leaves, the run continues"
-    return dashboard(progress, run_name=str(status.content.get("run", "")), footer=footer, width=width, height=height)
+    return dashboard(
+        progress, rows, run_name=str(status.content.get("run", "")), footer=footer, width=width, height=height
+    )
 
 
 def _print_news(status: RunStatus, shown: tuple[int, str], console: Console) -> tuple[int, str]:

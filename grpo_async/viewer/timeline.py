@@ -41,23 +41,20 @@ class Events:
     notes: Sequence[str]
 
 
-def load_events(
-    path: Path, *, first_step: int | None = None, last_step: int | None = None, newest_steps: int | None = None
-) -> Events:
-    """Read a timeline; with steps, only what touches the time from the start of the first to the end of the last of them.
+def load_events(path: Path, *, newest_steps: int | None = None) -> Events:
+    """Read a timeline.
 
     Args:
-        newest_steps: instead of `first_step`: that many of the newest; all that there is while no step is finished.
+        newest_steps: only what touches the time of that many of the newest; all that there is while no step is finished.
 
     Raises:
-        ConfigError: there is no timeline, or it has no such step; the message says which it has.
+        ConfigError: there is no timeline.
     """
     try:
-        steps = _read_steps(path)
+        steps, low = _read_steps(path), 0.0
         if newest_steps is not None and steps:
-            first_step = sorted(steps)[-newest_steps:][0]
-        low, high = _window(path, steps, first_step, last_step)
-        events = [event for event in read_events(path) if event.end >= low and event.start <= high]
+            low = min(steps[step].start for step in sorted(steps)[-newest_steps:])
+        events = [event for event in read_events(path) if event.end >= low]
     except OSError as error:
         raise ConfigError(
             f"cannot read the timeline {path}: {error.strerror}; a run writes one from its first step on"
@@ -81,18 +78,6 @@ def _read_steps(path: Path) -> dict[int, Event]:
             if event is not None and event.name == _STEP and isinstance(number := event.details.get("step"), int):
                 steps[number] = event
     return steps
-
-
-def _window(path: Path, steps: Mapping[int, Event], first: int | None, last: int | None) -> tuple[float, float]:
-    if first is None and last is None:
-        return 0.0, float("inf")
-    if not steps:
-        raise ConfigError(f"{path} has no finished step yet: leave out --from and --to")
-    wanted = [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
-    if not wanted:
-        asked = f"{'' if first is None else first}..{'' if last is None else last}"
-        raise ConfigError(f"{path} has no step in {asked}; it has {min(steps)} to {max(steps)}")
-    return min(steps[step].start for step in wanted), max(steps[step].end for step in wanted)
 
 
 # -- tracks

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from grpo_async.display.dashboard import Chart, columns, dashboard
-from grpo_async.display.progress import Checkpoints, Curve, Example, LastPush, Progress
+from grpo_async.display.progress import Checkpoints, Example, LastPush, Progress
 from grpo_async.findings import Finding, Severity, Verdict
 from tests.display.support import METRICS
 
@@ -23,6 +23,9 @@ STEP = {
 }  # fmt: skip
 
 
+ROWS = [{**STEP, "reward": 0.1 + 0.04 * step} for step in range(1, 13)]
+
+
 def _server(index: int, **changes: Any) -> dict[str, Any]:
     fields = {"url": f"http://10.0.0.{index}:8000", "state": "serving", "version": 12, "running": 60, "waiting": 3}
     return {"index": index, **fields, "max_running": 128, "kv_usage": 0.38, "restarts": 0, **changes}
@@ -31,8 +34,8 @@ def _server(index: int, **changes: Any) -> dict[str, Any]:
 def _progress(num_servers: int = 2) -> Progress:
     progress = Progress(max_steps=60)
     progress.phase = "training"
-    for step in range(1, 13):
-        progress.add_step(step, 60, {**STEP, "reward": 0.1 + 0.04 * step})
+    for step, row in enumerate(ROWS, start=1):
+        progress.add_step(step, 60, row)
     down = _server(1, state="down", reason="killed by SIGKILL", restarts=1, running=None, kv_usage=None)
     progress.set_servers([_server(index) if index != 1 else down for index in range(num_servers)])
     progress.push = LastPush(at=NOW - 4, seconds=0.2, step=12, num_bytes=3.1e9, bytes_per_s=1.5e9)
@@ -56,7 +59,9 @@ def _progress(num_servers: int = 2) -> Progress:
 
 def _text(progress: Progress, width: int, height: int) -> str:
     console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    picture = dashboard(progress, run_name="x", footer="logs: runs/x/logs/latest", width=width, height=height, now=NOW)
+    rows = ROWS[: progress.step]
+    footer = "logs: runs/x/logs/latest"
+    picture = dashboard(progress, rows, run_name="x", footer=footer, width=width, height=height, now=NOW)
     console.print(picture)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip("\n")
@@ -148,13 +153,3 @@ def test_a_chart_rises_with_its_values() -> None:
     # 20 columns over 4 rows: the curve leaves the lowest row for the next one after a quarter of the width
     starts = [next(index for index, character in enumerate(line[10:]) if character != " ") for line in lines]
     assert starts == pytest.approx([15, 10, 5, 0], abs=1)
-
-
-def test_a_curve_of_any_length_has_few_points_that_are_means_of_all_its_values() -> None:
-    curve = Curve()
-    for value in range(5001):
-        curve.add(float(value))
-        assert len(curve.points) <= 1024
-    # 1024 values fill it, then 2048 and 4096: each point is the mean of 8; the last one is 5000 alone
-    assert curve.points[:2] == [3.5, 11.5]
-    assert (len(curve.points), curve.points[-1]) == (626, 5000.0)

@@ -104,9 +104,9 @@ def test_a_quiet_run_tells_of_warnings_only() -> None:
     assert _text(console).splitlines() == ["preflight: warn: memory: little", "warning: the server was killed"]
 
 
-def test_the_dashboard_leaves_what_was_said_when_it_goes() -> None:
+def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None:
     console, progress = _console(terminal=True), Progress(max_steps=2)
-    with Display(progress, [LiveView(console, progress, run_name="x", logs=LOGS)]) as display:
+    with Display(progress, [LiveView(console, progress, run_name="x", run_dir=RunDir(tmp_path))]) as display:
         display.step(1, 2, METRICS)
         display.evaluation("before", {"reward": 0.5})
         display.preflight([Check("memory", "warn", "little\x1b[2J")])

@@ -170,7 +170,7 @@ def test_no_event_waits_for_a_slow_disk(run_dir: RunDir, monkeypatch: pytest.Mon
     monkeypatch.setattr(RunDir, "checkpoint_steps", listing)
     StatusFile(run_dir, progress, run_name="x", attempt="a").content()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24)
-    with LiveView(console, progress, run_name="x", logs=run_dir.logs, run_dir=run_dir):
+    with LiveView(console, progress, run_name="x", run_dir=run_dir):
         eventually(lambda: len(is_free) > 1)
     assert all(is_free)
 

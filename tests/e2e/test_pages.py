@@ -116,7 +116,7 @@ def test_a_command_that_reads_a_run_works_on_one(line: str, golden_run: GoldenRu
         words = [folder]  # without one it is the newest under ./runs
     if name == "export-model":
         words += ["--out", str(tmp_path / "model")]
-    if name == "report" and "--diff-config" not in words:
+    if name == "report":
         words += ["--out", str(tmp_path / "report.html")]
     if name == "eval":  # it starts processes, and answers signals
         done = run_command(name, *words, timeout_s=200.0)

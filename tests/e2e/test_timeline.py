@@ -97,10 +97,10 @@ def test_generation_and_training_overlap_and_the_usage_adds_up(events: list[Even
 
 
 def test_the_trace_of_the_run_keeps_the_rules_of_its_format(golden_run: GoldenRun, tmp_path: Path) -> None:
-    for name, options in {"whole": [], "part": ["--from", "2", "--to", "3"]}.items():
-        done = run_command("trace", str(golden_run.run.folder), "--out", str(tmp_path / f"{name}.json.gz"), *options)
-        assert done.returncode == 0, done.stderr
-        assert "who waited for whom" in done.stdout
-    whole, part = read_trace(tmp_path / "whole.json.gz"), read_trace(tmp_path / "part.json.gz")
-    assert 50 < len(part) < len(whole)
-    assert {record["ph"] for record in whole} == {"M", "X", "i"}
+    out = tmp_path / "trace.json.gz"
+    done = run_command("trace", str(golden_run.run.folder), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "who waited for whom" in done.stdout
+    records = read_trace(out)
+    assert len(records) > 50
+    assert {record["ph"] for record in records} == {"M", "X", "i"}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from grpo_async.findings.statistics import mean_over_time
+from grpo_async.records import FINAL_STATUSES
 from grpo_async.utils.run_state import FAILED, FINISHED, KILLED, RUNNING, SILENT, STOPPED, UNFINISHED
 from grpo_async.utils.text import duration, finite, format_bytes, format_number, percent
 from grpo_async.viewer.report.run_data import RunData
@@ -40,11 +42,11 @@ def headline(run: RunData) -> Headline:
     wall_s = finite(summary.get("wall_s")) or sum(run.values("step_time"))
     numbers = {
         "held-out reward": _held_out(run),
-        "training reward": _reward(run, summary),
+        "training reward": _reward(run),
         "steps": _steps(run, wall_s),
-        "tokens/s": _throughput(run, summary),
-        "trainer idle": _idle(run, summary),
-        "staleness": _staleness(run, summary),
+        "tokens/s": _throughput(run),
+        "trainer idle": _idle(run),
+        "staleness": _staleness(run),
         "trainer memory": _memory(run, summary),
         "groups": _groups(run),
         "stored rollouts": _stored(run),
@@ -81,24 +83,20 @@ def _held_out(run: RunData) -> Number | None:
     results = run.evaluated()
     if not results:
         return None
-    evaluation = run.summary.get("evaluation")
-    baseline = finite(evaluation.get("majority_baseline")) if isinstance(evaluation, Mapping) else None
-    note = "" if baseline is None else f"always the most frequent answer: {format_number(baseline)}"
     first, last = results[0], results[-1]
+    baseline = last.metrics.get("majority_baseline")
+    note = "" if baseline is None else f"always the most frequent answer: {format_number(baseline)}"
     if len(results) == 1:
         return format_number(first.metrics["reward"]), note or f"at step {first.step}"
     change = f"{format_number(first.metrics['reward'])} → {format_number(last.metrics['reward'])}"
     return change, note or f"steps {first.step} and {last.step}"
 
 
-def _reward(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    first, last = finite(summary.get("reward_first")), finite(summary.get("reward_last"))
+def _reward(run: RunData) -> Number | None:
     rewards = run.values("reward")
-    if first is None or last is None:
-        if not rewards:
-            return None
-        size = min(3, len(rewards))
-        first, last = sum(rewards[:size]) / size, sum(rewards[-size:]) / size
+    if not rewards:
+        return None
+    first, last = fmean(rewards[:3]), fmean(rewards[-3:])
     return f"{format_number(first)} → {format_number(last)}", "all groups of the first and last 3 steps"
 
 
@@ -108,23 +106,21 @@ def _steps(run: RunData, wall_s: float) -> Number:
     return f"{run.last_step}{planned}", f"{duration(round(wall_s))}{per_step}" if wall_s else ""
 
 
-def _throughput(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    generated = _mean(run, summary, "generated_tokens_per_s", "perf/generated_tokens_per_s")
-    trained = _mean(run, summary, "trained_tokens_per_s", "perf/trained_tokens_per_s")
+def _throughput(run: RunData) -> Number | None:
+    generated, trained = (mean_over_time(run.metrics, f"perf/{what}_tokens_per_s") for what in ("generated", "trained"))
     if generated is None or trained is None:
         return None
-    engine = summary.get("engine")
-    return format_number(generated), f"generated{f' by {engine}' if engine else ''}; {format_number(trained)} trained"
+    by_engine = f" by {run.engine}" if run.engine else ""
+    return format_number(generated), f"generated{by_engine}; {format_number(trained)} trained"
 
 
-def _idle(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    trainer = _mean(run, summary, "trainer_idle_ratio", "pipeline/trainer_idle_ratio")
-    generator = _mean(run, summary, "generator_idle_ratio", "pipeline/generator_idle_ratio")
+def _idle(run: RunData) -> Number | None:
+    trainer, generator = (mean_over_time(run.metrics, f"pipeline/{who}_idle_ratio") for who in ("trainer", "generator"))
     return None if trainer is None or generator is None else (percent(trainer), f"servers idle {percent(generator)}")
 
 
-def _staleness(run: RunData, summary: Mapping[str, Any]) -> Number | None:
-    mean = _mean(run, summary, "staleness_mean", "async/staleness_mean")
+def _staleness(run: RunData) -> Number | None:
+    mean = mean_over_time(run.metrics, "async/staleness_mean")
     most = max(run.values("async/staleness_max"), default=None)
     return None if mean is None else (f"{mean:.2f}", "mean, in steps" + ("" if most is None else f"; max {most:.0f}"))
 
@@ -145,17 +141,10 @@ def _groups(run: RunData) -> Number | None:
     last = next((row for row in reversed(run.metrics) if "ledger/groups/started" in row), None)
     if last is None:
         return None
-    states = ("trained", "filtered", "stale", "failed", "cancelled")
-    parts = [f"{last[name]:.0f} {state}" for state in states if last.get(name := f"ledger/groups/{state}")]
+    parts = [f"{last[name]:.0f} {state}" for state in FINAL_STATUSES if last.get(name := f"ledger/groups/{state}")]
     return f"{last['ledger/groups/started']:,.0f}", ", ".join(parts)
 
 
 def _stored(run: RunData) -> Number | None:
     overview = run.rollouts
     return (f"{overview.num_rollouts:,}", f"in {overview.num_groups:,} groups") if overview.num_rollouts else None
-
-
-def _mean(run: RunData, summary: Mapping[str, Any], name: str, metric: str) -> float | None:
-    """Of the summary; where it is not there, over the steps' wall time."""
-    whole = finite(summary.get(name))
-    return mean_over_time(run.metrics, metric) if whole is None else whole

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from grpo_async import __version__
-from grpo_async.config.diff import Difference
-from grpo_async.config.loader import read_values
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.viewer.report.page import render
-from grpo_async.viewer.report.run_data import changed_settings, labels_of, read_run, shown_config
+from grpo_async.viewer.report.run_data import labels_of, read_run
 
 MAX_RUNS = 8
 """More curves in one plot cannot be told apart."""
@@ -48,24 +45,6 @@ def render_report(run_dirs: Sequence[RunDir]) -> str:
     if len(runs) > _MAX_WITH_TEXTS:
         runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
     return render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
-
-
-def config_differences(run_dirs: Sequence[RunDir]) -> tuple[list[str], list[Difference]]:
-    """Labels of the runs, and the settings in which they differ.
-
-    Raises:
-        ConfigError: see `write_report`; or a configuration cannot be read.
-    """
-    _check(run_dirs)
-    configs: list[Mapping[str, Any]] = []
-    problems: list[str] = []
-    for run_dir in run_dirs:
-        found: list[str] = []
-        configs.append(shown_config(read_values(run_dir.config, found)))
-        problems.extend(f"{run_dir.root}: {problem}" for problem in found)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return labels_of(run_dirs), changed_settings(configs)
 
 
 def _check(run_dirs: Sequence[RunDir]) -> None:

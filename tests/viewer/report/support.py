@@ -66,10 +66,17 @@ def steps(num_steps: int, *, first: float = 0.2, last: float = 0.8, **changes: f
     return rows
 
 
-def evaluation(step: int, reward: float, *, stderr: float = 0.02, **more: Any) -> dict[str, Any]:
-    when = "start" if step == 0 else "step"
-    metrics = {"num_prompts": 100.0, "reward": reward, "reward_stderr": stderr, "pass@1": reward, "mean_length": 30.0}
-    return {"step": step, "when": when, "metrics": metrics, "by_group": {}, **more}
+def evaluation(step: int, reward: float, **more: float) -> dict[str, Any]:
+    """`more` metrics."""
+    metrics = {
+        "num_prompts": 100.0,
+        "reward": reward,
+        "reward_stderr": 0.02,
+        "pass@1": reward,
+        "mean_length": 30.0,
+        **more,
+    }
+    return {"step": step, "when": "start" if step == 0 else "step", "metrics": metrics, "by_group": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
