@@ -59,7 +59,6 @@ _FLAG_NAMES = {
     TokenFlag.SKIPPED: "update skipped",
     TokenFlag.OFF_POLICY: "off policy",
     TokenFlag.IS_MASKED: "masked by correction",
-    TokenFlag.LOW_ENTROPY: "low entropy",
     TokenFlag.CLIPPED_LOW: "clipped low",
     TokenFlag.CLIPPED_HIGH: "clipped high",
 }
