@@ -116,7 +116,7 @@ def export_model(
       grpo-async export-model quickstart --push-to-hub me/my-model
     """
     from grpo_async.config.loader import load_config
-    from grpo_async.training.checkpoint_choice import find_checkpoint
+    from grpo_async.training.checkpoint_manifest import find_checkpoint
     from grpo_async.training.export import export_checkpoint
     from grpo_async.viewer.runs import find_run
 

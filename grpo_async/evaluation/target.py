@@ -9,7 +9,7 @@ from pathlib import Path
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.training.checkpoint_choice import find_checkpoint
+from grpo_async.training.checkpoint_manifest import find_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,14 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.training.checkpoint_choice import find_checkpoint
-from grpo_async.training.checkpoint_manifest import OtherFormatError, damaged, holds_tensors, problem_of, set_aside
+from grpo_async.training.checkpoint_manifest import (
+    OtherFormatError,
+    damaged,
+    find_checkpoint,
+    holds_tensors,
+    problem_of,
+    set_aside,
+)
 from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import FINISHED
 

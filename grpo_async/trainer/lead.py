@@ -76,6 +76,7 @@ from grpo_async.training.timing import Activity, peak_bytes
 from grpo_async.training.token_statistics import TokenPlan
 from grpo_async.user_code.threads import call_when_set
 from grpo_async.utils.run_state import FINISHED, STOPPED
+from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import format_bytes
 from grpo_async.weights.buckets import choose_bucket_bytes
 from grpo_async.weights.push import WeightTransport
@@ -106,14 +107,7 @@ def lead(assignment: Assignment, control: ControlClient, context: TrainerContext
         stack.callback(side.source.close)
         config = context.config = side.config
         if step is not None:
-            load_tensors(
-                run_dir,
-                step,
-                context.policy,
-                context.optimizer,
-                reference=context.moving_reference,
-                seed=config.run.seed,
-            )
+            load_tensors(run_dir, step, context.policy, context.optimizer, reference=context.moving_reference)
             set_aside_later_checkpoints(run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         control.send("phase", name="waiting for the server")
@@ -576,8 +570,15 @@ class Leader:
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
         moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0
         commands = [
-            StepCommand(minibatches=mine, lr=lr, token_room=tokens.room, loss_scale=scale, moves_reference=moves)
-            for mine in zip(*parts, strict=True)
+            StepCommand(
+                minibatches=mine,
+                lr=lr,
+                seed=seed_of(config.run.seed, step, rank),
+                token_room=tokens.room,
+                loss_scale=scale,
+                moves_reference=moves,
+            )
+            for rank, mine in enumerate(zip(*parts, strict=True))
         ]
         context.channel.send(commands)
         packed = commands[0].pack()
@@ -642,9 +643,11 @@ class Leader:
             with activity.during(last, "wait for the last checkpoint", "checkpoint"):
                 context.checkpoints.prepare(self.heartbeat)
             with activity.during(f"copying the checkpoint of step {step}", "copy checkpoint", "checkpoint", step=step):
-                state = CheckpointState.of(
-                    step,
-                    self._source.resume_state(),
+                rollouts = self._source.resume_state()
+                state = CheckpointState(
+                    step=step,
+                    rollouts=rollouts.small(),
+                    lines=rollouts.lines(),
                     totals=self._meter.totals.as_dict(),
                     counters={
                         "bad_steps": self._bad_steps,

@@ -46,7 +46,6 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
 
     timeline.add("import", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
-    torch.manual_seed(config.run.seed + assignment.rank)  # dropout is not the same on all ranks
     join_process_group(assignment, config)
     try:
         if assignment.resume_step is not None:
@@ -71,7 +70,6 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
                     context.policy,
                     context.optimizer,
                     reference=context.moving_reference,
-                    seed=config.run.seed,
                 )
             follow(context)
         dist.barrier()

@@ -6,6 +6,6 @@ model, attention, families      the sharded policy; packed samples apart; which 
 load, parameters, lora          from Hugging Face files into shards; what a push sends; adapters
 optimizer, reference            what moves the weights; forwards without a gradient
 checkpoint, export              for a resume; Hugging Face folders
-checkpoint_manifest, _choice    whether one is whole; which one a name means (both without torch)
+checkpoint_manifest             which one a name means, whether it is whole (without torch)
 metrics, token_statistics, timing            of a step, of each token; clocks
 """

@@ -1,8 +1,7 @@
 """Checkpoints: what they hold, writing them during training and generation, loading them, and which ones stay.
 
     checkpoints/step_N/
-    |- *.distcp, .metadata   model, optimizer, a reference that moves, and every rank's random number generators, by torch's
-    |                        distributed checkpoint (DCP)
+    |- *.distcp, .metadata   model, optimizer and a reference that moves, by torch's distributed checkpoint (DCP)
     |- state.json            step, counters, ledger, data cursor, prompts to issue again
     |- rollouts.jsonl        finished groups that were not trained, and rollouts in progress (buffer.resume)
     `- manifest.json         sizes and checksums of the others, written last (checkpoint_manifest)
@@ -11,7 +10,8 @@
     DCP's thread      the files of all ranks, each with its checksum, in a separate gloo group
                       rank 0 then: state -> manifest -> rename to step_N -> remove old ones
 
-Frozen parameters (the base of adapters) are not in it: they are read from `model.path`.
+Frozen parameters (the base of adapters) are not in it: they are read from `model.path`. Nor are random number generators: each
+step seeds its own (StepCommand.seed).
 
 Invariant: a directory named step_N is whole. It is written under another name and renamed, so a crash or a full disk leaves the
 last good checkpoint untouched. DCP is done on rank 0 only when every rank has written its part; so nobody waits for anybody but
@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import random
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -57,22 +55,19 @@ from grpo_async.errors import CheckpointError, DeadlineError
 from grpo_async.records import Prompt
 from grpo_async.run_directory import PARTIAL_PREFIX, RunDir, partial_of
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.checkpoint_choice import best_first
 from grpo_async.training.checkpoint_manifest import (
-    FORMAT,
     STATE,
+    best_first,
     checksum,
     damaged,
     holds_tensors,
     problem_of,
-    read_manifest,
     set_aside,
     write_manifest,
     write_synced,
 )
 from grpo_async.training.model import Policy
 from grpo_async.utils.files import put_in_place, sync
-from grpo_async.utils.seeds import seed_of
 
 _MARGIN_S = 30.0
 
@@ -104,13 +99,6 @@ class CheckpointState:
     totals: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls, step: int, rollouts: ResumeState, *, totals: dict[str, Any], counters: dict[str, int]
-    ) -> CheckpointState:
-        """Of one instant: `step` is trained, and the next has not begun."""
-        return cls(step=step, rollouts=rollouts.small(), lines=rollouts.lines(), totals=totals, counters=counters)
-
     def resume_state(self, prompt_of: Callable[[int], Prompt]) -> ResumeState:
         """The rollout side's part. `prompt_of` gives a prompt by its id.
 
@@ -125,37 +113,18 @@ class CheckpointState:
             ) from error
 
 
-def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write state.json and rollouts.jsonl.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
-    content = {
-        "format": FORMAT,
-        "step": state.step,
-        "rollouts": state.rollouts,
-        "progress": {"totals": state.totals},
-        "counters": state.counters,
-    }
-    write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
-    write_synced(folder / STATE, [json.dumps(content)])
-
-
 def load_state(run_dir: RunDir, step: int) -> CheckpointState:
     """The part of a checkpoint that is not tensors.
 
     Raises:
-        CheckpointError: missing, broken or of another format.
+        CheckpointError: missing or broken.
     """
     folder = run_dir.checkpoint(step)
     path = folder / STATE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("format") != FORMAT:
-            raise CheckpointError(f"{path} has a format that this version cannot read ({FORMAT})")
         lines = (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()
-        return CheckpointState(lines=lines, totals=content.pop("progress").get("totals", {}), **content)
+        return CheckpointState(lines=lines, **content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; resume from another one with --resume N") from error
 
@@ -201,45 +170,28 @@ def model_state(policy: Policy, options: StateDictOptions = TRAINED) -> dict[str
 
 
 def load_tensors(
-    run_dir: RunDir,
-    step: int,
-    policy: Policy,
-    optimizer: torch.optim.Optimizer,
-    *,
-    reference: Policy | None = None,
-    seed: int = 0,
+    run_dir: RunDir, step: int, policy: Policy, optimizer: torch.optim.Optimizer, *, reference: Policy | None = None
 ) -> None:
-    """Load model and optimizer of a checkpoint into this rank's shards, and its random number generators; and the reference, where
-    that follows the policy. Every rank calls it.
-
-    A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: there is no tensor to load. A rank
-    that the checkpoint does not have (it was written by fewer) begins its generators at a seed made of `seed`, step and rank.
+    """Load model and optimizer of a checkpoint into this rank's shards, and the reference where that follows the policy. Every rank
+    calls it. A checkpoint of step 0 holds the model as it was loaded and an optimizer that has not begun: nothing is loaded.
 
     Raises:
         CheckpointError: files are missing or do not fit the model.
     """
-    folder, rank = run_dir.checkpoint(step), dist.get_rank()
-    is_known = rank < int(read_manifest(folder)["world_size"])
-    state: dict[str, Any] = {"rng": {f"rank_{rank}": ()} if is_known else {}}
-    if step > 0:
-        state["model"] = model_state(policy)
-        state["optimizer"] = get_optimizer_state_dict(policy, optimizer, options=TRAINED)
-        if reference is not None:
-            state["reference"] = model_state(reference, _WHOLE)
+    if step == 0:
+        return
+    folder = run_dir.checkpoint(step)
+    state = {"model": model_state(policy), "optimizer": get_optimizer_state_dict(policy, optimizer, options=TRAINED)}
+    if reference is not None:
+        state["reference"] = model_state(reference, _WHOLE)
     try:
         dcp.load(state, checkpoint_id=str(folder))
     except DCP_ERRORS as error:
         raise CheckpointError(f"cannot load {folder}: {error}; resume from another one with --resume N") from error
-    if step > 0:
-        model, moments = state["model"], state["optimizer"]
-        set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments, options=TRAINED)
-        if reference is not None:
-            set_model_state_dict(reference, state["reference"], options=_WHOLE)
-    if is_known:
-        restore_rng(state["rng"][f"rank_{rank}"])
-        return
-    logger.info("%s does not contain rank %d: its random number generators are seeded from run.seed", folder, rank)
-    seed_rng(seed_of(seed, step, rank))
+    model, moments = state["model"], state["optimizer"]
+    set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments, options=TRAINED)
+    if reference is not None:
+        set_model_state_dict(reference, state["reference"], options=_WHOLE)
 
 
 def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
@@ -249,29 +201,6 @@ def set_aside_later_checkpoints(run_dir: RunDir, step: int) -> None:
     for later in reversed(run_dir.checkpoint_steps()):
         if later > step:
             set_aside(run_dir.checkpoint(later), "replaced")
-
-
-def rng_state() -> tuple[Any, ...]:
-    """The state of every generator of this process: Python's, numpy's, torch's, and that of the GPU or None."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
-
-
-def restore_rng(state: tuple[Any, ...]) -> None:
-    """Set every generator to what `rng_state` returned, that of the GPU where there is one."""
-    of_python, of_numpy, of_torch, of_gpu = state
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if of_gpu is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(of_gpu)
-
-
-def seed_rng(seed: int) -> None:
-    """Begin every generator at a seed, for a rank that a checkpoint knows nothing of."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)  # those of all GPUs too
 
 
 class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see torch's class
@@ -287,10 +216,10 @@ class _Storage(FileSystemWriter):  # type: ignore[misc]  # mypy does not see tor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of `state_dict` that training leaves alone."""
-        tensors = {key: value for key, value in state_dict.items() if key != "rng"}
         if self.state_dict_cache is None and not torch.cuda.is_available():
-            self.state_dict_cache = copy.deepcopy(tensors)  # DCP would pin it, which takes a GPU
-        return {**super().stage(tensors), "rng": state_dict["rng"]}  # those are copies already, and no tensors alone
+            self.state_dict_cache = copy.deepcopy(state_dict)  # DCP would pin it, which takes a GPU
+        staged: dict[str, Any] = super().stage(state_dict)
+        return staged
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """DCP brings what this returns on each rank to `finish` on rank 0: the checksums come last."""
@@ -378,7 +307,6 @@ class CheckpointWriter:
             {
                 "model": model_state(policy),
                 "optimizer": get_optimizer_state_dict(policy, optimizer, options=TRAINED),
-                "rng": {f"rank_{dist.get_rank()}": rng_state()},
                 **({} if reference is None else {"reference": model_state(reference, _WHOLE)}),
             },
             checkpoint_id=str(partial_of(self._run_dir.checkpoint(step))),
@@ -455,9 +383,10 @@ class CheckpointWriter:
         """Rank 0, when every rank has written: the rest, and the name."""
         final = self._run_dir.checkpoint(step)
         folder = partial_of(final)
-        write_state(folder, state)
-        checksums = self._storage.checksums
-        num_bytes = write_manifest(folder, step=step, world_size=dist.get_world_size(), checksums=checksums)
+        write_synced(folder / ROLLOUTS, (line + "\n" for line in state.lines))
+        content = {name: getattr(state, name) for name in ("step", "rollouts", "totals", "counters")}
+        write_synced(folder / STATE, [json.dumps(content)])
+        num_bytes = write_manifest(folder, step=step, checksums=self._storage.checksums)
         put_in_place(folder, final, aside=final.with_name(f"{PARTIAL_PREFIX}replaced_{final.name}"))
         took_s = time.monotonic() - began
         self._metrics |= {"checkpoint/written_s": took_s, "checkpoint/bytes": float(num_bytes)}

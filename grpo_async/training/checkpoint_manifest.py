@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole: manifest.json lists its files with sizes and checksums, and is written last. One that is not to
-be taken for a whole one is set aside.
+"""Which checkpoint of a run a name means, and whether it is whole: manifest.json lists its files with sizes and checksums, and is
+written last. One that is not to be taken for a whole one is set aside.
 
-    {"format": 3, "step": 40, "world_size": 2, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
+    {"format": 4, "step": 40, "files": {"state.json": {"bytes": 812, "sha256": "..."}, ...}}
 
 The files of tensors are large, so no process reads those of all ranks: the launcher compares sizes and the checksums of the other
 files, and each rank the checksums of its part before anything is loaded (checkpoint.find_whole). Loads no torch.
@@ -11,23 +11,71 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_async.errors import CheckpointError
+from grpo_async.errors import CheckpointError, ConfigError
+from grpo_async.run_directory import RunDir
+from grpo_async.tracking.evaluation_record import read_evaluations, scores_by_step
 from grpo_async.utils.files import sync
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _TENSORS = re.compile(r"__(\d+)_\d+\.distcp")  # DCP's name for a file of tensors, with the rank that writes it
 
 
-def write_manifest(folder: Path, *, step: int, world_size: int, checksums: Mapping[str, str]) -> int:
+def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
+    """The step of the checkpoint that `name` means.
+
+    Args:
+        name: "latest"; "best", by the run's own checkpoint.best_metric, of those that were kept; a step; or the path
+            RUN/checkpoints/step_N.
+        option: for messages, such as "--checkpoint".
+
+    Raises:
+        ConfigError: the run has no such checkpoint; the message lists those that it has. Or its config.yaml, which "best" goes by,
+            cannot be read.
+    """
+    steps = run_dir.checkpoint_steps()
+    if not steps:
+        raise ConfigError(f"{option} {name}: {run_dir.checkpoints} has no checkpoint")
+    known = ", ".join(map(str, steps))
+    if name == "latest":
+        return steps[-1]
+    if name == "best":
+        from grpo_async.config.loader import load_config
+
+        best_metric = load_config(run_dir.config).checkpoint.best_metric
+        ranked = best_first(steps, scores_by_step(read_evaluations(run_dir.evaluation_log, []), best_metric))
+        if not ranked:
+            raise ConfigError(
+                f"{option} best: no checkpoint of {run_dir.root} was evaluated by {best_metric!r}; choose one of the steps {known}"
+            )
+        return ranked[0]
+    for step in steps:
+        if (name.isdecimal() and int(name) == step) or run_dir.checkpoint(step).resolve() == Path(name).resolve():
+            return step
+    raise ConfigError(
+        f"{option} {name}: {run_dir.checkpoints} has no such checkpoint; there are latest, best, and the steps {known}"
+    )
+
+
+def best_first(steps: Collection[int], scores: Mapping[int, float]) -> list[int]:
+    """Those of `steps` that have a finite score, the largest first; of equal scores the newer step first.
+
+    steps 5 10 15, scores 5: .9, 10: .9, 15: nan, 20: 1. -> [10, 5]
+    """
+    scored = [(score, step) for step, score in scores.items() if step in steps and math.isfinite(score)]
+    return [step for _, step in sorted(scored, reverse=True)]
+
+
+def write_manifest(folder: Path, *, step: int, checksums: Mapping[str, str]) -> int:
     """List what `folder` holds and put it on the disk, the list last; returns the bytes of the files in it.
 
     Args:
@@ -40,7 +88,7 @@ def write_manifest(folder: Path, *, step: int, world_size: int, checksums: Mappi
         path.name: {"bytes": path.stat().st_size, "sha256": checksums.get(path.name) or checksum(path)}
         for path in sorted(folder.iterdir())
     }
-    content = {"format": FORMAT, "step": step, "world_size": world_size, "files": files}
+    content = {"format": FORMAT, "step": step, "files": files}
     write_synced(folder / MANIFEST, [json.dumps(content)])
     sync(folder)
     return sum(each["bytes"] for each in files.values())

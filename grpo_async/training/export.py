@@ -90,18 +90,13 @@ def export_checkpoint(run_dir: RunDir, step: int, config: ExperimentConfig, fold
         folder: where the model goes; with LoRA the merged one.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or the folder cannot be written.
+        CheckpointError: the checkpoint is damaged, or the folder cannot be written.
         ConfigError: the base model cannot be loaded.
     """
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.training.load import load_policy
 
     checkpoint = run_dir.checkpoint(step)
-    if not checkpoint.is_dir():
-        known = ", ".join(map(str, run_dir.checkpoint_steps())) or "none"
-        raise CheckpointError(
-            f"there is no checkpoint of step {step} in {run_dir.checkpoints}; the steps there: {known}"
-        )
     if (problem := problem_of(checkpoint)) is not None:
         raise CheckpointError(f"the checkpoint of step {step} cannot be used: {problem}")
     policy = load_policy(

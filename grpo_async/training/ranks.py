@@ -42,6 +42,8 @@ class StepCommand:
 
     minibatches: Sequence[RankSamples]
     lr: float
+    seed: int = 0
+    """Of what this rank draws (dropout): another one for each step, so a resume needs no state of a generator."""
     token_room: int = 0
     """The statistics of its tokens are brought to rank 0: the most tokens that one rank has (0: nobody stores them)."""
     loss_scale: float = 1.0
@@ -189,6 +191,7 @@ class TrainerContext:
 
     def step(self, command: StepCommand, minibatches: Sequence[Sequence[MicroBatch]]) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
+        torch.manual_seed(command.seed)
         tokens = TokenCollector(command.token_room, self.device) if command.token_room else None
         result = train_step(
             self.policy,

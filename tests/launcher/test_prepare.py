@@ -39,7 +39,7 @@ def _make_checkpoint(run_dir: RunDir, step: int) -> None:
     folder.mkdir()
     (folder / "state.json").write_text('{"format": 3}')
     (folder / "__0_0.distcp").write_bytes(bytes(range(256)))
-    write_manifest(folder, step=step, world_size=1, checksums={})
+    write_manifest(folder, step=step, checksums={})
 
 
 def _refused(config: ExperimentConfig, *words: str, resume: str | None = None, clean: bool = False) -> None:

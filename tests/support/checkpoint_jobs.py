@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -39,10 +37,6 @@ def _state(step: int) -> checkpoint.CheckpointState | None:
     return checkpoint.CheckpointState(step=step, rollouts=rollouts, lines=["{}"]) if dist.get_rank() == 0 else None
 
 
-def _draws() -> list[float]:
-    return [random.random(), float(np.random.random()), float(torch.rand(()))]
-
-
 def _gathered(values: list[float]) -> list[list[float]]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, values)
@@ -63,17 +57,13 @@ def save_after_one_step(model: str, run: str) -> dict[str, Any]:
         return checksum(path)
 
     checkpoint_manifest.checksum = noted
-    checkpoint.seed_rng(17 + dist.get_rank())
-    _draws()
     writer.begin(1, policy, optimizer, _state(1))
-    drawn = _gathered(_draws())
     result = one_step(policy, optimizer, random_samples(seed=1))
     writer.wait()
     return {
         "loss": result.loss,
         "weights": fingerprint(policy),
         "saved": saved,
-        "draws": drawn,
         "metrics": writer.take_metrics(),
         "read_again": read,
     }
@@ -196,7 +186,6 @@ def load_and_go_on(model: str, run: str) -> dict[str, Any]:
     run_dir = RunDir(Path(run))
     checkpoint.load_tensors(run_dir, 1, policy, optimizer)
     state = checkpoint.load_state(run_dir, 1)
-    drawn = _gathered(_draws())
     result = one_step(policy, optimizer, random_samples(seed=1))
     return {
         "loss": result.loss,
@@ -204,7 +193,6 @@ def load_and_go_on(model: str, run: str) -> dict[str, Any]:
         "step": state.step,
         "data": state.rollouts["data"],
         "lines": list(state.lines),
-        "draws": drawn,
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from grpo_async.records import GroupStatus, ScoredGroup, TokenFlag, TokenStats
 from grpo_async.training.ranks import StepCommand
 from grpo_async.training.step import StepResult
+from grpo_async.utils.seeds import seed_of
 from tests.support.records import make_scored
 from tests.trainer.fakes import FakeSource, fake_context, loop_config, make_leader
 
@@ -78,6 +79,7 @@ def test_each_rank_gets_its_part_of_each_minibatch() -> None:
     """Groups 0, 2 and 3 have two samples of two trained tokens each: a minibatch of its own for each, a sample for each rank."""
     _, commands, _ = _one_step((True, True, True))
     assert [command.lr for command in commands] == [0.5, 0.5]
+    assert [command.seed for command in commands] == [seed_of(0, 1, 0), seed_of(0, 1, 1)]
     for command in commands:
         tokens = [[batch.num_trained_tokens for batch in minibatch] for minibatch in command.pack()]
         assert tokens == [[2], [2], [2]]

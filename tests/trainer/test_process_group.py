@@ -106,8 +106,9 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         context.policy._hidden = note_figures  # type: ignore[method-assign]
         samples = [make_sample()]
         plan = plan_batch([4], num_ranks=1, micro_batch_tokens=64, pack=True)
-        command = StepCommand(minibatches=split_by_rank(samples, [1.0], plan, trainer_version=0)[:1], lr=1e-3)
+        command = StepCommand(minibatches=split_by_rank(samples, [1.0], plan, trainer_version=0)[:1], lr=1e-3, seed=7)
         context.step(command, command.pack())
+        seen["seed"] = torch.initial_seed()
 
     monkeypatch.setattr(lead_module, "lead", leads)
     model = {"path": str(tiny_model), "dtype": master, "compute_dtype": compute}
@@ -116,6 +117,7 @@ def test_master_weights_compute_and_wire_have_the_dtypes_of_their_settings(
         "master": {getattr(torch, master)},
         "compute": getattr(torch, compute or "float32"),
         "figures": {torch.float32},
+        "seed": 7,
         "wire": {getattr(torch, wire)},
         "announced": {wire},
     }

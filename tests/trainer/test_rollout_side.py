@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -221,7 +220,8 @@ def test_rows_behind_a_checkpoint_are_given_up_only_when_it_is_loaded(tiny_model
     folder = config.run_path / "rollouts"
     with local_server(_silent) as server:
         with open_side(config, server) as side:
-            state = CheckpointState.of(1, side.source.resume_state(), totals={}, counters={})
+            rollouts = side.source.resume_state()
+            state = CheckpointState(step=1, rollouts=rollouts.small(), lines=list(rollouts.lines()))
         scored = make_scored(0)
         with LineStore(folder) as store:
             store.append(scored.group, GroupStatus.TRAINED, 2, scored=scored)
@@ -262,8 +262,7 @@ def test_a_run_of_two_epochs_uses_every_row_twice_also_when_it_goes_on_from_a_ch
                     serve(side, step)
                 assert len(trained) == expected
                 rollouts = side.source.resume_state()
-                state = CheckpointState.of(expected, rollouts, totals={}, counters={})
-                state = replace(state, lines=list(state.lines))
+                state = CheckpointState(step=expected, rollouts=rollouts.small(), lines=list(rollouts.lines()))
                 ledger = side.source.ledger_snapshot()
     assert sorted(number for groups in trained for number in groups) == list(range(10))
     assert [len(groups) for groups in trained] == [2] * 5

@@ -47,10 +47,6 @@ def test_a_loaded_run_goes_on_as_the_saved_one_did(
     )  # checksums are taken while files are written, not by reading them again
     assert not [name for name in saved["read_again"] if name.endswith(".distcp")]
     assert saved["metrics"].keys() == {"checkpoint/staged_s", "checkpoint/written_s", "checkpoint/bytes"}
-    # every rank's generators go on; a rank that is new has numbers of its own
-    common = min(saved_on, loaded_on)
-    assert loaded["draws"][:common] == saved["draws"][:common]
-    assert len({tuple(draws) for draws in loaded["draws"]}) == loaded_on
     if saved_on == loaded_on:  # to the last bit
         assert (loaded["loss"], loaded["weights"]) == (saved["loss"], saved["weights"])
         return
