@@ -156,7 +156,7 @@ async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) 
     from grpo_async.inference.router import FixedServers
     from grpo_async.inference.sampling import SamplingSettings
     from grpo_async.records import Origin, TaggedMessage
-    from grpo_async.rollout.conversation import Conversation, Rollout
+    from grpo_async.rollout.conversation import Rollout
     from grpo_async.tools import Tool, ToolExecutor
 
     renderer = ChatRenderer(tokenizer)
@@ -181,10 +181,11 @@ async def _cost_of_turns(tokenizer: Any, url: str, options: argparse.Namespace) 
         for number in range(options.conversations + 1):
             marks.clear()
             rollout = Rollout(
-                rollout_id=f"r{number}", prompt_ids=prompt_ids, seed=options.seed + number, affinity=f"g{number}/0",
+                client=client, renderer=renderer, settings=settings, rollout_id=f"r{number}", prompt_ids=prompt_ids,
+                seed=options.seed + number, affinity=f"g{number}/0",
                 tools=ToolExecutor([tool], max_result_chars=8192), tool_names=[tool.name],
             )  # fmt: skip
-            completion = await Conversation(client, renderer, settings).run(rollout)
+            completion = await rollout.run()
             if len(completion.turns) != options.turns + 1 or any(not turn.tool_calls for turn in completion.turns[:-1]):
                 raise SystemExit("a turn did not call the tool: the tokenizer's template or parser does not fit")
             if number:  # the first one warms up

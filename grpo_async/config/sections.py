@@ -340,11 +340,6 @@ class EnvironmentSection(StrictModel):
 class RolloutFunctionSection(StrictModel):
     function: Reference
     """`module:attribute` of `rollout_func(prompts, trainer) -> {"prompt_ids", "completion_ids", "logprobs", ...}`, as in TRL."""
-    repeat_prompts: bool = True
-    """true: every prompt is given `group_size` times, and one completion is expected for each entry (what TRL does).
-    false: every prompt once; `group_size` completions of each prompt are expected, one prompt's after the other's."""
-    groups_per_call: Count | None = None
-    """Most groups in one call; null = `rollout.groups_per_step`."""
     max_concurrent_calls: Processes = 1
     """Calls that may run at once, each in a thread of its own."""
     timeout_s: Seconds = 300.0

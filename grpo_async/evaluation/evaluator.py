@@ -34,7 +34,6 @@ from grpo_async.records import (
 from grpo_async.rollout.components import ProducerParts
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.group import GroupProducer, OpenGroup
-from grpo_async.scoring.advantages import combine_rewards
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.utils.concurrency import all_of
@@ -148,7 +147,11 @@ class Evaluator:
         )
         try:
             async with self._producer.produce(group):
-                scored = await self._score(group)
+                record = group.record
+                if record.trainable:
+                    scored = await self._scorer.score(record, environments=group.environments, is_trained=False)
+                else:
+                    scored = _unscored(record)
         except FatalRolloutError:
             raise
         except Exception as error:  # noqa: BLE001 - this prompt's failure is its own, as in training; many end the evaluation
@@ -162,25 +165,6 @@ class Evaluator:
 
     def _count(self, num_tokens: int) -> None:
         self.num_tokens += num_tokens
-
-    async def _score(self, group: OpenGroup) -> ScoredGroup:
-        """Rewards of the completions that did not fail and have a token, as in training."""
-        record = group.record
-        survivors, environments = record.trainable, group.environments
-        if not survivors:
-            return _unscored(record)
-        if environments is not None:
-            kept = {id(completion) for completion in survivors}
-            environments = [e for e, c in zip(environments, record.completions, strict=True) if id(c) in kept]
-        scores = await self._scorer.scores(group.prompt, survivors, environments=environments)
-        return ScoredGroup(
-            group=record,
-            samples=[],
-            rewards=combine_rewards(scores.parts, self._scorer.weights),
-            reward_parts=scores.parts,
-            metrics=scores.metrics,
-            extra_columns=scores.extra_columns,
-        )
 
     def _keep(self, task: EvaluationTask, scored: ScoredGroup, status: GroupStatus) -> None:
         if task.store is not None:

@@ -28,8 +28,8 @@ from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup
-from grpo_async.tracking.timeline import NO_TIMELINE, Slots
+from grpo_async.rollout.group import NO_SLOTS, OpenGroup
+from grpo_async.tracking.timeline import Slots
 from grpo_async.utils.seeds import seed_of
 
 _OWN_LIMIT_FIRST_S = 5.0
@@ -49,7 +49,6 @@ class AgentHost:
         self.section = section
         self.max_concurrent = max_concurrent
         self.slots = asyncio.Semaphore(max_concurrent)
-        self._starting = asyncio.Lock()
         self._endpoint: AgentEndpoint | None = None
 
     async def endpoint(self, client: InferenceClient, renderer: ChatRenderer) -> AgentEndpoint:
@@ -59,14 +58,14 @@ class AgentHost:
             FatalRolloutError: it cannot listen at its address, so that no rollout can be made.
         """
         section = self.section
-        async with self._starting:  # binding a port takes no time
-            if self._endpoint is None:
-                self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
-            try:
-                await self._endpoint.start()  # without effect on one that listens
-            except RunError as error:  # so it will be for every group
-                raise FatalRolloutError(str(error)) from error
-        return self._endpoint
+        if self._endpoint is None:
+            self._endpoint = AgentEndpoint(client, renderer, host=section.host, port=section.port)
+        endpoint = self._endpoint
+        try:
+            await endpoint.start()  # without effect on one that listens
+        except RunError as error:  # so it will be for every group
+            raise FatalRolloutError(str(error)) from error
+        return endpoint
 
     async def aclose(self) -> None:
         """Stop listening, and let go of what the agent's runs share."""
@@ -98,7 +97,7 @@ class AgentProducer:
         *,
         needs_reward: bool,
         errors: ErrorLog,
-        tracks: Slots | None = None,
+        tracks: Slots = NO_SLOTS,
     ) -> None:
         self._host = host
         self._client = client
@@ -106,7 +105,7 @@ class AgentProducer:
         self._settings = settings
         self._needs_reward = needs_reward
         self._errors = errors
-        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
+        self._tracks = tracks
 
     @asynccontextmanager
     async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
@@ -151,8 +150,9 @@ class AgentProducer:
         section = self._host.section
         # the agent may change what it gets
         row: dict[str, Any] = copy.deepcopy({"prompt": prompt.as_given(), **prompt.columns})
+        limit = asyncio.timeout(section.timeout_s + _OWN_LIMIT_FIRST_S)
         try:
-            async with asyncio.timeout(section.timeout_s + _OWN_LIMIT_FIRST_S):
+            async with limit:
                 result = await self._host.agent.run(row, session)
             return self._completion(result, session)
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
@@ -161,7 +161,7 @@ class AgentProducer:
                 return session.completion(RolloutStatus.TRUNCATED, reward_columns={"result": None})
             self._errors.note("rollout", error)
             message = str(error) or type(error).__name__
-            if isinstance(error, TimeoutError):
+            if limit.expired():
                 message = f"the agent did not finish within rollout.agent.timeout_s = {section.timeout_s:g} s"
             if session.last_error is not None:
                 message = f"{message} (its last call to the model failed: {session.last_error})"

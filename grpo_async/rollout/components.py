@@ -201,19 +201,14 @@ class ProducerParts:
                 client=self.client,
                 renderer=self.renderer,
                 settings=settings,
+                section=section,
                 num_generations=group_size,
+                groups_per_call=rollout.groups_per_step,
                 max_steps=config.num_steps,
-                timeout_s=section.timeout_s,
                 seed=config.run.seed,
                 chat_template_kwargs=config.model.chat_template_kwargs,
             )
-            return FunctionProducer(
-                self.components.function,
-                setup,
-                section=section,
-                groups_per_call=section.groups_per_call or rollout.groups_per_step,
-                tracks=self.timeline.slots(self.track),
-            )
+            return FunctionProducer(self.components.function, setup, tracks=self.timeline.slots(self.track))
         if self.components.agent is not None:
             return AgentProducer(
                 self.components.agent,

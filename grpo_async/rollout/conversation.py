@@ -52,18 +52,29 @@ from grpo_async.records import (
     no_tokens,
 )
 from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup
+from grpo_async.rollout.group import NO_SLOTS, OpenGroup
 from grpo_async.tools import Tool, ToolExecutor
-from grpo_async.tracking.timeline import NO_TIMELINE, NO_TRACK, Slots, Track
+from grpo_async.tracking.timeline import NO_TRACK, Slots, Track
 from grpo_async.utils.seeds import seed_of
 
 
 @dataclass(slots=True, kw_only=True)
 class Rollout:
-    """One rollout while it runs. Its turns are there when it fails; a checkpoint takes a `snapshot` at any moment."""
+    """One rollout while it runs. Its turns are there when it fails; a checkpoint takes a `snapshot` at any moment.
 
+    Attributes:
+        client: generates.
+        renderer: reads the policy's text and renders tool results.
+        settings: sampling and limits in tokens.
+        on_tokens: called as tokens arrive.
+    """
+
+    client: InferenceClient
+    renderer: ChatRenderer
+    settings: SamplingSettings
     rollout_id: str
     seed: int
+    on_tokens: OnTokens | None = None
     prompt_ids: IntArray = field(default_factory=no_tokens)
     prompt_messages: Sequence[TaggedMessage] | None = None
     """Where they differ from the group's; see RolloutCompletion."""
@@ -123,102 +134,83 @@ class Rollout:
             stop_reason=partial.open_stop_reason,
         )
 
-
-class Conversation:
-    """Runs rollouts, any number at once.
-
-    Args:
-        client: generates.
-        renderer: reads the policy's text and renders tool results.
-        settings: sampling and limits.
-    """
-
-    def __init__(self, client: InferenceClient, renderer: ChatRenderer, settings: SamplingSettings) -> None:
-        self._client = client
-        self._renderer = renderer
-        self._settings = settings
-
-    async def run(self, rollout: Rollout, *, on_tokens: OnTokens | None = None) -> RolloutCompletion:
+    async def run(self) -> RolloutCompletion:
         """Generate until the conversation ends or is cut; whoever calls measures the time.
 
         A prompt that leaves no room for a token gives a truncated completion without turns.
-
-        Args:
-            rollout: changes during the conversation.
-            on_tokens: called as tokens arrive.
 
         Raises:
             InferenceError: a generation failed.
             GrpoAsyncError: the environment's `is_done` failed, or tool results cannot be rendered.
         """
-        rollout.is_done = await _is_done(rollout)
-        is_over = rollout.is_done
+        self.is_done = await self._is_done()
+        is_over = self.is_done
         while not is_over:
-            budget = self._settings.turn_budget(len(rollout.prompt_ids), rollout.num_completion_tokens)
+            budget = self.settings.turn_budget(len(self.prompt_ids), self.num_completion_tokens)
             if budget < 1:
-                rollout.is_truncated = True
+                self.is_truncated = True
                 break
-            number = len(rollout.turns)
-            request = self._settings.request(
-                request_id=f"{rollout.rollout_id}-t{number}",
-                token_ids=rollout.context,
+            number = len(self.turns)
+            request = self.settings.request(
+                request_id=f"{self.rollout_id}-t{number}",
+                token_ids=self.context,
                 max_tokens=budget,
-                seed=seed_of(rollout.seed, number),
+                seed=seed_of(self.seed, number),
             )
-            with rollout.track.span("generate", turn=number) as span:
-                generation = await self._client.generate(
-                    request, on_tokens=on_tokens, affinity=rollout.affinity, partial=rollout.open_turn
+            with self.track.span("generate", turn=number) as span:
+                generation = await self.client.generate(
+                    request, on_tokens=self.on_tokens, affinity=self.affinity, partial=self.open_turn
                 )
-                generation.note(span, rollout.track)
-            is_over = await self._after_generation(rollout, generation)
+                generation.note(span, self.track)
+            is_over = await self._after_generation(generation)
         return RolloutCompletion(
-            rollout_id=rollout.rollout_id,
-            prompt_ids=rollout.prompt_ids,
-            turns=rollout.turns,
-            status=RolloutStatus.TRUNCATED if rollout.is_truncated else RolloutStatus.FINISHED,
-            done=rollout.is_done,
-            prompt_messages=rollout.prompt_messages,
-            tool_names=rollout.tool_names,
+            rollout_id=self.rollout_id,
+            prompt_ids=self.prompt_ids,
+            turns=self.turns,
+            status=RolloutStatus.TRUNCATED if self.is_truncated else RolloutStatus.FINISHED,
+            done=self.is_done,
+            prompt_messages=self.prompt_messages,
+            tool_names=self.tool_names,
         )
 
-    async def _after_generation(self, rollout: Rollout, generation: Generation) -> bool:
+    async def _after_generation(self, generation: Generation) -> bool:
         """Add the turn and what follows it; returns whether the rollout is over."""
         is_cut = generation.finish_reason is not FinishReason.STOP
-        if rollout.tools is None:
-            text = self._settings.shown(self._renderer.completion_text(generation.token_ids))
+        if self.tools is None:
+            text = self.settings.shown(self.renderer.completion_text(generation.token_ids))
             own = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY)
-            rollout.add(generation.turn([own]))
-            rollout.is_truncated = is_cut
+            self.add(generation.turn([own]))
+            self.is_truncated = is_cut
             return True
-        policy_turn = self._renderer.parse(generation.token_ids, turn=len(rollout.turns))
+        policy_turn = self.renderer.parse(generation.token_ids, turn=len(self.turns))
         calls = policy_turn.tool_calls
         own = TaggedMessage(
             role="assistant",
-            content=self._settings.shown(policy_turn.content),
+            content=self.settings.shown(policy_turn.content),
             origin=Origin.POLICY,
             tool_calls=[call.as_dict() for call in calls],
         )
-        if is_cut or not calls or len(rollout.turns) + 1 >= self._settings.max_turns:
-            rollout.add(generation.turn([own], parse_error=policy_turn.parse_error))
-            rollout.is_truncated = is_cut or bool(calls)
+        if is_cut or not calls or len(self.turns) + 1 >= self.settings.max_turns:
+            self.add(generation.turn([own], parse_error=policy_turn.parse_error))
+            self.is_truncated = is_cut or bool(calls)
             return True
         began = time.monotonic()
-        with rollout.track.span("tools", calls=[call.name for call in calls]) as span:
-            records = await rollout.tools.execute(calls)
+        with self.track.span("tools", calls=[call.name for call in calls]) as span:
+            records = await self.tools.execute(calls)
             span.details["seconds"] = [record.duration_s for record in records]
             span.details["failed"] = sum(record.failed for record in records)
         execution_s = time.monotonic() - began
         results = [call.result_message(record.result) for call, record in zip(calls, records, strict=True)]
-        rollout.is_done = await _is_done(rollout)
+        self.is_done = await self._is_done()
         suffix_ids: Sequence[int] = ()
-        if not rollout.is_done:
-            is_ended = generation.token_ids[-1] in self._settings.stop_token_ids
-            suffix_ids = self._renderer.suffix_ids(calls, results, is_ended=is_ended)
-            used = rollout.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
-            if self._settings.turn_budget(len(rollout.prompt_ids), used) < 1:
-                rollout.is_truncated = True
+        if not self.is_done:
+            is_ended = generation.token_ids[-1] in self.settings.stop_token_ids
+            suffix_ids = self.renderer.suffix_ids(calls, results, is_ended=is_ended)
+            used = self.num_completion_tokens + len(generation.token_ids) + len(suffix_ids)
+            if self.settings.turn_budget(len(self.prompt_ids), used) < 1:
+                self.is_truncated = True
                 suffix_ids = ()  # nothing is generated after it: a dangling prompt would only cost training time
-        rollout.add(
+        self.add(
             generation.turn(
                 [own, *results],
                 tool_calls=records,
@@ -226,14 +218,13 @@ class Conversation:
                 tool_execution_duration_s=execution_s,
             )
         )
-        return rollout.is_done or rollout.is_truncated
+        return self.is_done or self.is_truncated
 
-
-async def _is_done(rollout: Rollout) -> bool:
-    if rollout.environment is None:
-        return False
-    with rollout.track.span("environment", call="is_done"):
-        return await rollout.environment.is_done()
+    async def _is_done(self) -> bool:
+        if self.environment is None:
+            return False
+        with self.track.span("environment", call="is_done"):
+            return await self.environment.is_done()
 
 
 Rendered = dict[tuple[tuple[Origin, str], ...], IntArray]
@@ -268,17 +259,18 @@ class ConversationProducer:
         errors: ErrorLog,
         tools: Sequence[Tool] = (),
         environments: Environments | None = None,
-        tracks: Slots | None = None,
+        tracks: Slots = NO_SLOTS,
     ) -> None:
-        self._conversation = Conversation(client, renderer, settings)
+        self._client = client
         self._renderer = renderer
+        self._settings = settings
         self._slots = asyncio.Semaphore(max_in_flight)
         self._rollout_timeout_s = rollout_timeout_s
         self._max_result_chars = max_result_chars
         self._errors = errors
         self._tools = tools
         self._environments = environments
-        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
+        self._tracks = tracks
 
     @asynccontextmanager
     async def produce(self, group: OpenGroup) -> AsyncIterator[None]:
@@ -294,15 +286,16 @@ class ConversationProducer:
             )
             yield
 
-    def _tools_with(self, environment: Environment | None) -> list[Tool]:
-        return [*self._tools, *(environment.tools if environment is not None else ())]
-
     async def _rollout(
         self, group: OpenGroup, index: int, environment: Environment | None, rendered: Rendered
     ) -> RolloutCompletion:
         """One completion; never raises anything but cancellation."""
-        tools = self._tools_with(environment)
+        tools = [*self._tools, *(environment.tools if environment is not None else ())]
         rollout = Rollout(
+            client=self._client,
+            renderer=self._renderer,
+            settings=self._settings,
+            on_tokens=partial(group.received, index),
             rollout_id=f"{group.name}-r{index}",
             seed=seed_of(group.seed, index),
             affinity=f"{group.name}/{index}",
@@ -320,9 +313,10 @@ class ConversationProducer:
             # evaluated between two steps of the loop: when the last turn is among the turns, `over` is set too
             group.snapshots[index] = lambda: over or rollout.snapshot()
         began, started_at = time.monotonic(), time.time()
+        limit = asyncio.timeout(self._rollout_timeout_s)
         try:
             # Those in the slots have that limit too.
-            async with self._slots, asyncio.timeout(self._rollout_timeout_s):
+            async with self._slots, limit:
                 began, started_at = time.monotonic(), time.time()
                 with self._tracks.span("rollout", rollout=rollout.rollout_id, group=group.name) as (track, span):
                     rollout.track = track
@@ -330,7 +324,7 @@ class ConversationProducer:
                         rollout.prompt_messages = await _reset(environment, group.prompt, track)
                     if not rollout.prompt_ids.size:
                         rollout.prompt_ids = self._prompt_ids(group, rollout.prompt_messages, tools, rendered)
-                    completion = await self._conversation.run(rollout, on_tokens=partial(group.received, index))
+                    completion = await rollout.run()
                     if environment is not None and environment.reward_name is not None:
                         with track.span("environment", call="get_reward"):
                             reward = await environment.get_reward()
@@ -342,11 +336,9 @@ class ConversationProducer:
                     }
         except Exception as error:  # noqa: BLE001 - this rollout's failure is its own; the group decides about the rest
             self._errors.note("rollout", error)
-            message = str(error) or (
-                f"no answer within rollout.rollout_timeout_s = {self._rollout_timeout_s:g} s"
-                if isinstance(error, TimeoutError)
-                else type(error).__name__
-            )
+            message = str(error) or type(error).__name__
+            if limit.expired():  # not where a library's own time limit passed
+                message = f"no answer within rollout.rollout_timeout_s = {self._rollout_timeout_s:g} s"
             completion = RolloutCompletion(
                 rollout_id=rollout.rollout_id,
                 prompt_ids=rollout.prompt_ids,

@@ -27,13 +27,12 @@ from typing import Any
 
 import numpy as np
 
-from grpo_async.config.sections import RolloutFunctionSection
 from grpo_async.errors import DeadlineError, FatalRolloutError, RunError
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, TaggedMessage, TurnRecord
 from grpo_async.rollout.function_trainer import FunctionSetup, FunctionTrainer
-from grpo_async.rollout.group import OpenGroup
-from grpo_async.tracking.timeline import NO_TIMELINE, Slots
+from grpo_async.rollout.group import NO_SLOTS, OpenGroup
+from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.calls import Caller, CallError, UserCall
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.threads import ThreadRunner
@@ -55,26 +54,15 @@ class FunctionProducer:
 
     Args:
         function: the user's function, sync or async.
-        setup: what its calls generate with.
-        section: how it is called.
-        groups_per_call: most groups in one call.
+        setup: how it is called, and what its calls generate with.
         tracks: of the timeline; each call in progress has one.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        setup: FunctionSetup,
-        *,
-        section: RolloutFunctionSection,
-        groups_per_call: int,
-        tracks: Slots | None = None,
-    ) -> None:
-        self._tracks = NO_TIMELINE.slots("rollout") if tracks is None else tracks
+    def __init__(self, function: Callable[..., Any], setup: FunctionSetup, *, tracks: Slots = NO_SLOTS) -> None:
+        self._tracks = tracks
         self._function = function
         self._setup = setup
-        self._section = section
-        self._groups_per_call = groups_per_call
+        section = setup.section
         threads = ThreadRunner("rollout-function", max_threads=section.max_concurrent_calls)
         self._caller = Caller(threads, section.timeout_s, loop=ASYNC_LOOP)
         self._slots = asyncio.Semaphore(section.max_concurrent_calls)  # for async functions too
@@ -96,8 +84,8 @@ class FunctionProducer:
 
     def _call_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for begin in range(0, len(waiting), self._groups_per_call):
-            groups = waiting[begin : begin + self._groups_per_call]
+        for begin in range(0, len(waiting), self._setup.groups_per_call):
+            groups = waiting[begin : begin + self._setup.groups_per_call]
             task = asyncio.create_task(self._call(groups))
             self._calls.add(task)
             task.add_done_callback(self._calls.discard)
@@ -129,7 +117,7 @@ class FunctionProducer:
         prompts = [
             copy.deepcopy(group.prompt.as_given())  # the function may change what it gets
             for group in groups
-            for _ in range(group.size if self._section.repeat_prompts else 1)
+            for _ in range(group.size)
         ]
         trainer = FunctionTrainer(self._setup, seed=groups[0].seed, served_version=groups[0].served_version)
         began, started_at = time.monotonic(), time.time()
@@ -148,7 +136,7 @@ class FunctionProducer:
                 what = f"the rollout function to return {len(ids)} rollouts"
                 setting = "rollout_function.timeout_s"
                 hint = f"It {error.problem}."
-                raise DeadlineError(what, waited_s=self._section.timeout_s, setting=setting, hint=hint) from error
+                raise DeadlineError(what, waited_s=self._setup.section.timeout_s, setting=setting, hint=hint) from error
             if isinstance(error.error, Exception):
                 raise error.error from error.error.__cause__
             raise RunError(f"the rollout function {error.problem}") from error.origin

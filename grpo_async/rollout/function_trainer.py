@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
+from grpo_async.config.sections import RolloutFunctionSection
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
@@ -41,19 +42,21 @@ class FunctionSetup:
         client: generates.
         renderer: renders prompts as the run does.
         settings: of sampling, and limits in tokens.
+        section: how the function is called.
         num_generations: completions of each prompt.
+        groups_per_call: most groups in one call.
         max_steps: optimizer steps of the run.
         seed: of the run.
         chat_template_kwargs: of the run.
-        timeout_s: deadline of one `generate` call.
     """
 
     client: InferenceClient
     renderer: ChatRenderer
     settings: SamplingSettings
+    section: RolloutFunctionSection
     num_generations: int
+    groups_per_call: int
     max_steps: int
-    timeout_s: float
     seed: int = 0
     chat_template_kwargs: Mapping[str, Any] | None = None
 
@@ -130,7 +133,7 @@ class FunctionTrainer:
         try:
             return result_within(
                 future,
-                timeout_s=self._setup.timeout_s,
+                timeout_s=self._setup.section.timeout_s,
                 what=f"{len(prompts)} completions that the rollout function asked for",
                 setting="rollout_function.timeout_s",
             )

@@ -18,7 +18,10 @@ from typing import Any, Protocol
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
 from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, ScoredGroup
+from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.utils.text import count
+
+NO_SLOTS = NO_TIMELINE.slots("rollout")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,15 +29,6 @@ from grpo_async.rewards import RewardFunction, RewardOutcome, TrainerState
 from grpo_async.scoring.advantages import Advantages, combine_rewards
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """`parts`: [num_completions] of {reward name: value or None}; `metrics` and `extra_columns` as the functions logged them."""
-
-    parts: list[dict[str, float | None]]
-    metrics: dict[str, float]
-    extra_columns: dict[str, list[Any]]
 
 
 class Scorer:
@@ -79,8 +70,14 @@ class Scorer:
         """What reward functions see as `trainer_state.global_step` from now on."""
         self._state = TrainerState(global_step=step, max_steps=self._state.max_steps)
 
-    async def score(self, group: RolloutGroup, *, environments: Sequence[Any] | None = None) -> ScoredGroup:
-        """Score the survivors of a group (at least one). `environments` has one instance for each completion of the group.
+    async def score(
+        self, group: RolloutGroup, *, environments: Sequence[Any] | None = None, is_trained: bool = True
+    ) -> ScoredGroup:
+        """Score the survivors of a group (at least one).
+
+        Args:
+            environments: one instance for each completion of the group.
+            is_trained: false: no samples are made, as for an evaluation.
 
         Raises:
             GrpoAsyncError: a reward function failed; the message names it.
@@ -90,28 +87,43 @@ class Scorer:
             kept = {id(completion) for completion in survivors}
             environments = [e for e, c in zip(environments, group.completions, strict=True) if id(c) in kept]
         began = time.monotonic()
-        scores = await self.scores(group.prompt, survivors, environments=environments)
+        outcomes = await self._outcomes(group.prompt, survivors, environments=environments)
         took_s = time.monotonic() - began
-        rewards = combine_rewards(scores.parts, self.weights)
-        advantages = self.advantages.of_group(rewards, scores.parts)
+        parts: list[dict[str, float | None]] = [
+            {name: outcome.values[index] for name, outcome in outcomes.items()}
+            | {name: completion.environment_rewards.get(name) for name in self._environment_names}
+            for index, completion in enumerate(survivors)
+        ]
+        rewards = combine_rewards(parts, self.weights)
+        logged = {name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()}
+        return ScoredGroup(
+            group=group,
+            samples=self._samples(group, survivors, rewards, parts) if is_trained else [],
+            rewards=rewards,
+            reward_parts=parts,
+            metrics={"scoring/duration_s": took_s, **logged},
+            extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
+        )
+
+    def _samples(
+        self,
+        group: RolloutGroup,
+        survivors: Sequence[RolloutCompletion],
+        rewards: Sequence[float | None],
+        parts: Sequence[Mapping[str, float | None]],
+    ) -> list[RolloutSample]:
+        """Rows of the survivors; none where they teach nothing."""
+        advantages = self.advantages.of_group(rewards, parts)
         samples = [
             _sample(group, completion, path, advantage=advantage, reward=reward, parts=part)
-            for completion, advantage, reward, part in zip(survivors, advantages, rewards, scores.parts, strict=True)
+            for completion, advantage, reward, part in zip(survivors, advantages, rewards, parts, strict=True)
             if self._train_truncated or not completion.truncated
             for path in completion.paths
             if path.num_own_tokens
         ]
-        samples = self._with_own_rewards(samples, survivors, rewards, scores.parts)
-        if not (self._train_zero_variance or any(advantages) or any(sample.advantage for sample in samples)):
-            samples = []
-        return ScoredGroup(
-            group=group,
-            samples=samples,
-            rewards=rewards,
-            reward_parts=scores.parts,
-            metrics={"scoring/duration_s": took_s, **scores.metrics},
-            extra_columns=scores.extra_columns,
-        )
+        samples = self._with_own_rewards(samples, survivors, rewards, parts)
+        teaches = self._train_zero_variance or any(advantages) or any(sample.advantage for sample in samples)
+        return samples if teaches else []
 
     def _with_own_rewards(
         self,
@@ -139,14 +151,10 @@ class Scorer:
             changed.append(sample)
         return changed
 
-    async def scores(
-        self,
-        prompt: Prompt,
-        completions: Sequence[RolloutCompletion],
-        *,
-        environments: Sequence[Any] | None = None,
-    ) -> Scores:
-        """What every function and environment says about every completion of one prompt.
+    async def _outcomes(
+        self, prompt: Prompt, completions: Sequence[RolloutCompletion], *, environments: Sequence[Any] | None
+    ) -> dict[str, RewardOutcome]:
+        """What every function says about every completion of one prompt, by its name.
 
         The functions run at the same time; when one fails, the others are cancelled and its error is raised.
         """
@@ -173,17 +181,7 @@ class Scorer:
                 return outcome
 
             results = await all_of(map(score, self._rewards))
-        outcomes = {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
-        parts: list[dict[str, float | None]] = [
-            {name: outcome.values[index] for name, outcome in outcomes.items()}
-            | {name: completion.environment_rewards.get(name) for name in self._environment_names}
-            for index, completion in enumerate(completions)
-        ]
-        return Scores(
-            parts=parts,
-            metrics={name: value for outcome in outcomes.values() for name, value in outcome.metrics.items()},
-            extra_columns={name: v for outcome in outcomes.values() for name, v in outcome.extra_columns.items()},
-        )
+        return {reward.name: result for reward, result in zip(self._rewards, results, strict=True)}
 
 
 def _branch_column(branch: Branch) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import FinishReason, Origin, RolloutCompletion, RolloutStatus, ToolCall
-from grpo_async.rollout.conversation import Conversation, Rollout
+from grpo_async.rollout.conversation import Rollout
 from tests.rollout.fakes import CALL, EOS, Answer, FakeEnvironment, FakeRenderer, FakeTools, ScriptedClient, cut, stop
 from tests.support.records import make_prompt
 
@@ -22,19 +22,26 @@ def _run(
     tools: FakeTools | None = None,
     environment: FakeEnvironment | None = None,
     *,
-    rollout: Rollout | None = None,
     prompt: tuple[int, ...] = (10, 11),
     **limits: Any,
 ) -> RolloutCompletion:
-    given: Any = {"tools": tools, "environment": environment, "tool_names": ["add"] if tools else []}
-    rollout = rollout or Rollout(rollout_id="r", seed=5)
-    rollout.prompt_ids = prompt
-    for name, value in given.items():
-        setattr(rollout, name, value)
+    return asyncio.run(_rollout(client, tools, environment, prompt=prompt, **limits).run())
+
+
+def _rollout(
+    client: ScriptedClient,
+    tools: FakeTools | None,
+    environment: FakeEnvironment | None = None,
+    *,
+    prompt: tuple[int, ...] = (10, 11),
+    **limits: Any,
+) -> Rollout:
     settings = SamplingSettings(
         **{"temperature": 1.0, "max_completion_tokens": 100, "max_model_len": 200, **limits}, stop_token_ids=[EOS]
     )
-    return asyncio.run(Conversation(client, FakeRenderer(), settings).run(rollout))  # type: ignore[arg-type]
+    given: Any = {"client": client, "renderer": FakeRenderer(), "tools": tools, "environment": environment}
+    names = ["add"] if tools else []
+    return Rollout(**given, settings=settings, rollout_id="r", seed=5, prompt_ids=prompt, tool_names=names)
 
 
 def test_without_tools_one_turn_is_the_rollout() -> None:
@@ -240,11 +247,11 @@ TURNS = (stop(5, CALL, EOS), stop(6, 7, EOS))
 def _resume(
     client: _ResumingClient, tools: FakeTools | None = None, partial: PartialRollout | None = None
 ) -> RolloutCompletion:
-    client.rollout = Rollout(rollout_id="r", seed=5)
+    client.rollout = _rollout(client, tools)
     assert client.rollout.snapshot() is None
     if partial is not None:
         client.rollout.restore(partial)
-    return _run(client, tools, rollout=client.rollout)
+    return asyncio.run(client.rollout.run())
 
 
 def test_a_snapshot_of_each_moment_leads_to_the_same_end() -> None:

@@ -58,26 +58,21 @@ SETTINGS = SamplingSettings(
 )
 
 
-def _setup(client: Any = None, renderer: Any = None) -> FunctionSetup:
+def _setup(client: Any = None, *, groups_per_call: int = 8, timeout_s: float = 5.0) -> FunctionSetup:
+    renderer: Any = _Renderer()
     return FunctionSetup(
         client=client,
-        renderer=renderer or _Renderer(),
+        renderer=renderer,
         settings=SETTINGS,
+        section=RolloutFunctionSection(function="mine:rollout_func", timeout_s=timeout_s),
         num_generations=2,
-        max_steps=9,
-        timeout_s=5.0,
-    )
-
-
-def _producer(
-    function: Callable[..., Any], client: Any = None, *, groups_per_call: int = 8, **section: Any
-) -> FunctionProducer:
-    return FunctionProducer(
-        function,
-        _setup(client),
-        section=RolloutFunctionSection(**{"function": "mine:rollout_func", "timeout_s": 5.0, **section}),
         groups_per_call=groups_per_call,
+        max_steps=9,
     )
+
+
+def _producer(function: Callable[..., Any], client: Any = None, **settings: Any) -> FunctionProducer:
+    return FunctionProducer(function, _setup(client, **settings))
 
 
 async def _produce(producer: FunctionProducer, prompt: Prompt) -> Sequence[RolloutCompletion]:
@@ -162,16 +157,7 @@ def test_a_completion_that_does_not_end_its_turn_is_truncated() -> None:
     assert completion.truncated
 
 
-def test_prompts_are_repeated_only_where_asked_and_groups_that_do_not_fit_into_a_call_make_several() -> None:
-    seen: list[int] = []
-
-    def function(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        seen.append(len(prompts))
-        return _output(len(prompts) * trainer.args.num_generations)
-
-    groups = _make(_producer(function, repeat_prompts=False), make_prompt(0), make_prompt(1))
-    assert seen == [2]
-    assert [[c.completion_ids[0] for c in group] for group in groups] == [[5, 6], [7, 8]]
+def test_groups_that_do_not_fit_into_a_call_make_several() -> None:
     trl_style.calls.clear()
     _make(_producer(trl_style.rollout_func, groups_per_call=2), *(make_prompt(number) for number in range(5)))
     assert [len(prompts) for prompts, _ in trl_style.calls] == [4, 4, 2]
