@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +22,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.weights.verify import TrainerScores
 from tests.launcher.support import make_config
 from tests.support.chat_families import family
+from tests.support.local_server import local_server
 
 TOOL = {
     "type": "function",
@@ -148,29 +146,6 @@ def test_vllm_must_have_the_same_tokenizer(
 # Addresses, disk.
 
 
-@contextmanager
-def _answering(status: int) -> Iterator[int]:
-    """A server that answers every GET with `status`; yields its port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert "authorization" not in self.headers
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            thread.join(10.0)
-
-
 @pytest.mark.parametrize(
     ("host", "status", "words"),
     [
@@ -188,16 +163,15 @@ def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str,
     ("host", "answer", "status", "words"),
     [
         ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
-        ("127.0.0.1", 200, "warn", "answers without a token"),
         ("127.0.0.1", 404, "warn", "answers without a token"),
-        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: stands for an address on a network
+        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: as an address on a network
         ("127.1", 401, "warn", "without TLS"),
-        ("127.1", 200, "fail", "answers without a token"),
+        ("127.1", 404, "fail", "answers without a token"),
     ],
 )
 def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int, status: str, words: str) -> None:
-    with _answering(answer) as port:
-        server = _server(f"http://{host}:{port}", engine="embedded")
+    with local_server(refuses={"/rollout/info": answer}) as answering:
+        server = _server(f"http://{host}:{answering.port}", engine="embedded")
         found = preflight.check_token(_context(tmp_path, family("chatml"), servers=[server]), server)
     assert (found[0], words in found[1]) == (status, True), found
 
