@@ -30,10 +30,10 @@ def validate(config: ConfigArgument, overrides: SetOption = None) -> None:
       grpo-async validate configs/quickstart.yaml --set launch.num_trainer_ranks=2 > resolved.yaml
     """
     from grpo_async.config.loader import dump_config, load_config
-    from grpo_async.launcher.plan import plan_only
+    from grpo_async.launcher.plan import plan_dry
 
     resolved = load_config(config, overrides or ())
-    plan = plan_only(resolved)
+    plan = plan_dry(resolved)
     typer.echo("".join(f"# {line}".rstrip() + "\n" for line in plan.describe().splitlines()))
     typer.echo(dump_config(resolved), nl=False)
     for note in plan.notes:

@@ -38,27 +38,6 @@ class _Source:
     host: Callable[[Mapping[str, str]], str | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Rank of this machine, and the host and port where node 0 is met; "" where there is nobody to meet."""
-
-    rank: int = 0
-    host: str = ""
-    port: int = DEFAULT_PORT
-
-    def node(self, config: ExperimentConfig, *, address: str, own_address: str) -> Node:
-        """This machine in the run of `config`, when its address and node 0's are known."""
-        nodes = config.launch.nodes
-        return Node(
-            rank=self.rank,
-            num_train=nodes.train,
-            num_infer=nodes.infer,
-            address=address,
-            port=self.port,
-            own_address=own_address,
-        )
-
-
 def _first_of_step(environment: Mapping[str, str]) -> str | None:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     return first_host(nodes) if nodes else None
@@ -78,14 +57,15 @@ _SOURCES = (
 )
 
 
-def find_rendezvous(
+def find_node(
     config: ExperimentConfig,
     *,
     node_rank: int | None = None,
     master_addr: str | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Rendezvous:
-    """Where this machine stands in the run.
+) -> Node:
+    """This machine in the run. `address` is what node 0 is called there, which may be a host name: `leading_node` and
+    rendezvous.join look it up.
 
     Args:
         node_rank: --node-rank.
@@ -96,7 +76,7 @@ def find_rendezvous(
     """
     nodes = config.launch.nodes
     if nodes.count == 1 and not node_rank:
-        return Rendezvous()  # a job script may set the variables for something else
+        return Node()  # a job script may set the variables for something else
     source = next((each for each in _SOURCES if environment.get(each.rank)), None) if node_rank is None else None
     rank = _rank(config, node_rank, source, environment)
     said = environment.get(source.count) if source is not None and source.count is not None else None
@@ -117,7 +97,7 @@ def find_rendezvous(
             f"launch.nodes: {_described(config)}, and no rendezvous address is set; set launch.rdzv to HOST:PORT of the machine "
             "with node rank 0, give --master-addr, or set $MASTER_ADDR"
         )
-    return Rendezvous(rank=rank, host=host, port=port)
+    return Node(rank=rank, num_train=nodes.train, num_infer=nodes.infer, address=host, port=port)
 
 
 def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Mapping[str, str]) -> int:
@@ -160,24 +140,24 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", found[0]) if found else nodes
 
 
-def leading_node(config: ExperimentConfig, rendezvous: Rendezvous) -> Node:
+def leading_node(node: Node) -> Node:
     """This machine as node 0, before anything is written.
 
     Raises:
         ConfigError: the rendezvous address is a host that is not known, one that other machines take for themselves, or where this
             machine cannot listen.
     """
-    if config.launch.nodes.count == 1:
-        return Node()
-    address = resolve_host(rendezvous.host, _RENDEZVOUS)
-    if is_loopback(address) and not is_loopback(rendezvous.host):
+    if node.is_alone:
+        return node
+    address = resolve_host(node.address, _RENDEZVOUS)
+    if is_loopback(address) and not is_loopback(node.address):
         raise ConfigError(
-            f"{_RENDEZVOUS}: {rendezvous.host} is {address} on this machine (see /etc/hosts), where no other machine can come; "
+            f"{_RENDEZVOUS}: {node.address} is {address} on this machine (see /etc/hosts), where no other machine can come; "
             "name the address in the network that the machines share"
         )
-    if (error := binding_error(address, rendezvous.port)) is not None:
-        raise cannot_listen(address, rendezvous.port, error) from error
-    return rendezvous.node(config, address=address, own_address=address)
+    if (error := binding_error(address, node.port)) is not None:
+        raise cannot_listen(address, node.port, error) from error
+    return node.model_copy(update={"address": address, "own_address": address})
 
 
 def cannot_listen(address: str, port: int, error: OSError) -> ConfigError:

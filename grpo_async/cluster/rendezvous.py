@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from grpo_async import __version__
-from grpo_async.cluster.nodes import Rendezvous, cannot_listen
+from grpo_async.cluster.nodes import cannot_listen
 from grpo_async.cluster.store import HEARTBEAT_S, PREFIX, ForgedError, LauncherStore, read_signed
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import EngineName
@@ -163,7 +163,7 @@ class JoinedRun:
 
 def join(
     config: ExperimentConfig,
-    rendezvous: Rendezvous,
+    node: Node,
     run_dir: RunDir,
     *,
     member: Callable[[Node], NodeInfo],
@@ -172,6 +172,7 @@ def join(
     """Come to node 0, which may not be there yet, check that both mean the same run, and wait until all are there.
 
     Args:
+        node: this machine; `address` may be a host name.
         member: says what this machine has, when its address is known.
 
     Raises:
@@ -182,21 +183,17 @@ def join(
     from torch.distributed import PrefixStore, TCPStore
 
     ends_at = time.monotonic() + config.launch.rdzv_timeout_s
-    address, own_address = _reach(config, rendezvous, ends_at, say)
-    node = rendezvous.node(config, address=address, own_address=own_address)
+    where = f"{node.address}:{node.port}"
+    address, own_address = _reach(config, node, ends_at, say)
+    node = node.model_copy(update={"address": address, "own_address": own_address})
     try:
-        store = TCPStore(
-            address,
-            rendezvous.port,
-            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
-            wait_for_workers=False,
-            is_master=False,
-        )
-        token, run = _read_run(PrefixStore(PREFIX, store), run_dir, rendezvous, ends_at)
-        launchers = LauncherStore(store, token, rank=rendezvous.rank, count=node.count)
+        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+        store = TCPStore(address, node.port, timeout=timeout, wait_for_workers=False, is_master=False)
+        token, run = _read_run(PrefixStore(PREFIX, store), run_dir, where, ends_at)
+        launchers = LauncherStore(store, token, rank=node.rank, count=node.count)
         if not launchers.claim():
-            raise ConfigError(f"node {rendezvous.rank} is here already; each machine needs its own --node-rank")
-        own = NodeInfo(rank=rendezvous.rank, host=socket.gethostname())
+            raise ConfigError(f"node {node.rank} is here already; each machine needs its own --node-rank")
+        own = NodeInfo(rank=node.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
             own = member(node)
@@ -204,33 +201,31 @@ def join(
             launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
             launchers.exchange()
             if isinstance(error, ConfigError):
-                raise ConfigError(f"this machine cannot take part as node {rendezvous.rank}: {error}") from error
+                raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
             raise
         launchers.post(0, "ready", member=own.model_dump())
-        say(f"node {rendezvous.rank} has joined node 0 ({address}), and waits for the others")
+        say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
     return JoinedRun(launchers=launchers, node=node, token=token, assignment=assignment)
 
 
-def _reach(
-    config: ExperimentConfig, rendezvous: Rendezvous, ends_at: float, say: Callable[[str], None]
-) -> tuple[str, str]:
+def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
     """Address of node 0, and of this machine in the same network, as soon as somebody listens there. A name that is not known yet
     is one of a pod that has not started."""
     last: OSError | None = None
     while True:
         try:
-            with socket.create_connection((rendezvous.host, rendezvous.port), timeout=_CONNECT_TIMEOUT_S) as connection:
+            with socket.create_connection((node.address, node.port), timeout=_CONNECT_TIMEOUT_S) as connection:
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError as error:
             if last is None:
-                say(f"waiting for node 0 at {rendezvous.host}:{rendezvous.port}")
+                say(f"waiting for node 0 at {node.address}:{node.port}")
             last = error
         if time.monotonic() > ends_at:
             raise DeadlineError(
-                f"node 0 to listen at {rendezvous.host}:{rendezvous.port}",
+                f"node 0 to listen at {node.address}:{node.port}",
                 waited_s=config.launch.rdzv_timeout_s,
                 setting="launch.rdzv_timeout_s",
                 hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",
@@ -238,7 +233,7 @@ def _reach(
         _pause()
 
 
-def _read_run(store: Any, run_dir: RunDir, rendezvous: Rendezvous, ends_at: float) -> tuple[str, dict[str, Any]]:
+def _read_run(store: Any, run_dir: RunDir, where: str, ends_at: float) -> tuple[str, dict[str, Any]]:
     """The token of the run, and what node 0 has put there. The file may take a while to be seen through a network file system."""
     while True:
         if store.check([_RUN]) and run_dir.token.is_file():
@@ -247,7 +242,7 @@ def _read_run(store: Any, run_dir: RunDir, rendezvous: Rendezvous, ends_at: floa
                 return token, read_signed(token, _RUN, store.get(_RUN))
         if time.monotonic() > ends_at:
             raise ConfigError(
-                f"run.dir: {run_dir.root} has no token of the run that node 0 at {rendezvous.host}:{rendezvous.port} has begun; "
+                f"run.dir: {run_dir.root} has no token of the run that node 0 at {where} has begun; "
                 "it must be on a file system that all machines share, under the same path, and no other run may use that address"
             )
         _pause()

@@ -23,15 +23,14 @@ from rich.text import Text
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.checks.disk import check_run_place
 from grpo_async.config import ExperimentConfig
+from grpo_async.config.loader import dump_config, load_config
 from grpo_async.display.output import Output
 from grpo_async.display.summary import print_evaluation
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import with_dtypes
-from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.prepare import Start
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.launcher.train import Launcher
+from grpo_async.launcher.train import lead
 from grpo_async.processes import machine as machine_module
 from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
@@ -60,8 +59,6 @@ def evaluate(
         ConfigError: the input is wrong; nothing was started.
         CheckpointError: the checkpoint cannot be used.
     """
-    from grpo_async.config.loader import dump_config
-
     output = output or Output()
     with output.reporting():
         if config.evaluation is None:
@@ -77,9 +74,7 @@ def evaluate(
         run_dir.create()
         with _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
-            outcome = Launcher(served, engine, output, _evaluating, notes).run(
-                Start(resume_step=None), purpose="evaluation"
-            )
+            outcome = lead(served, engine, output, purpose="evaluation", notes=notes)
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
         return _report(outcome, target, run_dir, output)
@@ -104,7 +99,6 @@ def _model(config: ExperimentConfig, target: EvaluationTarget, run_dir: RunDir, 
     if target.run is None or target.step is None:
         yield config.model.path if target.folder is None else target.folder
         return
-    from grpo_async.config.loader import load_config
     from grpo_async.training.export import export_checkpoint
 
     trained = load_config(target.run.config) if target.run.config.is_file() else config
@@ -137,20 +131,6 @@ def _to_serve(config: ExperimentConfig, model_path: str, run_dir: RunDir) -> Exp
         return ExperimentConfig.model_validate(content)
     except ValueError as error:
         raise ConfigError(f"the configuration cannot be used for an evaluation: {error}") from error
-
-
-def _evaluating(plan: ProcessPlan) -> ProcessPlan:
-    """In place of the trainer one process that asks the servers."""
-    assert plan.trainer is not None
-    trainer = replace(
-        plan.trainer,
-        name="evaluation",
-        command=(plan.trainer.command[0], "-m", "grpo_async.trainer.evaluation_process"),
-        log_name="evaluation.log",
-        num_processes=1,
-        memory="",
-    )
-    return replace(plan, trainer=trainer)
 
 
 def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, output: Output) -> RunOutcome:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from grpo_async.cluster.nodes import Rendezvous
 from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, join
 from grpo_async.cluster.store import HEARTBEAT_S, LauncherStore, Message
 from grpo_async.config import ExperimentConfig
@@ -28,7 +26,6 @@ from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Node
 from grpo_async.processes.heartbeat import to_json
 from grpo_async.run_directory import RunDir
@@ -39,20 +36,13 @@ _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
 
 
 def follow(
-    config: ExperimentConfig,
-    run_dir: RunDir,
-    output: Output,
-    *,
-    rendezvous: Rendezvous,
-    engine: EngineChoice,
-    amend: Callable[[ProcessPlan], ProcessPlan],
+    config: ExperimentConfig, run_dir: RunDir, output: Output, *, node: Node, engine: EngineChoice
 ) -> RunOutcome:
-    """Take part in a run, as machine `rendezvous.rank`. Its directory is node 0's; here only logs are added to it. Call it from
-    the main thread.
+    """Take part in a run, as machine `node.rank`. Its directory is node 0's; here only logs are added to it. Call it from the main
+    thread.
 
     Args:
         engine: of the servers here; SERVERS_ELSEWHERE where this machine only trains.
-        amend: changes the plan before it is carried out.
 
     Raises:
         ConfigError, DeadlineError, RunError: see rendezvous.join.
@@ -65,27 +55,16 @@ def follow(
         )
 
     with unwinding(), private_folder() as private:
-        joined = join(config, rendezvous, run_dir, member=member, say=output.say)
-        plan = amend(_plan(config, joined, run_dir, private, engine))
+        joined = join(config, node, run_dir, member=member, say=output.say)
+        attempt = run_dir.logs / joined.assignment.attempt_dir.name
+        own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private, "node": joined.node}
+        assignment = joined.assignment.model_copy(update=own)
+        plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token)
         output.say(plan.describe())
         display = output.display(run_name=config.run.name, max_steps=config.num_steps, run_dir=run_dir, lines_only=True)
         display.views.append(_Relay(joined.launchers))
         with display:
             return asyncio.run(Follower(config, joined, plan, display).run())
-
-
-def _plan(
-    config: ExperimentConfig, joined: JoinedRun, run_dir: RunDir, private: Path, engine: EngineChoice
-) -> ProcessPlan:
-    attempt = run_dir.logs / joined.assignment.attempt_dir.name
-    own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private, "node": joined.node}
-    return plan_processes(
-        config,
-        engine=engine,
-        assignment=joined.assignment.model_copy(update=own),
-        machine=machine_module.inspect(),
-        token=joined.token,
-    )
 
 
 class _Relay(View):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.base import TransportKind
@@ -11,9 +11,6 @@ from grpo_async.errors import ConfigError
 from grpo_async.processes.assignment import Node
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.text import count
-
-ALONE = Node()
-"""The machine of a run that has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ def trains_on_gpu(config: ExperimentConfig, gpus: Sequence[str]) -> bool:
     return config.launch.device == "cuda" or (config.launch.device == "auto" and bool(gpus))
 
 
-def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node = ALONE) -> GpuShares:
+def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[str], node: Node) -> GpuShares:
     """Of one machine: GPUs of the trainer's ranks first, then of each server. With `launch.colocate` the servers begin at the
     first GPU, too, and share it with the trainer.
 
@@ -82,7 +79,7 @@ def share_gpus(config: ExperimentConfig, engine: EngineChoice, gpus: Sequence[st
         notes.append(f"trainer and servers share GPU {','.join(shares.shared)}, as launch.colocate says")
     if idle := [gpu for gpu in gpus if gpu not in {*gpus[:ranks], *(taken for each in servers for taken in each)}]:
         notes.append(f"GPU {','.join(idle)} of this machine: not used by this run")
-    return GpuShares(trainer=shares.trainer, servers=servers, notes=tuple(notes))
+    return replace(shares, notes=tuple(notes))
 
 
 def _too_few(config: ExperimentConfig, number: int, *, ranks: int, num_servers: int, each: int) -> str:
@@ -119,15 +116,13 @@ def gpus_needed(config: ExperimentConfig, engine: EngineChoice) -> int:
 
 
 def plan_transport(
-    config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, node: Node = ALONE
+    config: ExperimentConfig, engine: EngineChoice, shares: GpuShares, node: Node
 ) -> tuple[TransportKind, str]:
     """How the weights travel, and why. `shares` are of node 0, where the trainer sends them from.
 
     Raises:
-        ConfigError: `weights.transport` names a way that is impossible with these devices.
+        ConfigError: `weights.transport` names a way that is impossible with these devices; says what to set instead.
     """
-    from grpo_async.weights.choice import choose_transport
-
     wanted = config.weights.transport
     if config.model.lora is not None and config.model.lora.push == "adapter":
         return (
@@ -135,18 +130,43 @@ def plan_transport(
             "only the adapters are sent (model.lora.push), and each server adds them to the weights of its files",
         )
     trainer = f"GPU {shares.trainer[0]}" if shares.trainer else "its GPU" if config.launch.device == "cuda" else "cpu"
+    workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
     if engine.engine == "external":
         if wanted == "auto" and trainer != "cpu":
             return "nccl", "servers are assumed to have their own GPUs; for servers on CPUs, weights.transport: gloo"
         # whoever asks for it knows what the servers have
-        return choose_transport(wanted, trainer, ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"])
-    workers = [f"GPU {gpu}" for gpus in shares.servers for gpu in gpus or ()]
-    if engine.on_gpu:  # every machine that serves has as many
-        elsewhere = config.num_servers - len(shares.servers) if not node.is_alone else 0
+        workers = ["cpu" if wanted in ("auto", "gloo") else "the servers' GPUs"]
+    elif engine.on_gpu and not node.is_alone:  # every machine that serves has as many
+        elsewhere = config.num_servers - len(shares.servers)
         workers += [f"GPU {k} on another machine" for k in range(elsewhere * gpus_of_a_server(config, engine))]
-    if not workers:
-        workers = ["the servers' GPUs" if engine.on_gpu else "cpu"]
-    return choose_transport(wanted, trainer, workers)
+    workers = workers or ["the servers' GPUs" if engine.on_gpu else "cpu"]
+    fitting, why = _fitting_transport(trainer, workers)
+    if wanted in ("auto", fitting):
+        return fitting, why
+    if wanted == "gloo":  # goes everywhere
+        return "gloo", f"weights.transport says so (auto would be {fitting}: {why})"
+    raise ConfigError(
+        f"weights.transport: {wanted} is impossible between {trainer} (trainer) and {', '.join(workers)}, because {why}; "
+        f"set {fitting}, or auto"
+    )
+
+
+def _fitting_transport(trainer: str, workers: Sequence[str]) -> tuple[TransportKind, str]:
+    """The fastest transport between the devices of trainer rank 0 and of the servers' workers ("cpu", or the name of a GPU), and
+    why it is that one. Beside it only gloo works."""
+    if trainer == "cpu":
+        return "gloo", "trainer and server are on the CPU" if "cpu" in workers else "the trainer is on the CPU"
+    if "cpu" in workers:
+        return "gloo", "the server is on the CPU"
+    num_gpus = len({trainer, *workers})
+    if num_gpus == 1:
+        return "ipc", "trainer and server share a GPU"
+    if num_gpus == 1 + len(workers):
+        return "nccl", "trainer and servers have separate GPUs"
+    return (
+        "gloo",
+        "some share a GPU and others do not, which neither nccl (one process per GPU) nor ipc (one GPU) supports",
+    )
 
 
 def gpus_of_a_server(config: ExperimentConfig, engine: EngineChoice) -> int:

@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from grpo_async.cluster.nodes import Rendezvous, socket_names
+from grpo_async.cluster.nodes import socket_names
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import set_options
 from grpo_async.errors import ConfigError
@@ -27,7 +28,7 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.gpus import (
     GpuShares,
     assumed_gpus,
-    gpus_of_a_server,
+    gpus_needed,
     plan_transport,
     share_gpus,
     trains_on_gpu,
@@ -43,6 +44,9 @@ from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import host_in_url
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
+
+Fact: TypeAlias = tuple[str, str]
+"""A further line of a plan's description: a name and a text."""
 
 SERVERS_ELSEWHERE = EngineChoice(engine="external", reason="other machines of the run serve")
 """On a machine that only trains."""
@@ -74,8 +78,7 @@ class ProcessPlan:
     trainer: ProcessSpec | None
     num_gpus: int | None = None
     """That this machine has for the run; None: not known."""
-    facts: tuple[tuple[str, str], ...] = ()
-    """Further lines of the description: weights, TLS; (name, text)."""
+    facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -85,11 +88,13 @@ class ProcessPlan:
     def describe(self) -> str:
         """The plan for humans; also the content of plan.txt."""
         given = self.assignment
-        start = (
-            "from the beginning" if given.resume_step is None else f"from the checkpoint of step {given.resume_step}"
-        )
-        if given.purpose != "train":
-            start = {"preflight": "checks only", "evaluation": "evaluation only"}[given.purpose]
+        start = {
+            "preflight": "checks only",
+            "evaluation": "evaluation only",
+            "train": "from the beginning"
+            if given.resume_step is None
+            else f"from the checkpoint of step {given.resume_step}",
+        }[given.purpose]
         is_external = self.engine.engine == "external" and self.engine is not SERVERS_ELSEWHERE
         external = " (not started by this run)" if is_external else ""
         lines = [
@@ -115,16 +120,11 @@ class ProcessPlan:
         return "\n".join(lines) + "\n"
 
 
-def plan_only(config: ExperimentConfig) -> ProcessPlan:
-    """The processes that `config` would start; looks at the machine, not at the files that `config` names."""
-    return plan_dry(config, Rendezvous(), machine=machine_module.inspect())
-
-
 def plan_dry(
     config: ExperimentConfig,
-    rendezvous: Rendezvous,
+    node: Node | None = None,
     *,
-    machine: Machine,
+    machine: Machine | None = None,
     resume_step: int | None = None,
     plans_memory: bool = False,
     notes: Sequence[str] = (),
@@ -133,28 +133,28 @@ def plan_dry(
     the start. Of several machines the others need not be there, and what this one lacks, they are taken to have.
 
     Args:
+        node: None: node 0.
+        machine: None: this one.
         plans_memory: for which the model's files are read.
     """
-    run_dir, nodes = RunDir(config.run_path.absolute()), config.launch.nodes
-    node = Node()
-    engine = choose_engine(config, is_here=nodes.count == 1)
-    is_looked_at = nodes.count == 1 or bool(machine.gpus)
-    if nodes.count > 1:
-        address = rendezvous.host or "NODE_0"
-        own = address if rendezvous.rank == 0 else f"NODE_{rendezvous.rank}"
-        node = rendezvous.node(config, address=address, own_address=own)
+    nodes, machine = config.launch.nodes, machine or machine_module.inspect()
+    node = node or Node(num_train=nodes.train, num_infer=nodes.infer)
+    engine = choose_engine(config, is_here=node.is_alone)
+    is_looked_at = node.is_alone or bool(machine.gpus)
+    hosts = [config.inference.host]
+    if not node.is_alone:
+        names = [node.address or "NODE_0", *(f"NODE_{rank}" for rank in range(1, node.count))]
+        node = node.model_copy(update={"address": names[0], "own_address": names[node.rank]})
         machine = replace(machine, gpus=machine.gpus or assumed_gpus(config, engine))
-        hosts = [address if rank == 0 else f"NODE_{rank}" for rank in nodes.serving]
-    else:
-        hosts = [config.inference.host]
+        hosts = [names[rank] for rank in nodes.serving]
     config = with_dtypes(config, engine, machine.gpus)
     ports = (0,) * config.inference.replicas if config.launch.server_port is None else None
-    urls = tuple(url for host in hosts for url in own_urls(config, host, ports=ports))
+    run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,
         attempt_dir=run_dir.logs / "attempt_N",
         private=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
-        server_urls=urls,
+        server_urls=tuple(url for host in hosts for url in own_urls(config, host, ports=ports)),
         resume_step=resume_step,
         node=node,
     )
@@ -192,8 +192,8 @@ def plan_processes(
     *,
     engine: EngineChoice,
     assignment: Assignment,
-    machine: Machine,
     token: str | None,
+    machine: Machine | None = None,
     plans_memory: bool = True,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
@@ -204,6 +204,7 @@ def plan_processes(
         assignment: of node 0, without `transport`, which is planned here; of another machine, whole. `server_urls` are those of all
             servers that the run starts, in the order of the machines; they keep them over restarts.
         token: guards the servers; None only with servers that ask for none.
+        machine: None: this one.
         plans_memory: see `plan_dry`.
         notes: shown with the plan, after its own.
 
@@ -211,17 +212,16 @@ def plan_processes(
         ConfigError: there are too few GPUs, or they cannot be divided (see launcher.memory), or `weights.transport` or
             `inference.vllm.sleep_while_training` is impossible here.
     """
-    node = assignment.node
+    node, machine = assignment.node, machine or machine_module.inspect()
     shares = share_gpus(config, engine, machine.gpus, node)
     memory = plan_memory(config, engine, shares, machine.gpu_bytes) if plans_memory else MemoryPlan()
-    facts = list(_nodes_facts(config, node, engine, has_gpus=bool(machine.gpus)))
-    leads = node.rank == 0 and node.trains
-    if leads and config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
-        raise ConfigError(
-            f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
-            f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
-        )
-    if leads:
+    facts = list(_nodes_facts(config, engine, machine, node))
+    if node.rank == 0 and node.trains:
+        if config.inference.vllm.sleep_while_training and not (engine.engine == "vllm" and engine.on_gpu):
+            raise ConfigError(
+                f"inference.vllm.sleep_while_training: only a vLLM that this run starts on a GPU can sleep, and the engine is "
+                f"{engine.engine}{'' if engine.on_gpu else ' without a GPU'}; leave the setting out"
+            )
         transport, reason = plan_transport(config, engine, shares, node)
         urls = assignment.server_urls or tuple(config.inference.urls)
         assignment = assignment.model_copy(update={"server_urls": urls, "transport": transport})
@@ -240,8 +240,7 @@ def plan_processes(
     if node.trains:
         assignment = assignment.model_copy(update={"on_gpu": trains_on_gpu(config, machine.gpus)})
         trainer = _trainer(config, assignment, machine, environment, shares.trainer, memory=memory.trainer)
-    specs = [*servers, *([] if trainer is None else [trainer])]
-    return ProcessPlan(
+    plan = ProcessPlan(
         run_name=config.run.name,
         engine=engine,
         assignment=assignment,
@@ -249,8 +248,9 @@ def plan_processes(
         trainer=trainer,
         num_gpus=len(machine.gpus),
         facts=tuple(facts),
-        notes=(*shares.notes, *memory.notes, *_own_notes(config, machine, specs, shares.shared), *notes),
     )
+    own_notes = _own_notes(config, machine, plan.processes, shares.shared)
+    return replace(plan, notes=(*shares.notes, *memory.notes, *own_notes, *notes))
 
 
 def first_server(config: ExperimentConfig, node: Node) -> int:
@@ -318,50 +318,57 @@ def _trainer(
     *,
     memory: str,
 ) -> ProcessSpec:
-    """torchrun with the ranks of this machine."""
+    """torchrun with the ranks of this machine; of an evaluation one process that asks the servers."""
     launch, node = config.launch, assignment.node
-    alone: dict[str, str] = {}
+    environment = {
+        **_environment(common, launch.trainer_threads, gpus),
+        # a generator of rows that walks a set then gives the same rows to a resumed run
+        "PYTHONHASHSEED": "0",
+        ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
+    }
+    if assignment.purpose == "evaluation":
+        return ProcessSpec(
+            name="evaluation",
+            command=(machine.python, "-m", "grpo_async.trainer.evaluation_process"),
+            environment=environment,
+            log_name="evaluation.log",
+            num_processes=1,
+            threads=launch.trainer_threads,
+        )
+    options = {
+        "--nnodes": node.num_train,
+        "--nproc-per-node": launch.num_trainer_ranks,
+        "--max-restarts": 0,
+        "--rdzv-id": config.run.name,
+        # without an address the host's name is looked up
+        "--local-addr": node.own_address or "127.0.0.1",
+        # without a folder it makes one in the temporary directory, and leaves it there
+        "--log-dir": assignment.private / "torchrun",
+    }
     if node.num_train == 1:
-        rendezvous = (
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", str(assignment.private / "rendezvous")),
-            *("--rdzv-conf", "store_type=file"),
-        )
+        options |= {
+            "--rdzv-backend": "c10d",
+            "--rdzv-endpoint": assignment.private / "rendezvous",
+            "--rdzv-conf": "store_type=file",
+        }
         # torchrun would otherwise listen on every interface, for a store that the ranks do not use
-        alone = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if sys.platform == "linux":
-            alone["GLOO_SOCKET_IFNAME"] = "lo"
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
     else:
-        settings = f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}"
-        rendezvous = (
-            *("--rdzv-backend", RENDEZVOUS_BACKEND),
-            *("--rdzv-endpoint", f"{host_in_url(node.address)}:{node.port}", "--rdzv-conf", settings),
-        )
+        options |= {
+            "--rdzv-backend": RENDEZVOUS_BACKEND,
+            "--rdzv-endpoint": f"{host_in_url(node.address)}:{node.port}",
+            "--rdzv-conf": f"rank={node.rank},timeout={max(1, round(launch.rdzv_timeout_s))}",
+        }
     return ProcessSpec(
         name="trainer",
         command=(
             *(machine.python, "-m", "grpo_async.launcher.torchrun"),
-            *(
-                "--nnodes",
-                str(node.num_train),
-                "--nproc-per-node",
-                str(launch.num_trainer_ranks),
-                "--max-restarts",
-                "0",
-            ),
-            *rendezvous,
-            # without an address the host's name is looked up
-            *("--rdzv-id", config.run.name, "--local-addr", node.own_address or "127.0.0.1"),
-            # without a folder it makes one in the temporary directory, and leaves it there
-            *("--log-dir", str(assignment.private / "torchrun")),
+            *(str(word) for option in options.items() for word in option),
             *("-m", "grpo_async.trainer.main"),
         ),
-        environment={
-            **_environment(common, launch.trainer_threads, gpus),
-            **alone,
-            # a generator of rows that walks a set then gives the same rows to a resumed run
-            "PYTHONHASHSEED": "0",
-            ASSIGNMENT_VARIABLE: assignment.model_dump_json(),
-        },
+        environment=environment,
         log_name="trainer.log" if node.rank == 0 else f"trainer_node{node.rank}.log",
         num_processes=launch.num_trainer_ranks,
         threads=launch.trainer_threads,
@@ -370,44 +377,35 @@ def _trainer(
     )
 
 
-def _nodes_facts(
-    config: ExperimentConfig, node: Node, engine: EngineChoice, *, has_gpus: bool
-) -> Iterator[tuple[str, str]]:
-    """Which machine does what; nothing where there is one. GPUs are counted on each machine."""
+def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machine, node: Node) -> Iterator[Fact]:
+    """Which machine does what; nothing where there is one. GPUs are counted on each machine, which is taken to have what it needs."""
     if node.is_alone:
         return
     ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas
-    on_gpu = has_gpus and config.launch.device != "cpu"
-    each = gpus_of_a_server(config, engine) if has_gpus else 0
+    gpus = tuple(map(str, range(gpus_needed(config, engine)))) if machine.gpus else ()
     yield "nodes", f"{node.count}, which meet at {node.address}:{node.port}; sharding: {config.launch.sharding}"
     for rank in range(node.count):
         one = node.model_copy(update={"rank": rank})
+        shares = share_gpus(config, engine, gpus, one)
         parts = ["leads"] if rank == 0 else []
         if one.trains:
-            where = f" on GPU {_span(0, ranks)}" if on_gpu else ""
-            parts.append(f"trainer rank{'s' if ranks > 1 else ''} {_span(rank * ranks, ranks)}{where}")
+            last = f"s {rank * ranks}-{(rank + 1) * ranks - 1}" if ranks > 1 else f" {rank}"
+            parts.append(f"trainer rank{last}{_on_gpus(shares.trainer)}")
         if one.serves and not config.inference.urls:
-            start = ranks if on_gpu and one.trains and not config.launch.colocate else 0
-            first = first_server(config, one)
-            servers = [
-                f"{first + k}{f' on GPU {_span(start + k * each, each)}' if each else ''}" for k in range(replicas)
-            ]
+            own = enumerate(shares.servers or (None,) * replicas, start=first_server(config, one))
+            servers = [f"{index}{_on_gpus(taken)}" for index, taken in own]
             parts.append(f"server{'s' if replicas > 1 else ''} {', '.join(servers)}")
-        here = " (this machine)" if rank == node.rank else ""
-        yield f"node {rank}", f"{'; '.join(parts)}{here}"
+        yield f"node {rank}", f"{'; '.join(parts)}{' (this machine)' if rank == node.rank else ''}"
     if names := socket_names(node.own_address):
-        yield (
-            "interface",
-            f"{', '.join(sorted(set(names.values())))} ({node.own_address}), for {' and '.join(sorted(names))}",
-        )
+        interfaces = ", ".join(sorted(set(names.values())))
+        yield "interface", f"{interfaces} ({node.own_address}), for {' and '.join(sorted(names))}"
 
 
-def _span(first: int, count: int) -> str:
-    """(8, 1) -> "8"; (8, 4) -> "8-11"."""
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+def _on_gpus(gpus: tuple[str, ...] | None) -> str:
+    return f" on GPU {','.join(gpus)}" if gpus else ""
 
 
-def _facts(config: ExperimentConfig, weights: str) -> Iterator[tuple[str, str]]:
+def _facts(config: ExperimentConfig, weights: str) -> Iterator[Fact]:
     yield "precision", config.precision
     yield "weights", f"{weights}; requests in flight: {config.weights.mode} (weights.mode)"
     tls = config.inference.tls

@@ -7,10 +7,9 @@ ends), so two runs never write the same files.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from grpo_async.checks.disk import check_run_place
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
+from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.training.checkpoint_manifest import (
@@ -47,13 +47,20 @@ _FREE = ("run.dir", "run.name", "launch", "inference")  # where and by what it r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: `resume_step` None is the beginning; `resume_is_named`: the user has named it. `notes` tell what the user
-    should know; `broken_steps` have checkpoints that are damaged and newer than the one to resume from (see `set_aside_broken`);
-    `is_reused`: the directory has what a start that failed has left, which goes but for its logs (see `empty`)."""
+    """Where a run begins, and what `make_room` does before that.
 
-    resume_step: int | None
+    Args:
+        resume_step: None is the beginning.
+        resume_is_named: the user has named the step.
+        removes: the directory has an old run, or what a start that failed has left, whose logs stay.
+        broken_steps: their checkpoints are damaged and newer than the one to resume from.
+        notes: what the user should know.
+    """
+
+    resume_step: int | None = None
     resume_is_named: bool = False
-    is_reused: bool = False
+    removes: bool = False
+    keeps_logs: bool = False
     broken_steps: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -75,18 +82,21 @@ def check_start(config: ExperimentConfig, *, resume: str | None, clean: bool) ->
         raise ConfigError("--resume and --clean exclude each other: --clean removes what --resume starts from")
     if clean:
         _check_removable(run_dir, config)
-        return Start(resume_step=None)
-    if resume is not None:
+        return Start(removes=run_dir.root.exists())
+    if resume is not None and not run_dir.config.is_file():
+        raise ConfigError(
+            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave out --resume to start one"
+        )
+    is_new = not run_dir.root.exists() or (run_dir.root.is_dir() and not any(run_dir.root.iterdir()))
+    steps = run_dir.checkpoint_steps()
+    if resume is not None and (steps or resume != "latest"):
         return _resume(run_dir, config, resume)
-    if run_dir.root.exists() and (not run_dir.root.is_dir() or any(run_dir.root.iterdir())):
-        steps = run_dir.checkpoint_steps()
-        if steps:
-            raise ConfigError(
-                f"the run directory {run_dir.root} already exists, with a checkpoint of step {steps[-1]}: "
-                "--resume continues it, --clean removes it first, a different run.name leaves it alone"
-            )
-        return _reuse(run_dir, config)
-    return Start(resume_step=None)
+    if steps:
+        raise ConfigError(
+            f"the run directory {run_dir.root} already exists, with a checkpoint of step {steps[-1]}: "
+            "--resume continues it, --clean removes it first, a different run.name leaves it alone"
+        )
+    return Start() if is_new else _reuse(run_dir, config)
 
 
 def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
@@ -102,7 +112,7 @@ def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
             "--clean removes it first, a different run.name leaves it alone"
         )
     note = f"an earlier attempt in {run_dir.root} trained nothing: this run reuses the directory and keeps its logs"
-    return Start(resume_step=None, is_reused=True, notes=(note,))
+    return Start(removes=True, keeps_logs=True, notes=(note,))
 
 
 @contextmanager
@@ -142,22 +152,18 @@ def writing(run_dir: RunDir) -> Iterator[None]:
         ) from error
 
 
-def set_aside_broken(run_dir: RunDir, start: Start) -> None:
-    """Rename checkpoints that `check_start` found damaged to broken_step_N, where nothing takes them for whole ones."""
-    for step in start.broken_steps:
-        set_aside(run_dir.checkpoint(step), "broken")
-
-
-def empty(run_dir: RunDir, *, keeps_logs: bool = False) -> None:
-    """Remove everything in the run directory (`check_start` has said that it is ours). Its config.yaml goes last: without it the
-    directory would not be known as ours, should this be killed."""
-    for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config):
-        if keeps_logs and entry == run_dir.logs:
+def make_room(run_dir: RunDir, start: Start) -> None:
+    """Remove what `check_start` has found to be ours, and rename damaged checkpoints to broken_step_N, where nothing takes them for
+    whole ones. config.yaml goes last: without it the directory would not be known as ours, should this be killed."""
+    for entry in sorted(run_dir.root.iterdir(), key=lambda entry: entry == run_dir.config) if start.removes else ():
+        if start.keeps_logs and entry == run_dir.logs:
             continue
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
         else:
             entry.unlink()
+    for step in start.broken_steps:
+        set_aside(run_dir.checkpoint(step), "broken")
 
 
 def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
@@ -170,130 +176,61 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
     half_written = run_dir.config.with_name(f"{run_dir.config.name}.tmp")
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
-    for name, path in _inputs(config):
-        if path.exists() and path.resolve().is_relative_to(root.resolve()):
+    inputs = {
+        "model.path": Path(config.model.path),
+        "model.chat_template": config.model.chat_template,
+        "data.train.path": getattr(config.data.train, "path", None),
+        "evaluation.data.path": getattr(getattr(config.evaluation, "data", None), "path", None),
+        "the working directory": Path.cwd(),
+    }
+    for name, path in inputs.items():
+        if path is not None and path.exists() and path.resolve().is_relative_to(root.resolve()):
             raise ConfigError(f"a new run in {root} would remove {name}: {path} lies there")
-    if Path.cwd().is_relative_to(root.resolve()):
-        raise ConfigError(f"a new run in {root} would remove the working directory, which is inside it")
-
-
-def _inputs(config: ExperimentConfig) -> Iterator[tuple[str, Path]]:
-    yield "model.path", Path(config.model.path)
-    if config.model.chat_template is not None:
-        yield "model.chat_template", config.model.chat_template
-    for name, source in (
-        ("data.train", config.data.train),
-        ("evaluation.data", getattr(config.evaluation, "data", None)),
-    ):
-        path = getattr(source, "path", None)
-        if path is not None:
-            yield f"{name}.path", path
 
 
 def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
-    if not run_dir.config.is_file():
-        raise ConfigError(
-            f"--resume: there is no run in {run_dir.root} (no config.yaml); leave out --resume to start one"
-        )
-    steps = run_dir.checkpoint_steps()
-    if not steps and resume == "latest":
-        return _reuse(run_dir, config)
-    if resume == "latest":
-        step, broken = _newest_whole(run_dir, steps)
-    else:
-        step, broken = find_checkpoint(run_dir, resume, option="--resume"), {}
-        try:
-            problem = _problem_at_start(run_dir.checkpoint(step))
-        except OtherFormatError as error:
-            problem = str(error)
-        if problem is not None:
-            raise ConfigError(f"--resume {resume}: {problem}; `--resume latest` takes the newest complete checkpoint")
-    # else evaluation or export are still to be done
-    problems: list[str] = []
-    finished = _finished_steps(run_dir, config, problems)
-    if finished is not None and step >= finished:
-        setting = "max_steps" if config.training.epochs is None else "epochs"
-        raise ConfigError(
-            f"--resume: the run in {run_dir.root} has finished its {finished} steps; raise training.{setting} to train on"
-        )
-    notes = [f"{each}; whether the run had finished is unknown" for each in problems]
-    notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
-    if not run_dir.metrics.exists():
-        notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
-    changes = _compare_with_last_attempt(run_dir, config)
-    return Start(
-        resume_step=step, resume_is_named=resume != "latest", broken_steps=tuple(broken), notes=(*notes, *changes)
-    )
-
-
-def _problem_at_start(checkpoint: Path) -> str | None:
-    """See problem_of; tensors are for the trainer's ranks to read."""
-    return problem_of(checkpoint, reads=lambda name: not holds_tensors(name))
-
-
-def _newest_whole(run_dir: RunDir, steps: Sequence[int]) -> tuple[int, dict[int, str]]:
-    """The step to resume from, and what is wrong with each newer one.
+    """From the checkpoint that `resume` names, or from the newest that is whole.
 
     Raises:
-        ConfigError: none is whole.
+        ConfigError: see `check_start`; the run has finished; or what a checkpoint means has changed.
     """
     broken: dict[int, str] = {}
-    for step in reversed(steps):
-        try:
-            problem = _problem_at_start(run_dir.checkpoint(step))
+    latest = reversed(run_dir.checkpoint_steps())
+    for step in latest if resume == "latest" else [find_checkpoint(run_dir, resume, option="--resume")]:
+        try:  # the tensors are for the trainer's ranks to read
+            problem = problem_of(run_dir.checkpoint(step), reads=lambda name: not holds_tensors(name))
         except OtherFormatError as error:
-            raise ConfigError(f"--resume: {error}") from error
+            raise ConfigError(f"--resume {resume}: {error}") from error
         if problem is None:
-            return step, broken
+            break
         broken[step] = problem
-    raise ConfigError(
-        "\n".join(
-            [
-                f"--resume: no checkpoint in {run_dir.checkpoints} is complete:",
-                *(f"  step {step}: {problem}" for step, problem in broken.items()),
-                "restore one from a copy, or start over with --clean",
-            ]
-        )
-    )
-
-
-def _finished_steps(run_dir: RunDir, config: ExperimentConfig, problems: list[str]) -> int | None:
-    """How many steps a run had that is finished; None where it is not, or not as long as `config` wants it: also an earlier attempt
-    with fewer steps or epochs leaves a summary that says so. A summary that cannot be read is a sentence in `problems`."""
-    summary, training = read_object(run_dir.summary, problems), config.training
-    steps = summary.get("steps")
-    if summary.get("status") != FINISHED or not isinstance(steps, int):
-        return None
-    if training.epochs is None:
-        return config.num_steps if steps >= config.num_steps else None
-    last = _last_config(run_dir).training
-    is_longer = last.epochs is None or training.epochs > last.epochs
-    return None if is_longer or (training.max_steps or math.inf) > (last.max_steps or math.inf) else steps
-
-
-def _last_config(run_dir: RunDir) -> ExperimentConfig:
-    """Of the attempt before."""
-    from grpo_async.config.loader import load_config
-
-    return load_config(run_dir.config)
-
-
-def _compare_with_last_attempt(run_dir: RunDir, config: ExperimentConfig) -> Iterator[str]:
-    changed = differences([each.model_dump(mode="json") for each in (_last_config(run_dir), config)])
-    fixed = [each for each in changed if _is_below(each.path, _FIXED)]
-    if fixed:
+    else:
+        listed = "".join(f"\n  step {step}: {problem}" for step, problem in broken.items())
+        remedy = "restore one from a copy, or start over with --clean"
+        if resume != "latest":
+            remedy = "`--resume latest` takes the newest complete checkpoint"
+        raise ConfigError(f"--resume {resume}: not complete in {run_dir.checkpoints}:{listed}\n{remedy}")
+    last = load_config(run_dir.config)  # of the attempt before
+    is_over, setting = config.num_steps <= step, "max_steps"
+    if config.training.epochs is not None:  # how many steps they make is known to the trainer only
+        is_over, setting = last.training == config.training, "epochs"
+    summary = read_object(run_dir.summary, [])
+    # where it has fewer steps, evaluation or export are still to be done
+    if is_over and summary.get("status") == FINISHED and summary.get("steps") == step:
         raise ConfigError(
-            "\n".join(
-                [
-                    f"--resume: the checkpoints of {run_dir.root} were made with other values of",
-                    *(f"  {each}" for each in fixed),
-                ]
-            )
-            + "\nput them back, or begin a new run (another run.name, or --clean)"
+            f"--resume: the run in {run_dir.root} has finished its {step} steps; raise training.{setting} to train on"
         )
-    for each in changed:
-        if not _is_below(each.path, _FREE):
-            yield f"changed since the run started: {each}"
+    notes = [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
+    if not run_dir.metrics.exists():
+        notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
+    changed = differences([each.model_dump(mode="json") for each in (last, config)])
+    if fixed := [f"\n  {each}" for each in changed if _is_below(each.path, _FIXED)]:
+        raise ConfigError(
+            f"--resume: the checkpoints of {run_dir.root} were made with other values of{''.join(fixed)}\n"
+            "put them back, or begin a new run (another run.name, or --clean)"
+        )
+    notes += [f"changed since the run started: {each}" for each in changed if not _is_below(each.path, _FREE)]
+    return Start(resume_step=step, resume_is_named=resume != "latest", broken_steps=tuple(broken), notes=tuple(notes))
 
 
 def _is_below(key: str, sections: tuple[str, ...]) -> bool:

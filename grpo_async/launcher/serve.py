@@ -19,7 +19,6 @@ from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
-from grpo_async.processes import machine as machine_module
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
@@ -51,7 +50,6 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
             config,
             engine=engine,
             assignment=assignment,
-            machine=machine_module.inspect(),
             token=token_from_environment(),
         )
         urls, specs = assignment.server_urls, plan.servers

@@ -103,7 +103,7 @@ class WeightTransport:
     After a failed send the group is of no use: close, then connect.
 
     Args:
-        transport: as planned (weights.choice).
+        transport: as planned (launcher.gpus).
         host: own address in the group; one of loopback when every server is on this machine.
         bucket_bytes: parameters travel in buckets of this many bytes.
         timeout_s: deadline of joining and of each bucket.

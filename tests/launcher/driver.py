@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from grpo_async.launcher.plan import ProcessPlan
-from grpo_async.launcher.train import launch, preflight
+from grpo_async.launcher import follower, train
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from tests.launcher.support import make_config
 
 HERE = Path(__file__).parent
@@ -22,34 +22,28 @@ HERE = Path(__file__).parent
 def main(options: dict[str, Any]) -> int:
     folder = Path(options["folder"])
 
-    def amend(plan: ProcessPlan) -> ProcessPlan:
+    def plan_stand_ins(*args: Any, **options_of_plan: Any) -> ProcessPlan:
+        plan = plan_processes(*args, **options_of_plan)
         rank = (str(HERE / "stand_in_trainer.py"), options["trainer"], str(folder))
         trainer = plan.trainer
         if trainer is not None:
             torchrun = trainer.command[: trainer.command.index("grpo_async.trainer.main") - 1]
-            command = (*torchrun, *rank) if options["torchrun"] else (sys.executable, *rank)
-            trainer = replace(trainer, command=command)
-        servers = tuple(
-            replace(
-                spec,
-                command=(
-                    *(sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder)),
-                    "server" if len(plan.servers) == 1 else f"server{index}",
-                ),
-            )
-            for index, spec in enumerate(plan.servers)
-        )
-        return replace(plan, servers=servers, trainer=trainer)
+            trainer = replace(trainer, command=(*(torchrun if options["torchrun"] else (sys.executable,)), *rank))
+        names = ["server"] if len(plan.servers) == 1 else [f"server{index}" for index in range(len(plan.servers))]
+        command = (sys.executable, str(HERE / "stand_in_server.py"), options["server"], str(folder))
+        servers = [replace(spec, command=(*command, name)) for spec, name in zip(plan.servers, names, strict=True)]
+        return replace(plan, servers=tuple(servers), trainer=trainer)
 
+    train.plan_processes = follower.plan_processes = plan_stand_ins  # type: ignore[attr-defined]
     config = make_config(
         folder,
         launch={"num_trainer_ranks": 2, "stop_timeout_s": options["stop_timeout_s"], **options.get("launch", {})},
         inference=options.get("inference", {}),
     )
     if options.get("preflight"):
-        code = preflight(config, amend=amend).exit_code
+        code = train.preflight(config).exit_code
     else:
-        code = launch(config, node_rank=options.get("node_rank"), amend=amend)
+        code = train.launch(config, node_rank=options.get("node_rank"))
     if "torch" in sys.modules and config.launch.nodes.count == 1:  # several machines meet in a store of torch
         raise AssertionError("the launcher imported torch")
     return code

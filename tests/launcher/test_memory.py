@@ -15,6 +15,7 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import share_gpus
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
+from grpo_async.processes.assignment import Node
 from grpo_async.processes.machine import Machine
 from grpo_async.servers.engine_choice import EngineChoice
 from tests.launcher.support import make_config
@@ -47,7 +48,7 @@ def _plan(
     engine: EngineChoice = VLLM_ON_GPU,
 ) -> MemoryPlan:  # fmt: skip
     config = _shared(config) if len(gpus) == 1 else config
-    return plan_memory(config, engine, share_gpus(config, engine, gpus), gpu_bytes)
+    return plan_memory(config, engine, share_gpus(config, engine, gpus, Node()), gpu_bytes)
 
 
 def _left(config: ExperimentConfig, num_servers: int) -> float:
@@ -133,9 +134,6 @@ def test_a_gpu_that_cannot_be_divided_asks_for_the_setting(tmp_path: Path, model
 
 
 def test_an_evaluation_has_no_trainer_whose_memory_is_planned(tmp_path: Path, model: str) -> None:
-    from grpo_async.launcher.evaluate import _evaluating
-
     config = make_config(tmp_path, model={"path": model})
-    made = make_plan(config)
-    assert "weights 3.8 MiB" in made.describe()
-    assert "weights 3.8 MiB" not in _evaluating(made).describe()
+    assert "weights 3.8 MiB" in make_plan(config).describe()
+    assert "weights 3.8 MiB" not in make_plan(config, purpose="evaluation").describe()

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from grpo_async.cluster import nodes, rendezvous
 from grpo_async.cluster import store as launcher_store
-from grpo_async.cluster.nodes import Rendezvous, find_rendezvous, first_host, leading_node, socket_names
+from grpo_async.cluster.nodes import find_node, first_host, leading_node, socket_names
 from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, gather, hosting, join
 from grpo_async.cluster.store import ForgedError, LauncherStore
 from grpo_async.config import ExperimentConfig
@@ -75,20 +75,22 @@ def test_a_machine_finds_its_place_by_what_started_it(
     config = _config(tmp_path, infer=2)
     rank, master = given
 
-    def find(config: ExperimentConfig) -> Rendezvous:
-        return find_rendezvous(config, node_rank=rank, master_addr=master, environment=environment)
+    def find(config: ExperimentConfig) -> Node:
+        return find_node(config, node_rank=rank, master_addr=master, environment=environment)
 
     if isinstance(place, str):
         with pytest.raises(ConfigError, match=place):
             find(config)
         return
-    assert find(config) == Rendezvous(rank=place[0], host=place[1], port=place[2])
+    assert find(config) == Node(rank=place[0], num_train=2, num_infer=2, address=place[1], port=place[2])
     own = _config(tmp_path, infer=2, rdzv="10.9.9.9:1")
-    assert find(own).host == (place[1] if master else "10.9.9.9")  # what the user has written goes before what is found
+    assert find(own).address == (
+        place[1] if master else "10.9.9.9"
+    )  # what the user has written goes before what is found
 
 
 def test_one_machine_needs_no_place_whatever_a_job_script_sets(tmp_path: Path) -> None:
-    assert find_rendezvous(make_config(tmp_path), environment=_SLURM) == Rendezvous()
+    assert find_node(make_config(tmp_path), environment=_SLURM) == Node()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_host_name_that_is_loopback_for_itself_only_is_refused(
     """Debian's /etc/hosts: node-0 is 127.0.1.1 on node-0."""
     monkeypatch.setattr(nodes, "resolve_host", lambda host, setting: "127.0.1.1")
     with pytest.raises(ConfigError, match=r"node-0 is 127\.0\.1\.1 on this machine"):
-        leading_node(_config(tmp_path), Rendezvous(host="node-0"))
+        leading_node(Node(num_train=2, address="node-0"))
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_written(tmp_path: Pa
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(ConfigError, match="cannot be bound on this machine, which is node 0"):
-            leading_node(_config(tmp_path), Rendezvous(host="127.0.0.1", port=taken.getsockname()[1]))
+            leading_node(Node(num_train=2, address="127.0.0.1", port=taken.getsockname()[1]))
 
 
 def test_gloo_and_nccl_go_over_the_interface_of_the_rendezvous_unless_the_user_says_otherwise() -> None:
@@ -179,8 +181,10 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = plan.describe()
     assert "nodes      4, which meet at 10.0.0.1:555" in text
     assert f"node {rank}     " in text
-    assert "node 0     leads; trainer ranks 0-1 on GPU 0-1" in text
-    where = (" on GPU 0-3", " on GPU 4-7") if rank != 1 else ("", "")  # one that only trains knows no devices of others
+    assert "node 0     leads; trainer ranks 0-1 on GPU 0,1" in text
+    where = (
+        (" on GPU 0,1,2,3", " on GPU 4,5,6,7") if rank != 1 else ("", "")
+    )  # one that only trains knows no devices of others
     assert f"node 3     servers 2{where[0]}, 3{where[1]}" in text
     assert f"interface  eth7 (10.0.0.{rank + 1})" in text
     assert TOKEN not in text
@@ -206,7 +210,7 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_one_machine_that_trains_keeps_its_ranks_off_the_network(tmp_path: Path) -> None:
     config = _config(tmp_path, train=1, infer=1)
-    plan = plan_dry(config, Rendezvous(host="127.0.0.1"), machine=Machine(num_cpus=8))
+    plan = plan_dry(config, machine=Machine(num_cpus=8))
     assert plan.trainer is not None
     assert "store_type=file" in plan.trainer.command
     assert plan.assignment.store is not None
@@ -224,8 +228,7 @@ class _Run:
         self.run_dir = RunDir(config.run_path.absolute())
         self.run_dir.create(dump_config(config))
         stack.enter_context(self.run_dir.new_token(TOKEN))
-        self.rendezvous = Rendezvous(host="127.0.0.1", port=free_port())
-        node = Node(num_train=count, address="127.0.0.1", port=self.rendezvous.port, own_address="127.0.0.1")
+        self.node = node = Node(num_train=count, address="127.0.0.1", port=free_port(), own_address="127.0.0.1")
         self.assignment = Assignment(
             run_dir=self.run_dir, attempt_dir=self.run_dir.new_attempt(), private=Path("/private"), node=node
         )
@@ -238,7 +241,7 @@ class _Run:
     def join(self, rank: int, *, config: ExperimentConfig | None = None, run_dir: RunDir | None = None) -> JoinedRun:
         return join(
             config or self.config,
-            Rendezvous(rank=rank, host="127.0.0.1", port=self.rendezvous.port),
+            self.node.model_copy(update={"rank": rank, "address": "localhost"}),
             run_dir or self.run_dir,
             member=lambda node: NodeInfo(rank=node.rank, host="h", urls=(f"http://h:{rank}",), engine="embedded"),
             say=lambda text: None,
@@ -296,7 +299,7 @@ def test_machines_join_in_any_order_start_with_node_0_and_hear_its_messages_and_
 def test_a_machine_without_a_heartbeat_is_silent_and_one_that_has_it_is_not(tmp_path: Path) -> None:
     with ExitStack() as stack:
         run = _Run(_config(tmp_path, train=3), stack)
-        store = TCPStore("127.0.0.1", run.rendezvous.port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", run.node.port, is_master=False, wait_for_workers=False)
         other = LauncherStore(store, TOKEN, rank=1, count=3)
         for _ in range(5):
             other.exchange()
@@ -328,7 +331,7 @@ def test_what_cannot_be_part_of_the_run_is_refused_on_both_sides(
         elif what == "rank":
             expected = "node 1 is here already"
             LauncherStore(
-                TCPStore("127.0.0.1", run.rendezvous.port, is_master=False, wait_for_workers=False),
+                TCPStore("127.0.0.1", run.node.port, is_master=False, wait_for_workers=False),
                 TOKEN,
                 rank=1,
                 count=2,
@@ -347,7 +350,7 @@ def test_what_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Path) -> 
     """Else the trainer would send the token to a server of his."""
     with ExitStack() as stack:
         run = _Run(_config(tmp_path), stack)
-        store = TCPStore("127.0.0.1", run.rendezvous.port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", run.node.port, is_master=False, wait_for_workers=False)
         stranger = LauncherStore(store, "guessed", rank=1, count=2)
         stranger.post(0, "ready", member={"rank": 1, "host": "evil", "urls": ["http://evil:1"]})
         stranger.exchange()
@@ -361,8 +364,8 @@ def test_node_0_and_the_others_say_who_is_missing_and_name_the_setting(tmp_path:
         run = _Run(_config(tmp_path, train=3, rdzv_timeout_s=1.0), stack)
         with pytest.raises(DeadlineError, match=r"nodes 1 and 2 to join; raise `launch\.rdzv_timeout_s`"):
             run.gather()
-    run.rendezvous = Rendezvous(host="127.0.0.1", port=free_port())
-    with pytest.raises(DeadlineError, match=r"node 0 to listen at 127\.0\.0\.1:\d+; raise `launch\.rdzv_timeout_s`"):
+    run.node = run.node.model_copy(update={"port": free_port()})
+    with pytest.raises(DeadlineError, match=r"node 0 to listen at localhost:\d+; raise `launch\.rdzv_timeout_s`"):
         run.join(1)
 
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from grpo_async.cluster.nodes import Rendezvous
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, with_dtypes
 from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_dry, plan_processes
 from grpo_async.processes import machine
-from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment
+from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, find_gpus, free_ports
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
@@ -180,11 +179,13 @@ def test_configured_urls_start_no_server_and_get_the_weights_over_nccl_where_the
     for wanted, kind in (("auto", "nccl"), ("gloo", "gloo"), ("nccl", "nccl")):
         weights = {"transport": wanted, "host": "10.0.0.1"}
         config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights=weights, launch={"device": "cuda"})
-        assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",)))[0] == kind
+        assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ("0",), Node()), Node())[0] == kind
     config = make_config(tmp_path, inference={"urls": ["http://a:1"]}, weights={"host": "10.0.0.1"})
-    assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, ()))[0] == "gloo"
+    assert plan_transport(config, EXTERNAL, share_gpus(config, EXTERNAL, (), Node()), Node())[0] == "gloo"
     config = make_config(tmp_path, model={"lora": {"push": "adapter"}}, launch={"device": "cuda"})
-    assert plan_transport(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, ("0", "1")))[0] == "gloo", "no other way"
+    assert (
+        plan_transport(config, VLLM_ON_GPU, share_gpus(config, VLLM_ON_GPU, ("0", "1"), Node()), Node())[0] == "gloo"
+    ), "no other way"
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_gpus_go_to_the_ranks_first_and_are_shared_only_where_that_is_asked_for(
         launch={"num_trainer_ranks": ranks, "device": "cuda", "colocate": colocate},
         inference={"replicas": replicas, "vllm": dict(zip(names, sizes, strict=True))},
     )
-    shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus))
+    shares = share_gpus(config, VLLM_ON_GPU, tuple(gpus), Node())
     assert shares.trainer == tuple(trainer)
     assert shares.servers == tuple(tuple(server) for server in servers)
     shared = [gpu for gpu in trainer if gpu in "".join(servers)]
@@ -242,7 +243,7 @@ def test_too_few_gpus_are_an_error_that_says_what_to_do(
         inference={"vllm": {"tensor_parallel_size": parallel}},
     )
     with pytest.raises(ConfigError, match=rf"launch: this machine has {gpus} GPU") as caught:
-        share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))))
+        share_gpus(config, VLLM_ON_GPU, tuple(map(str, range(gpus))), Node())
     for word in words:
         assert word in str(caught.value)
 
@@ -252,29 +253,31 @@ def test_a_cluster_is_laid_out_on_a_machine_without_gpus_and_without_vllm(
 ) -> None:
     monkeypatch.setattr(command, "vllm_installed", lambda: (False, "no module vllm"))
     config = load_config(Path("configs/cluster.yaml"))
-    plan = plan_dry(config, Rendezvous(), machine=Machine(num_cpus=2))
+    plan = plan_dry(config, machine=Machine(num_cpus=2))
     text = plan.describe()
-    assert "node 0     leads; trainer ranks 0-7 on GPU 0-7 (this machine)" in text
-    assert "node 1     trainer ranks 8-15 on GPU 0-7" in text
+    assert "node 0     leads; trainer ranks 0-7 on GPU 0,1,2,3,4,5,6,7 (this machine)" in text
+    assert "node 1     trainer ranks 8-15 on GPU 0,1,2,3,4,5,6,7" in text
     assert "node 2     servers 0 on GPU 0, 1 on GPU 1, 2 on GPU 2, 3 on GPU 3" in text
     assert "node 3     servers 8 on GPU 0, 9 on GPU 1" in text
     assert "weights    nccl: trainer and servers have separate GPUs" in text
     assert "trainer: 8 processes, 1 CPU thread each, GPU 0,1,2,3,4,5,6,7" in text
     assert plan.servers == ()
-    other = plan_dry(config, Rendezvous(rank=3), machine=Machine(num_cpus=2, gpus=tuple("01234567")))
+    other = plan_dry(
+        config, Node(rank=3, num_train=2, num_infer=2), machine=Machine(num_cpus=2, gpus=tuple("01234567"))
+    )
     assert [spec.gpus for spec in other.servers] == [(gpu,) for gpu in "01234567"]
     assert other.trainer is None
     # six GPUs on each machine are too few for eight ranks
     small = load_config(Path("configs/cluster.yaml"), ["launch.slurm.gpus_per_node=6"])
     with pytest.raises(ConfigError, match=r"this machine has 6 GPUs .* it needs 8 for the trainer's ranks"):
-        plan_dry(small, Rendezvous(), machine=Machine())
+        plan_dry(small, machine=Machine())
 
 
 def test_a_server_on_the_cpu_takes_no_gpu_and_a_machine_without_leaves_the_variable_alone(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"))
+    shares = share_gpus(config, VLLM_ON_CPU, ("0", "1"), Node())
     assert (shares.trainer, shares.servers) == (("0",), ((),))
-    assert share_gpus(config, VLLM_ON_GPU, ()) == GpuShares(trainer=None, servers=(None,))
+    assert share_gpus(config, VLLM_ON_GPU, (), Node()) == GpuShares(trainer=None, servers=(None,))
     plan = _plan(config, Machine(num_cpus=8, gpus=("0", "1")), engine=VLLM_ON_CPU)
     assert plan.servers[0].environment["CUDA_VISIBLE_DEVICES"] == ""
     assert plan.trainer is not None
@@ -305,12 +308,12 @@ def test_the_transport_fits_the_gpus(
         weights={"transport": wanted},
     )
     engine = VLLM_ON_GPU if gpus else VLLM_ON_CPU
-    shares = share_gpus(config, engine, tuple(gpus))
+    shares = share_gpus(config, engine, tuple(gpus), Node())
     if kind is None:
         with pytest.raises(ConfigError, match=rf"weights\.transport: {wanted} is impossible"):
-            plan_transport(config, engine, shares)
+            plan_transport(config, engine, shares, Node())
     else:
-        assert plan_transport(config, engine, shares)[0] == kind
+        assert plan_transport(config, engine, shares, Node())[0] == kind
 
 
 def test_ports_that_are_chosen_together_differ() -> None:

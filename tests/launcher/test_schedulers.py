@@ -21,7 +21,7 @@ import yaml
 from typer.testing import CliRunner
 
 from grpo_async.cli.app import app
-from grpo_async.cluster.nodes import Rendezvous, find_rendezvous
+from grpo_async.cluster.nodes import find_node
 from grpo_async.cluster.schedulers import batch_script, job_note, manifest
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
@@ -428,8 +428,8 @@ def test_the_manifest_is_an_indexed_job_with_a_headless_service_whose_pods_find_
     assert pod["terminationGracePeriodSeconds"] == 360  # launch.stop_timeout_s + 60
     # the third pod finds its place by what the Job and the manifest give it
     environment = {each["name"]: each["value"] for each in container["env"]} | {"JOB_COMPLETION_INDEX": "2"}
-    rendezvous = find_rendezvous(load_config(Path("configs/cluster.yaml")), environment=environment)
-    assert rendezvous == Rendezvous(rank=2, host="math-7b-v2-0.math-7b-v2", port=29400)
+    node = find_node(load_config(Path("configs/cluster.yaml")), environment=environment)
+    assert (node.rank, node.address, node.port) == (2, "math-7b-v2-0.math-7b-v2", 29400)
 
 
 def test_a_manifest_needs_an_image_and_a_volume(tmp_path: Path) -> None:
