@@ -14,8 +14,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -76,18 +77,32 @@ class Child:
 
 
 class Children:
-    """The children that were started inside of `ending_children`, and all that descend from them: every descendant of this process
-    that was started since, in sessions other than its own, which leaves out whatever else runs in the caller's.
+    """An async context manager: when it is left, everything that was started in it is killed, with all that descends from it: every
+    descendant of this process that was started since, in sessions other than its own, which leaves out whatever else runs in the
+    caller's. On Linux orphans become children of this process meanwhile.
 
     Args:
         folder: for their logs.
+        warn: gets a sentence about a process that does not end.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.all: list[Child] = []
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         self._folder = folder
+        self._warn = warn
+        self._all: list[Child] = []
         self._before = {process.pid for process in psutil.Process().children()}
         self._session = os.getsid(0)
+
+    async def __aenter__(self) -> Self:
+        _adopt_orphans(True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            for process in await self.kill():
+                self._warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
+        finally:
+            _adopt_orphans(False)
 
     async def spawn(self, spec: ProcessSpec, *, incarnation: int = 0) -> Child:
         """Start `spec`. Call it from the main thread: the death signal is bound to it.
@@ -116,7 +131,7 @@ class Children:
             except OSError as error:
                 raise RunError(f"cannot start the {spec.name} ({spec.command[0]}): {error}") from error
         child = Child(spec, log, process)
-        self.all.append(child)
+        self._all.append(child)
         return child
 
     async def kill(self, child: Child | None = None) -> list[psutil.Process]:
@@ -133,8 +148,8 @@ class Children:
                 break
             # back-off until the next round; psutil's waits would take asyncio's children from it
             await asyncio.sleep(_ROUND_S)
-        _reap(adopted - {each.pid for each in self.all})  # asyncio reaps the children
-        watched = [each.exited for each in ([child] if child is not None else self.all)]
+        _reap(adopted - {each.pid for each in self._all})  # asyncio reaps the children
+        watched = [each.exited for each in ([child] if child is not None else self._all)]
         if watched:
             await asyncio.wait(watched, timeout=KILL_TIMEOUT_S)
         return left
@@ -161,34 +176,10 @@ class Children:
         return found
 
 
-@contextlib.asynccontextmanager
-async def ending_children(folder: Path, warn: Callable[[str], None]) -> AsyncIterator[Children]:
-    """At the end everything that was started inside is killed.
-
-    Args:
-        folder: for the logs.
-        warn: gets a sentence about a process that does not end.
-    """
-    with _adopting_orphans():
-        children = Children(folder)
-        try:
-            yield children
-        finally:
-            for process in await children.kill():
-                warn(f"process {process.pid} survived SIGKILL (it is stuck in the kernel)")
-
-
-@contextlib.contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Orphans below this process become its children while the context is open (Linux; elsewhere nothing changes)."""
-    if sys.platform != "linux":
-        yield
-        return
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+def _adopt_orphans(does: bool) -> None:
+    """Whether orphans below this process become its children (Linux; elsewhere nothing changes)."""
+    if sys.platform == "linux":
+        prctl(_PR_SET_CHILD_SUBREAPER, does)
 
 
 def _reap(pids: Iterable[int]) -> None:

@@ -30,6 +30,7 @@ from grpo_async.processes.assignment import Node
 from grpo_async.processes.heartbeat import to_json
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.text import clipped
 
 _MARGIN_S = 60.0  # for node 0 to end its servers and to say how the run went
@@ -94,17 +95,14 @@ class Follower:
     async def run(self) -> RunOutcome:
         """Start what is planned here, watch, end."""
         async with self._local as local:
-            listening = asyncio.create_task(self._listen(), name="listen to node 0")
             try:
-                await local.start()
-                await local.wait(self._ended, local.servers.lost_all, local.liveness.frozen)
-                outcome = await self._end()
-                await local.end_servers()
+                async with in_background(self._listen(), name="listen to node 0"):
+                    await local.start()
+                    await local.wait(self._ended, local.lost_servers, local.liveness.frozen)
+                    outcome = await self._end()
+                    await local.end_servers()
                 return outcome
             finally:
-                listening.cancel()
-                with suppress(asyncio.CancelledError):
-                    await listening
                 with suppress(RuntimeError, RunError, TimeoutError):  # node 0 has gone, or does not answer
                     await exchange(self._launchers, within_s=GRACE_S)
 
@@ -113,9 +111,8 @@ class Follower:
         local = self._local
         if local.signals.arrived.is_set() and not self._ended.is_set() and (local.is_training or not self._trains):
             return await self._pass_on_signal()
-        if local.servers.lost_all.is_set() and not self._ended.is_set():
-            local.servers.raise_errors()
-            self._launchers.post(0, "failed", error=str(local.servers.failure))
+        if local.lost_servers.is_set() and not self._ended.is_set():
+            self._launchers.post(0, "failed", error=str(local.server_failure))
             await local.wait(self._ended, timeout_s=self._end_timeout_s)
         if local.liveness.frozen.is_set() and local.is_training:
             await local.kill_trainer()
@@ -188,6 +185,6 @@ class Follower:
                 self._exit_code, self._error = code, None if said is None else str(said)
                 self._ended.set()
             case {"kind": "server_serving" | "restart_server", "index": int()}:
-                self._local.servers.receive(message)
+                self._local.receive(message)
             case _:
                 self._display.warning(f"node 0 sent an unknown message: {clipped(str(dict(message)), 200)}")

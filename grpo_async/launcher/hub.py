@@ -140,7 +140,7 @@ class NodeHub:
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
                 self._tell_trainer(index, event, str(message["detail"]), int(message["incarnation"]))
                 if event == "given_up":
-                    self._local.servers.give_up(index, f"server {index} of {member.name}: {message['detail']}")
+                    self._local.give_up(index, f"server {index} of {member.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
                 self._display.note(f"{member.name} got {name}")
                 self._local.signals.take_remote(signal.Signals[name])
@@ -150,7 +150,7 @@ class NodeHub:
                 if status != 0:
                     self._fail(member, f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:
-                self._local.servers.lost(f"on {member.name} {plain(error)}")
+                self._local.lose_servers(f"on {member.name} {plain(error)}")
             case _:
                 self._display.warning(f"{member.name} sent an unknown message: {clipped(str(message), 200)!r}")
 
@@ -166,7 +166,7 @@ class NodeHub:
         for index, url in enumerate(self._assignment.server_urls):
             if url in member.urls:
                 self._tell_trainer(index, "given_up", gone, 0)
-                self._local.servers.give_up(index, gone)
+                self._local.give_up(index, gone)
 
     def _end(self, member: NodeInfo) -> None:
         self._ended.add(member.rank)

@@ -10,17 +10,18 @@ follows (launcher.follower) or only serves (launcher.serve) starts, watches and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
-from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, ending_children
+from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, Children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan, first_server
-from grpo_async.launcher.servers import SpawnedServers
+from grpo_async.launcher.servers import SpawnedServer
 from grpo_async.launcher.signals import Signals
+from grpo_async.utils.concurrency import in_background
 
 if TYPE_CHECKING:
     from grpo_async.launcher.servers import TellTrainer
@@ -34,12 +35,16 @@ class LocalProcesses:
     """An async context manager: left, nothing runs that was started in it.
 
     Args:
+        display: shows the user what becomes of the servers.
+        tell_trainer: see TellTrainer.
         total: servers of all machines; None: those here are all.
 
     Attributes:
         signals: that this process gets meanwhile.
         liveness: of the trainer's processes.
-        servers: from the beginning of the context on.
+        stopping: set when the run stops: from then on the end of a server is not missed.
+        lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
+        have_served: whether some server, of any machine, has ever served: then there may be steps to save.
     """
 
     def __init__(
@@ -51,49 +56,52 @@ class LocalProcesses:
         tell_trainer: TellTrainer,
         total: int | None = None,
     ) -> None:
-        self._config = config
-        self._plan = plan
-        self._display = display
-        self._tell_trainer = tell_trainer
-        self._total = total
-        self._trainer: Child | None = None
+        assignment = plan.assignment
+        self.display = display
+        self.tell_trainer = tell_trainer
+        self.children = Children(assignment.attempt_dir, display.warning)
         self.signals = Signals()
-        self.liveness = Liveness(plan.assignment, config.launch.heartbeat_timeout_s, display.warning)
-        self.servers: SpawnedServers
+        self.liveness = Liveness(assignment, config.launch.heartbeat_timeout_s, display.warning)
+        self.stopping = asyncio.Event()
+        self.lost_servers = asyncio.Event()
+        self.server_failure: str | None = None
+        self.have_served = False
+        self._plan = plan
+        self._trainer: Child | None = None
+        self._total = len(plan.servers) if total is None else total
+        self._given_up: dict[int, str] = {}  # servers of all machines, and why
+        first = first_server(config, assignment.node) if plan.servers else 0
+        self._servers = {
+            index: SpawnedServer(index, spec, self, config.inference)
+            for index, spec in enumerate(plan.servers, start=first)
+        }
+        self._stack = AsyncExitStack()
+        self._watches: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        assignment = self._plan.assignment
-        async with AsyncExitStack() as stack:
+        async with self._stack as stack:
             stack.enter_context(self.signals.installed())
-            self._children = await stack.enter_async_context(
-                ending_children(assignment.attempt_dir, self._display.warning)
-            )
+            await stack.enter_async_context(self.children)
             await stack.enter_async_context(self.liveness)
-            self.servers = SpawnedServers(
-                self._plan.servers,
-                self._config,
-                self._display,
-                tell_trainer=self._tell_trainer,
-                children=self._children,
-                first=first_server(self._config, assignment.node) if self._plan.servers else 0,
-                total=self._total,
-            )
-            stack.push_async_callback(self.servers.abandon)
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
 
     async def start(self) -> None:
-        """Start everything.
+        """Start everything, and watch the servers. An error of our own in a watch ends the caller's task with it.
 
         Raises:
             RunError: a program cannot be started.
         """
-        await self.servers.start()
+        for server in self._servers.values():
+            await server.start()
+        for server in self._servers.values():
+            watch = in_background(server.watch(), name=f"watch the {server.name}")
+            self._watches.append(await self._stack.enter_async_context(watch))
         if self._plan.trainer is not None:
-            self._trainer = await self._children.spawn(self._plan.trainer)
+            self._trainer = await self.children.spawn(self._plan.trainer)
 
     @property
     def trainer(self) -> Child:
@@ -104,6 +112,12 @@ class LocalProcesses:
     @property
     def is_training(self) -> bool:
         return self._trainer is not None and self._trainer.is_running
+
+    @property
+    def running_servers(self) -> list[Child]:
+        """Those whose process lives."""
+        children = [server.child for server in self._servers.values()]
+        return [child for child in children if child is not None and child.is_running]
 
     async def wait(self, *events: asyncio.Event, for_trainer: bool = True, timeout_s: float | None = None) -> None:
         """Until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes: the
@@ -121,14 +135,40 @@ class LocalProcesses:
         self.trainer.kill()
         await asyncio.wait([self.trainer.exited], timeout=KILL_TIMEOUT_S)
 
-    async def keep_servers(self) -> None:
-        """From now on the end of a server is not missed, because the run stops."""
-        await self.servers.stop(_RESTART_TIMEOUT_S)
-
     async def end_servers(self) -> None:
         """No restart, then SIGTERM."""
-        await self.keep_servers()
-        await self._end(self.servers.running)
+        self.stopping.set()
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=_RESTART_TIMEOUT_S)
+        await self._end(self.running_servers)
+
+    def receive(self, message: Mapping[str, Any]) -> bool:
+        """Handle what the trainer says of a server: server_serving or restart_server (processes.control). False: the server is not
+        started here."""
+        server, serves = self._servers.get(message["index"]), message["kind"] == "server_serving"
+        self.have_served |= serves
+        if server is None:
+            return False
+        if serves:
+            server.serves(message.get("incarnation"))
+        else:
+            server.ask_restart(str(message.get("reason")), message.get("incarnation"))
+        return True
+
+    def lose_servers(self, failure: str) -> None:
+        """The run cannot continue; the first reason counts."""
+        self.server_failure = self.server_failure or failure
+        self.lost_servers.set()
+
+    def give_up(self, index: int, why: str, *last_words: str) -> None:
+        """A server, of any machine, is given up or gone; the run continues as long as there is another."""
+        if index in self._given_up:
+            return
+        self._given_up[index] = why
+        if left := self._total - len(self._given_up):
+            self.display.warning(f"{why}; the run continues with {left} of {self._total}")
+        else:
+            self.lose_servers("\n".join([*self._given_up.values(), *last_words]))
 
     async def _end(self, children: Sequence[Child]) -> None:
         self.signals.arrived.clear()

@@ -378,7 +378,7 @@ def _trainer(
 
 
 def _nodes_facts(config: ExperimentConfig, engine: EngineChoice, machine: Machine, node: Node) -> Iterator[Fact]:
-    """Which machine does what; nothing where there is one. GPUs are counted on each machine, which is taken to have what it needs."""
+    """Which machine does what; nothing where there is one. GPUs are counted on each, which is taken to have what it needs."""
     if node.is_alone:
         return
     ranks, replicas = config.launch.num_trainer_ranks, config.inference.replicas

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from pathlib import Path
-from typing import Self
+
+from grpo_async.utils.concurrency import in_thread
 
 _INTERVAL_S = 2.0
 
 
 class RunDirWatch:
-    """Checks now and then, in a thread: a file system that hangs must not hold up the launcher. An async context manager."""
+    """`lost` is set by `watch` when the directory is not where it was when this was made."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.lost = asyncio.Event()
-        self._ended = threading.Event()
-
-    async def __aenter__(self) -> Self:
         self._identity = self._identify()
-        loop = asyncio.get_running_loop()
-        threading.Thread(target=self._watch, args=(loop,), name="run-dir-watch", daemon=True).start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._ended.set()
+        self.lost = asyncio.Event()
 
     @property
     def failure(self) -> str | None:
@@ -40,11 +31,12 @@ class RunDirWatch:
         """Whether nobody has put anything else there."""
         return not os.path.lexists(self._root)
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._ended.wait(timeout=_INTERVAL_S):  # leaving the context ends it; a daemon thread
-            if not self._is_there():
-                loop.call_soon_threadsafe(self.lost.set)
-                return
+    async def watch(self) -> None:
+        """Check now and then, in a thread: a file system that hangs must not hold up the launcher."""
+        while not self.lost.is_set():
+            await asyncio.sleep(_INTERVAL_S)  # back-off until the next look; cancelled with the run
+            if not await asyncio.wrap_future(in_thread(self._is_there, name="run-dir-watch")):
+                self.lost.set()
 
     def _is_there(self) -> bool:
         try:

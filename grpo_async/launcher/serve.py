@@ -65,7 +65,7 @@ def serve_replicas(config: ExperimentConfig, engine: EngineChoice, port: int) ->
 async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) -> int:
     def serves(index: int) -> None:
         """Nobody says that a server serves. One that has been started counts as such, so that it is started again."""
-        local.servers.receive({"kind": "server_serving", "index": index})
+        local.receive({"kind": "server_serving", "index": index})
 
     def hear(index: int, event: str, detail: str, incarnation: int) -> None:
         if event == "starting":
@@ -75,10 +75,9 @@ async def _serve(config: ExperimentConfig, plan: ProcessPlan, display: Display) 
         await local.start()
         for index in range(len(plan.servers)):
             serves(index)
-        await local.wait(local.servers.lost_all)
-        local.servers.raise_errors()
+        await local.wait(local.lost_servers)
         await local.end_servers()
     if local.signals.first is not None:
         return local.signals.exit_code
-    display.warning(str(local.servers.failure))
+    display.warning(str(local.server_failure))
     return 1

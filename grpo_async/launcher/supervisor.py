@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast, get_args
 
@@ -26,12 +25,12 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display
 from grpo_async.display.progress import Example
 from grpo_async.findings.messages import equal_value
-from grpo_async.launcher.children import KILL_TIMEOUT_S
 from grpo_async.launcher.hub import NodeHub
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.launcher.plan import ProcessPlan
 from grpo_async.launcher.run_dir_watch import RunDirWatch
 from grpo_async.processes.control import ControlServer
+from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.text import clipped
 
 _NODES_TIMEOUT_S = 15.0  # for the other machines to say how their ranks ended, or to be missed
@@ -94,7 +93,8 @@ class Supervisor:
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
-        async with self._local, self._control, self._run_dir_watch:
+        watching = in_background(self._run_dir_watch.watch(), name="watch the run directory")
+        async with self._local, self._control, watching:
             if self._cluster is None:
                 return await self._supervise()
             return await self._lead(self._cluster)
@@ -110,14 +110,11 @@ class Supervisor:
             tell_trainer=self._tell_trainer,
         )
         hub.start()
-        watching = asyncio.create_task(hub.watch(), name="watch the other machines")
         outcome = RunOutcome(exit_code=1, error="its launcher failed")
         try:
-            outcome = await self._supervise()
+            async with in_background(hub.watch(), name="watch the other machines"):
+                outcome = await self._supervise()
         finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
             await hub.end(outcome.exit_code, outcome.error)
         return outcome
 
@@ -127,7 +124,7 @@ class Supervisor:
     async def _supervise(self) -> RunOutcome:
         local, watch, hub = self._local, self._run_dir_watch, self._hub
         await local.start()
-        ends = [local.servers.lost_all, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
+        ends = [local.lost_servers, local.liveness.frozen, watch.lost, *([] if hub is None else [hub.trouble])]
         await local.wait(*ends)
         if watch.failure is not None:
             return await self._lose_run_dir(watch.failure)
@@ -141,11 +138,10 @@ class Supervisor:
         if local.liveness.failure is not None and local.is_training:
             await self._end_trainer("a process of the trainer is frozen", saves=local.liveness.may_save)
             return self._failed(local.liveness.failure)
-        local.servers.raise_errors()
-        if local.servers.failure is not None and not has_ended_well:
+        if local.server_failure is not None and not has_ended_well:
             # both at once: lost servers end the trainer, never the other way round
-            await self._end_trainer("no server is left", saves=local.servers.have_served)
-            return self._failed(local.servers.failure)
+            await self._end_trainer("no server is left", saves=local.have_served)
+            return self._failed(local.server_failure)
         return await self._finish(exit_code=0)
 
     async def _end_trainer(self, why: str, *, saves: bool = False) -> None:
@@ -179,12 +175,8 @@ class Supervisor:
         self._display.note(
             "stopping: finishing the step and saving a checkpoint (press Ctrl-C again to stop immediately)"
         )
-        stopping = asyncio.create_task(local.keep_servers())  # a server that ends now is not missed
-        try:
-            await local.wait(timeout_s=timeout_s)
-        finally:
-            stopping.cancel()
-            await asyncio.wait([stopping], timeout=KILL_TIMEOUT_S)
+        local.stopping.set()
+        await local.wait(timeout_s=timeout_s)
         if not local.is_training:
             return await self._finish(exit_code=signals.exit_code)
         is_second = signals.arrived.is_set()
@@ -278,7 +270,7 @@ class Supervisor:
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(text)
             case {"kind": "server_serving" | "restart_server", "index": int(index)}:
-                if not self._local.servers.receive(message) and self._hub is not None:
+                if not self._local.receive(message) and self._hub is not None:
                     self._hub.tell_server(index, message)
             case {"kind": "summary", "summary": dict(summary)}:
                 self._summary = summary

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -25,6 +26,22 @@ def in_thread(function: Callable[[], Result], *, name: str) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+@contextlib.asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, Result], *, name: str) -> AsyncIterator[asyncio.Task[Result]]:
+    """`work` runs while the context is open, and is cancelled when it is left. Its error ends the context at once, and is raised
+    there."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(work, name=name)
+            try:
+                yield task
+            finally:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -8,8 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,12 @@ import psutil
 import pytest
 
 from grpo_async.inference.fleet import ServerEvent
-from grpo_async.launcher.children import ending_children
-from grpo_async.launcher.plan import ProcessSpec
-from grpo_async.launcher.servers import RestartCount, SpawnedServers
-from tests.launcher.support import START_S, LauncherProcess, make_config
+from grpo_async.launcher.local import LocalProcesses
+from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
+from grpo_async.launcher.servers import RestartCount
+from grpo_async.processes.assignment import Assignment, Node
+from grpo_async.run_directory import RunDir
+from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
 from tests.support.waiting import eventually, is_alive
 
 FAST: dict[str, Any] = {"restart_delay_s": 0.0}
@@ -222,57 +222,53 @@ class News:
                 await self.arrived.wait()
 
 
-@asynccontextmanager
-async def _spawned(
-    news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3
-) -> AsyncIterator[SpawnedServers]:
-    """One server that runs `command` and is restarted without delay; at the end everything is killed."""
+def _spawned(news: News, folder: Path, *, command: tuple[str, ...] = PAUSE, max_restarts: int = 3) -> LocalProcesses:
+    """One server that runs `command` and is restarted without delay, and no trainer."""
     spec = ProcessSpec(
         name="inference server", command=command, environment={}, log_name="server.log", num_processes=1, threads=1
     )
-    async with ending_children(folder, news.warning) as children:
-        config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
-        display: Any = news
-        servers = SpawnedServers([spec], config, display, tell_trainer=news.server_event, children=children)
-        try:
-            await servers.start()
-            yield servers
-        finally:
-            await servers.abandon()
+    config = make_config(folder, inference={**FAST, "max_restarts": max_restarts})
+    assignment = Assignment(
+        run_dir=RunDir(folder), attempt_dir=folder, private=folder, node=Node(num_train=0, num_infer=1)
+    )
+    plan = ProcessPlan(run_name="x", engine=EMBEDDED, assignment=assignment, servers=(spec,), trainer=None)
+    display: Any = news
+    return LocalProcesses(config, plan, display, tell_trainer=news.server_event)
 
 
-def _serves(servers: SpawnedServers, incarnation: int = 0) -> None:
-    servers.receive({"kind": "server_serving", "index": 0, "incarnation": incarnation})
+def _serves(local: LocalProcesses, incarnation: int = 0) -> None:
+    local.receive({"kind": "server_serving", "index": 0, "incarnation": incarnation})
 
 
-def _ask_restart(servers: SpawnedServers, reason: str, incarnation: int) -> None:
-    servers.receive({"kind": "restart_server", "index": 0, "reason": reason, "incarnation": incarnation})
+def _ask_restart(local: LocalProcesses, reason: str, incarnation: int) -> None:
+    local.receive({"kind": "restart_server", "index": 0, "reason": reason, "incarnation": incarnation})
 
 
 def test_a_request_that_crossed_a_restart_does_not_end_the_new_incarnation(tmp_path: Path) -> None:
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as servers:
-            _serves(servers, 0)
-            os.kill(servers.running[0].pid, signal.SIGKILL)
+        async with _spawned(news, tmp_path) as local:
+            await local.start()
+            _serves(local, 0)
+            os.kill(local.running_servers[0].pid, signal.SIGKILL)
             await news.wait_for("starting", 1)
-            _ask_restart(servers, "an old request", 0)
+            _ask_restart(local, "an old request", 0)
             await asyncio.sleep(0.2)
-            assert (len(servers.running), news.events[-1][0]) == (1, "starting")
-            _serves(servers, 0)
+            assert (len(local.running_servers), news.events[-1][0]) == (1, "starting")
+            _serves(local, 0)
             assert "serves again" not in news.notes[-1]  # the old incarnation's service is no news of the new one
-            _serves(servers, 1)
+            _serves(local, 1)
             assert "serves again" in news.notes[-1]
-            _ask_restart(servers, "a new request", 1)
+            _ask_restart(local, "a new request", 1)
             await news.wait_for("starting", 2)
-            pid = servers.running[0].pid
+            pid = local.running_servers[0].pid
             os.kill(pid, signal.SIGKILL)
             # the event loop, which stands still here, hears of the request before it hears of the end
             assert eventually(lambda: not is_alive(pid), START_S)
-            _ask_restart(servers, "it does not answer", 2)
+            _ask_restart(local, "it does not answer", 2)
             await news.wait_for("starting", 3)
-            assert not servers.lost_all.is_set()
+            assert not local.lost_servers.is_set()
 
     asyncio.run(main())
     exits = [detail for event, detail, _ in news.events if event == "exited"]
@@ -285,14 +281,15 @@ def test_a_hung_server_is_killed_but_not_restarted_when_the_run_stops(tmp_path: 
     news = News()
 
     async def main() -> None:
-        async with _spawned(news, tmp_path) as servers:
-            (child,) = servers.running
+        async with _spawned(news, tmp_path) as local:
+            await local.start()
+            (child,) = local.running_servers
             os.kill(child.pid, signal.SIGSTOP)
-            await servers.stop(START_S)
-            _ask_restart(servers, "it does not answer", 0)
+            local.stopping.set()
+            _ask_restart(local, "it does not answer", 0)
             await asyncio.wait([child.exited], timeout=START_S)
             assert child.exited.result() == -signal.SIGKILL
-            assert servers.running == []
+            assert local.running_servers == []
 
     asyncio.run(main())
     assert [event for event, _, _ in news.events] == []
@@ -305,13 +302,14 @@ def test_a_program_that_cannot_be_started_again_counts_as_a_restart(tmp_path: Pa
     news = News()
 
     async def main() -> str | None:
-        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as servers:
-            _serves(servers)
+        async with _spawned(news, tmp_path, command=(str(program),), max_restarts=2) as local:
+            await local.start()
+            _serves(local)
             program.unlink()
-            os.kill(servers.running[0].pid, signal.SIGKILL)
+            os.kill(local.running_servers[0].pid, signal.SIGKILL)
             async with asyncio.timeout(START_S):
-                await servers.lost_all.wait()
-        return servers.failure
+                await local.lost_servers.wait()
+        return local.server_failure
 
     failure = asyncio.run(main())
     assert failure is not None
