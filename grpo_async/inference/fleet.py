@@ -1,6 +1,6 @@
 """The inference servers of a run: which of them are up, which serve the current weights, how those that fail come back.
 
-    trainer (this file)                                  launcher (launcher.servers)
+    trainer (this file)                                  launcher (launcher.local)
 
     STARTING                                         <-- "starting"
        | healthy                                          |

@@ -1,6 +1,6 @@
 """Runs a plan to its end: starts the children, shows what they report, and leaves no process behind however it ends.
 
-    waits for   the first of: trainer exit, loss of the servers (launcher.servers restarts them), a signal; every later wait
+    waits for   the first of: trainer exit, loss of the servers (launcher.local restarts them), a signal; every later wait
                 has a deadline
     outcome     trainer exits 0 with a summary -> 0; anything ends too early -> 1, with who, how and its last words;
                 SIGINT -> 130, SIGTERM and SIGHUP -> 143, after a checkpoint when the trainer manages in time
