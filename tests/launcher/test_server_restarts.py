@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from grpo_async.inference.fleet import ServerEvent
-from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.launcher.local import LocalProcesses, RestartCount
+from grpo_async.launcher.plan import ProcessPlan, ProcessSpec
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import EMBEDDED, START_S, LauncherProcess, make_config
