@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from grpo_async.agents.calls import Call, PrefixMemo, refuse
-from grpo_async.chat.parsers.json_calls import read_json
+from grpo_async.chat.json_calls import read_json
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
 from grpo_async.chat.turn import ChatError, UnreadableError

@@ -6,7 +6,7 @@ turn continues, are the ids that were sampled, never a re-tokenization of this t
     prompt_ids(messages, tools) | sampled ids | suffix_ids(calls, results) | sampled ids | ...
 
 Where things are: `template` (messages to text), `encoding` (text to ids, injection guard), `suffix` (the rule for tool results),
-`reading` and `parsers` (sampled ids to tool calls), `startup` (the check before a run).
+`formats` (sampled text to tool calls).
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.chat.encoding import Encoder
-from grpo_async.chat.parsers import choose_parser
-from grpo_async.chat.reading import TurnReader
-from grpo_async.chat.startup import ToolCheck
+from grpo_async.chat.formats import answer_start, choose_parser
 from grpo_async.chat.suffix import SuffixRule
-from grpo_async.chat.template import ChatTemplate
-from grpo_async.chat.turn import ChatError, PolicyTurn
+from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
+from grpo_async.chat.turn import ChatError, PolicyTurn, ReadCall, SampledTurn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.records import Origin, TaggedMessage, ToolCall
-from grpo_async.utils.text import did_you_mean
+from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall
+from grpo_async.utils.text import clipped, did_you_mean
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_RESULTS = ("kqresultonezq", "kqresulttwozq")  # of the dummy calls of `check_tools`
+_OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their calls and their results"
 
 
 class ChatRenderer:
@@ -66,13 +68,11 @@ class ChatRenderer:
         self._end_of_turn_ids = list(dict.fromkeys(ends))
         source = self._template.source(with_tools=True) if self._template.exists else ""
         self._encoder = Encoder(tokenizer, source)
-        self._parser = choose_parser(
-            parser,
-            tokenizer,
-            template_source=source,
-            vocabulary=tokenizer.get_added_vocab(),
-            generation_prompt=self._generation_prompt,
-        )
+        self._parser = choose_parser(parser, template_source=source, vocabulary=tokenizer.get_added_vocab())
+        self._thinking_is_open = self._template.exists and self._template.thinking_is_open
+        wanted = self._parser.format.special_tokens if self._parser.format else ()
+        control = self._encoder.control_tokens
+        self._kept_ids = frozenset(control[token] for token in wanted if token in control)
 
     @classmethod
     def load(cls, model: ModelSection, *, parser: str = "auto") -> ChatRenderer:
@@ -165,11 +165,24 @@ class ChatRenderer:
     def parse(self, token_ids: Sequence[int], *, turn: int) -> PolicyTurn:
         """Read what the policy sampled in its turn number `turn` (0, 1, ...; the ids of the calls are made of it). Never raises
         for what a model wrote: calls that cannot be read carry an `error`."""
-        return self._reader.read(token_ids, turn)
+        text = self.completion_text(token_ids)
+        if self._parser.format is None:
+            return PolicyTurn(text=text, content=text)
+        marked = text
+        if not self._kept_ids.isdisjoint(token_ids):
+            hidden = self._encoder.special_ids - self._kept_ids
+            marked = self._encoder.text([token for token in token_ids if token not in hidden])
+        try:
+            reading = self._parser.format.read(
+                SampledTurn(text=text, marked_text=marked, thinking_is_open=self._thinking_is_open)
+            )
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own parser may raise anything
+            return PolicyTurn(text=text, content=text, parse_error=f"{type(error).__name__}: {error}")
+        return PolicyTurn(text=text, content=reading.content, tool_calls=_with_ids(reading.calls, turn))
 
     def completion_text(self, token_ids: Sequence[int]) -> str:
         """Text of sampled tokens without special tokens."""
-        return self._reader.text(token_ids)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Text of one token; of a special token its name."""
@@ -190,36 +203,157 @@ class ChatRenderer:
         Thinking that is not closed has no answer. Text that was not sampled (what a client sends back) need not have the thinking
         that the generation prompt opened.
         """
-        return self._reader.split_thinking(text, is_sampled=is_sampled)
+        is_open = self._thinking_is_open and (is_sampled or THINKING[0][1] in text)
+        start = answer_start(SampledTurn(text=text, marked_text=text, thinking_is_open=is_open))
+        if not start:
+            return "", text
+        thinking = text[:start].strip()
+        for opening, closing in THINKING:
+            thinking = thinking.removeprefix(opening).removesuffix(closing)
+        return thinking.strip(), text[start:].lstrip()
 
     def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Render a conversation with `tools` (JSON schemas) and see whether everything arrives; returns notes for the plan.
+        """See whether tools (JSON schemas) can work with this chat template, and how: every step really renders. Returns notes for
+        the plan.
 
         Raises:
             ConfigError: tools cannot work with this template, tokenizer and parser.
         """
-        check = ToolCheck(
-            template=self._template,
-            encoder=self._encoder,
-            suffix=self._suffix,
-            reader=self._reader,
-            parser=self._parser,
-            end_of_turn_ids=self._end_of_turn_ids,
-        )
-        return check.run(tools)
+        if not tools:
+            return []
+        if not self._template.exists:
+            raise ConfigError(NO_TEMPLATE)
+        functions = [dict(tool.get("function", tool)) for tool in tools]
+        names = [str(function["name"]) for function in functions]
+        self._check_prompt(tools, functions)
+        if self._parser.format is None:
+            raise ConfigError(self._parser.reason)
+        notes = [f"tool calls are read by the parser `{self._parser.name}`: {self._parser.reason}"]
+        notes += self._check_turn_end(names[0])
+        notes += self._check_results(names)
+        notes += self._check_parser(names[0])
+        return notes
 
-    @property
-    def _generation_prompt(self) -> str:
-        return self._template.generation_prompt if self._template.exists else ""
+    def _check_prompt(self, tools: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]]) -> None:
+        question = [{"role": "user", "content": "question"}]
+        try:
+            prompt = self._template.render(question, tools=tools, add_generation_prompt=True)
+        except ChatError as error:
+            raise ConfigError(f"the tools cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
+        without = self._template.render(question, add_generation_prompt=True)
+        for function in functions:
+            parameters = (function.get("parameters") or {}).get("properties") or {}
+            for name in (function["name"], *parameters):
+                if prompt.count(name) <= without.count(name):
+                    raise ConfigError(
+                        f"the chat template does not tell the model about the tools: `{name}` of the tool "
+                        f"`{function['name']}` is not in the prompt; {_OWN_TEMPLATE}"
+                    )
+
+    def _check_turn_end(self, name: str) -> list[str]:
+        if not self._end_of_turn_ids:
+            raise ConfigError(
+                "neither the tokenizer nor generation_config.json names a token that ends a turn, so generation would not stop "
+                "at a tool call; set model.end_of_turn_tokens"
+            )
+        last = self._suffix.last_token_of_turn([_call(name, 0)])
+        if last is not None and last not in self._end_of_turn_ids:
+            raise ConfigError(
+                f"the chat template ends a turn that calls a tool with {self._encoder.text([last])}, but generation stops at "
+                f"{self._encoder.text(self._end_of_turn_ids)} only; set model.end_of_turn_tokens: "
+                f'["{self._encoder.text([last])}"]'
+            )
+        if last is None:
+            return [
+                "the chat template ends a turn with text, not with a token: results follow whatever the policy sampled"
+            ]
+        return []
+
+    def _check_results(self, names: Sequence[str]) -> list[str]:
+        try:
+            text = self._encoder.text(self._suffix_of([names[0]]))
+        except ChatError as error:
+            raise ConfigError(f"tool results cannot be rendered: {error}; {_OWN_TEMPLATE}") from error
+        if _RESULTS[0] not in text:
+            raise ConfigError(f"the chat template leaves out messages of the role `tool`; {_OWN_TEMPLATE}")
+        notes = []
+        prompt = self._template.generation_prompt
+        if prompt.strip() and not text.endswith(prompt.rstrip()) and not text.rstrip().endswith(prompt.rstrip()):
+            notes.append(
+                f"after tool results the chat template does not add {prompt!r}: the policy continues right after the results"
+            )
+        try:
+            both = self._encoder.text(self._suffix_of([names[0], names[-1]]))
+            problem = None if all(result in both for result in _RESULTS) else "it leaves out one of the results"
+        except ChatError as error:
+            problem = str(error)
+        if problem:
+            notes.append(
+                f"several calls in one turn fail their rollout, for this chat template cannot render them: {problem}"
+            )
+        return notes
+
+    def _suffix_of(self, names: Sequence[str]) -> list[int]:
+        calls = [_call(name, number) for number, name in enumerate(names)]
+        return self._suffix.ids(calls, [call.result_message(text) for call, text in zip(calls, _RESULTS, strict=False)])
+
+    def _check_parser(self, name: str) -> list[str]:
+        """Does the parser read a call as the template writes it?"""
+        call = _call(name, 0)
+        question = {"role": "user", "content": "question"}
+        for arguments in ({"kqkey": 1}, '{"kqkey": 1}'):
+            function = {"name": name, "arguments": arguments}
+            answer = {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": call.tool_call_id, "type": "function", "function": function}],
+            }
+            try:
+                before = self._template.render([question], add_generation_prompt=True)
+                after = self._template.render([question, answer], add_generation_prompt=False)
+            except ChatError:
+                continue
+            if not after.startswith(before):
+                continue
+            found = self.parse(self._encoder.plain(after[len(before) :]), turn=0).tool_calls
+            if [(one.name, dict(one.arguments)) for one in found] != [(name, {"kqkey": 1})]:
+                return [
+                    f"the parser `{self._parser.name}` does not read a call as this chat template writes it "
+                    f"({clipped(after[len(before) :].strip(), 80)!r}); check tool_calling.parser"
+                ]
+            break
+        return []
 
     @cached_property
     def _suffix(self) -> SuffixRule:
         return SuffixRule(self._template, self._encoder, self._end_of_turn_ids)
 
-    @cached_property
-    def _reader(self) -> TurnReader:
-        is_open = self._template.exists and self._template.thinking_is_open
-        return TurnReader(self._tokenizer, self._encoder, self._parser.format, thinking_is_open=is_open)
+
+def _call(name: str, number: int) -> ToolCall:
+    return ToolCall(tool_call_id=f"kqcall00{number}", name=name)
+
+
+def _with_ids(calls: Sequence[ReadCall], turn: int) -> list[ToolCall]:
+    """Give each call its id: the one the policy wrote if it can be used (nine letters and digits, once in the turn), else one
+    made of the turn and the position, so that no two are alike in a rollout. Call 2 of turn 11: "c000b0002"."""
+    taken: set[str] = set()
+    named = []
+    for position, call in enumerate(calls):
+        written = call.call_id or ""
+        usable = len(written) == 9 and written.isascii() and written.isalnum() and written not in taken
+        call_id = written if usable else f"c{_base36(turn)}{_base36(position)}"
+        taken.add(call_id)
+        named.append(ToolCall(tool_call_id=call_id, name=call.name, arguments=call.arguments, error=call.error))
+    return named
+
+
+def _base36(number: int) -> str:
+    """Four digits: 11 -> "000b"."""
+    digits = ""
+    for _ in range(4):
+        number, rest = divmod(number, 36)
+        digits = _DIGITS[rest] + digits
+    return digits
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

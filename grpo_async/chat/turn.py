@@ -31,7 +31,6 @@ class SampledTurn:
 
     text: str  # without special tokens
     marked_text: str  # without special tokens, except those that the format asked for
-    token_ids: Sequence[int]
     thinking_is_open: bool = False  # the generation prompt ended inside <think>
 
 

@@ -316,7 +316,7 @@ class ToolSection(StrictModel):
 class ToolCallingSection(StrictModel):
     parser: str = "auto"
     """How calls are read from the model's text: `hermes` (Qwen, Hermes: <tool_call>{json}</tool_call>), `llama3_json`, `mistral`,
-    `harmony` (GPT-OSS), `response_template` (the tokenizer's own description), or `module:attribute` of your own:
+    `harmony` (GPT-OSS), or `module:attribute` of your own:
     `parse(text) -> {"content", "tool_calls": [{"name", "arguments"}]}`, which must be fast, for it runs on the event loop.
     auto: by the chat template; the plan says which."""
     max_result_chars: int = Field(default=8192, ge=16)

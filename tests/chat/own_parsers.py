@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 NOT_CALLABLE = {"parse": None}
@@ -20,10 +19,6 @@ def brackets(text: str) -> dict[str, Any]:
 
 def openai_form(text: str) -> list[dict[str, Any]]:
     return [{"id": "abcdefghi", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}]
-
-
-def by_tokens(text: str, *, raw_text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-    return {"tool_calls": [{"name": "seen", "arguments": {"raw": raw_text, "count": len(token_ids)}}]}
 
 
 def says_nothing(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import time
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.chat import ChatRenderer
-from grpo_async.chat.parsers.formats import FORMATS
+from grpo_async.chat.formats import FORMATS
 from grpo_async.chat.turn import SampledTurn
 from grpo_async.errors import ConfigError
 from tests.chat.helpers import renderer_of, tokens
@@ -222,7 +220,7 @@ def test_no_mutation_of_a_good_text_raises(parser: str, text: str) -> None:
                     mutated[:until] + mutated[at:],
                 ]
             )[:2000]
-        reading = read.read(SampledTurn(text=mutated, marked_text=mutated, token_ids=[]))
+        reading = read.read(SampledTurn(text=mutated, marked_text=mutated))
         for call in reading.calls:
             assert call.name or call.error
             json.dumps(dict(call.arguments), allow_nan=False)
@@ -237,7 +235,7 @@ def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
         for filler in ("", '{"name": "f"}', '"', "[" * 20, "to=functions.f"):
             text = (mark + filler) * 2000
             began = time.monotonic()
-            read.read(SampledTurn(text=text, marked_text=text, token_ids=[]))
+            read.read(SampledTurn(text=text, marked_text=text))
             assert time.monotonic() - began < 2  # takes some hundredths
 
 
@@ -275,30 +273,6 @@ def test_an_unknown_parser_is_refused_with_the_nearest_name() -> None:
         renderer_of("qwen3", parser="hermess")
 
 
-def test_a_tokenizers_own_description_of_its_format_is_used_where_no_format_is_recognized() -> None:
-    tokenizer = copy.deepcopy(family("chatml"))
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open": "<<",
-                "close": ">>",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-        },
-    }
-    renderer = ChatRenderer(tokenizer)
-    turn = renderer.parse(tokens("chatml", 'I look.<<{"name": "f", "arguments": {"a": 1}}>><|im_end|>'), turn=0)
-    assert (turn.content, [(call.name, call.arguments) for call in turn.tool_calls]) == ("I look.", [("f", {"a": 1})])
-    (broken,) = renderer.parse(tokens("chatml", "I look.<<{oh>><|im_end|>"), turn=0).tool_calls
-    assert broken.error is not None
-    assert "cannot be read" in broken.error
-
-
 # --- the user's own
 
 
@@ -312,11 +286,6 @@ def test_a_parser_may_return_openai_calls_or_a_bare_list() -> None:
     turn = renderer_of("chatml", parser=f"{OWN}:openai_form").parse(tokens("chatml", "hello"), turn=0)
     assert turn.content == "hello"
     assert [(c.tool_call_id, c.name, c.arguments) for c in turn.tool_calls] == [("abcdefghi", "search", {"query": "a"})]
-
-
-def test_a_parser_that_asks_for_it_sees_special_tokens_and_ids() -> None:
-    _, calls, _ = _read("chatml", "hello<|im_end|>", parser=f"{OWN}:by_tokens")
-    assert calls == [("seen", {"raw": "hello<|im_end|>", "count": 2})]
 
 
 @pytest.mark.parametrize("name", ["says_nothing", "empty_list"])

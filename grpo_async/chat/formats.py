@@ -3,17 +3,32 @@ cannot be read becomes a `ReadCall` whose `error` says what was wrong and how it
 
 A format declares the special tokens that it needs to see (`special_tokens`); all others are gone from the text it reads. Where the
 turn begins with thinking, calls are looked for after it: a model that ponders a call has not made it.
+
+A parser of the user's own (`tool_calling.parser`): `module:attribute` of
+
+    parse(text) -> {"content": "I look.", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+
+It may also return the list of calls alone (the text then stays the content), calls in the OpenAI form ({"function": {...}}),
+and None or an empty list for no calls. It runs on the event loop, so it should be quick. What it raises is the turn's parse error:
+the text stands as the message. Its calls are held to the same rules as those of the built-in formats (see json_calls): one that
+breaks them has an error.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from grpo_async.chat.parsers.json_calls import calls_of, named_call, read_json, scan_json
+from grpo_async.chat.json_calls import calls_of, checked_call_of, named_call, read_json, scan_json
 from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn, UnreadableError
+from grpo_async.errors import ConfigError
 from grpo_async.records import THINKING
+from grpo_async.user_code.calls import is_async
+from grpo_async.user_code.references import resolve_function
+from grpo_async.utils.text import backticked, did_you_mean, json_kind
 
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
 
@@ -187,6 +202,109 @@ FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmon
     "mistral": Mistral,
     "harmony": Harmony,
 }
+
+
+AUTO = "auto"
+_SIGNS = {
+    "<|call|>": "harmony",
+    "[TOOL_CALLS]": "mistral",
+    "<tool_call>": "hermes",
+    "<|start_header_id|>ipython": "llama3_json",
+    "<|python_tag|>": "llama3_json",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenParser:
+    """`format` is None where `auto` recognized nothing; `reason` says why it is this one, or what to do."""
+
+    name: str
+    format: Format | None
+    reason: str
+
+
+def choose_parser(setting: str, *, template_source: str, vocabulary: Mapping[str, int]) -> ChosenParser:
+    """The parser that `setting` names. `auto`: the format whose tokens the chat template writes, else the one whose tokens are
+    tokens.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    if ":" in setting:
+        return ChosenParser(name=setting, format=UserParser(setting), reason="set in tool_calling.parser")
+    if setting in FORMATS:
+        return ChosenParser(name=setting, format=FORMATS[setting](), reason="set in tool_calling.parser")
+    if setting != AUTO:
+        names = [AUTO, *FORMATS]
+        hint = did_you_mean(setting, names) or f"; it is one of {backticked(names)}"
+        raise ConfigError(
+            f"tool_calling.parser: there is no parser {setting!r}{hint}, or `module:attribute` of your own"
+        )
+    found = _recognize(template_source, vocabulary)
+    if found is not None:
+        name, reason = found
+        return ChosenParser(name=name, format=FORMATS[name](), reason=reason)
+    return ChosenParser(
+        name=AUTO,
+        format=None,
+        reason=(
+            "neither the chat template nor the vocabulary shows how the model writes tool calls; set tool_calling.parser to "
+            f"{backticked(FORMATS)}, or to `module:attribute` of your own"
+        ),
+    )
+
+
+def _recognize(template_source: str, vocabulary: Mapping[str, int]) -> tuple[str, str] | None:
+    """The name of the format, and the sign of it."""
+
+    if any(mark in template_source for mark in ("<function=", "<arg_key>")):
+        return None  # Qwen3-Coder and GLM write no JSON inside <tool_call>
+    for mark, name in _SIGNS.items():
+        if mark in template_source:
+            return name, f"the chat template writes {mark}"
+    return next(
+        ((name, f"{mark} is a token of the tokenizer") for mark, name in _SIGNS.items() if mark in vocabulary), None
+    )
+
+
+class UserParser:
+    """
+    Args:
+        reference: `module:attribute`.
+
+    Raises:
+        ConfigError: there is no such object, or it cannot be called as `parse(text)`.
+    """
+
+    special_tokens: tuple[str, ...] = ()
+
+    def __init__(self, reference: str) -> None:
+        self._reference = reference
+        self._parse = resolve_function(reference, f"tool_calling.parser: {reference}")
+        if is_async(self._parse):
+            raise ConfigError(f"tool_calling.parser: `{reference}` is async; a parser is a plain function")
+        try:
+            inspect.signature(self._parse).bind("text")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"tool_calling.parser: `{reference}` cannot be called as parse(text): {error}") from error
+
+    def read(self, turn: SampledTurn) -> ParsedTurn:
+        """Raises whatever the user's function raises, and TypeError for what it may not return."""
+        returned = self._parse(turn.text)
+        content: Any = None
+        calls: Any = returned
+        if isinstance(returned, Mapping):
+            content, calls = returned.get("content"), returned.get("tool_calls")
+        if calls is None:
+            calls = []
+        if not isinstance(calls, list | tuple):
+            raise TypeError(f"`{self._reference}` returned {json_kind(calls)} as tool calls; return a list")
+        if content is not None and not isinstance(content, str):
+            raise TypeError(f"`{self._reference}` returned {json_kind(content)} as content; return text")
+        return ParsedTurn(
+            content=turn.text if content is None else content,
+            calls=explained([checked_call_of(call) for call in calls], "write it as the instructions say"),
+        )
 
 
 def answer_start(turn: SampledTurn) -> int:
