@@ -12,7 +12,7 @@ from grpo_async.cli.options import (
     JsonLogsOption,
     QuietOption,
     SetOption,
-    alone_on_stdout,
+    load_and_report,
     with_json_logs_help,
 )
 
@@ -20,9 +20,6 @@ from grpo_async.cli.options import (
 @with_json_logs_help
 def preflight(
     config: ConfigArgument,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object with every check on stdout; everything else goes to stderr.")
-    ] = False,
     overrides: SetOption = None,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
@@ -37,21 +34,12 @@ def preflight(
     Examples:
       grpo-async preflight configs/quickstart.yaml
       grpo-async preflight configs/quickstart.yaml --set inference.dtype=bfloat16
-      grpo-async preflight configs/quickstart.yaml --json | jq '.checks[] | select(.status != "pass")'
+      grpo-async preflight configs/quickstart.yaml --json-logs | jq 'select(.event == "preflight") | .checks[]'
     """
-    from grpo_async.checks.report import as_json as to_json
-    from grpo_async.config.loader import load_config
-    from grpo_async.display.output import Output, OutputMode
     from grpo_async.launcher import train
 
-    with alone_on_stdout(as_json, json_logs=json_logs):
-        output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
-        with output.reporting():
-            resolved = load_config(config, overrides or ())
-        outcome = train.preflight(resolved, output=output)
-    if as_json and outcome.checks is not None:
-        typer.echo(to_json(outcome.checks))
-    raise typer.Exit(outcome.exit_code)
+    loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
+    raise typer.Exit(train.preflight(loaded, output=output).exit_code)
 
 
 def doctor(

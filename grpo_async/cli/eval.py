@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from grpo_async.cli.options import (
     JsonLogsOption,
     QuietOption,
     SetOption,
-    alone_on_stdout,
+    load_and_report,
     with_json_logs_help,
 )
 
@@ -44,9 +43,6 @@ def evaluate(
         Path | None,
         typer.Option("--out", metavar="DIR", help="Folder for the results; default: next to the run, NAME.eval-WHAT."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object with the results on stdout; everything else goes to stderr.")
-    ] = False,
     quiet: QuietOption = False,
     json_logs: JsonLogsOption = False,
 ) -> None:
@@ -63,17 +59,9 @@ def evaluate(
       grpo-async eval configs/quickstart.yaml --checkpoint latest
       grpo-async eval configs/quickstart.yaml --checkpoint runs/quickstart/model --set evaluation.samples_per_prompt=4 \\
           --set evaluation.temperature=1
-      grpo-async eval configs/quickstart.yaml --run runs/quickstart --json | jq .metrics.reward
+      grpo-async eval configs/quickstart.yaml --run runs/quickstart --json-logs | jq 'select(.event == "end") | .summary'
     """
-    from grpo_async.config.loader import load_config
-    from grpo_async.display.output import Output, OutputMode
     from grpo_async.launcher.evaluate import evaluate as run_evaluation
 
-    with alone_on_stdout(as_json, json_logs=json_logs):
-        output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
-        with output.reporting():
-            resolved = load_config(config, overrides or ())
-        outcome = run_evaluation(resolved, checkpoint=checkpoint, run=run, out=out, output=output)
-    if as_json and outcome.summary is not None:
-        typer.echo(json.dumps(outcome.summary))
-    raise typer.Exit(outcome.exit_code)
+    loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
+    raise typer.Exit(run_evaluation(loaded, checkpoint=checkpoint, run=run, out=out, output=output).exit_code)

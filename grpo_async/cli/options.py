@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from grpo_async.config.experiment import ExperimentConfig
+    from grpo_async.display.output import Output
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 """Exit codes; see app."""
@@ -78,14 +80,13 @@ def with_json_logs_help(command: Command) -> Command:
     return command
 
 
-@contextlib.contextmanager
-def alone_on_stdout(as_json: bool, *, json_logs: bool) -> Iterator[None]:
-    """With --json, what is printed inside goes to stderr, so that only the result goes to stdout.
+def load_and_report(
+    config: Path, overrides: list[str] | None, *, quiet: bool, json_logs: bool
+) -> tuple[ExperimentConfig, Output]:
+    """The configuration, and where what happens is shown; what is wrong with the configuration is shown there, too."""
+    from grpo_async.config.loader import load_config
+    from grpo_async.display.output import Output, OutputMode
 
-    Raises:
-        BadParameter: --json and --json-logs together.
-    """
-    if as_json and json_logs:
-        raise typer.BadParameter("choose one of --json (only the result) and --json-logs", param_hint="--json-logs")
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
+    output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
+    with output.reporting():
+        return load_config(config, overrides or ()), output

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from grpo_async.cli.options import ConfigArgument, JsonLogsOption, QuietOption, SetOption, with_json_logs_help
+from grpo_async.cli.options import (
+    ConfigArgument,
+    JsonLogsOption,
+    QuietOption,
+    SetOption,
+    load_and_report,
+    with_json_logs_help,
+)
 
 _CHECKPOINT = re.compile(r"latest|best|\d+|(.*/)?step_\d+/?")
 
@@ -99,13 +106,9 @@ def train(
       grpo-async train configs/cluster.yaml --dry-run
       grpo-async train configs/cluster.yaml --node-rank 1 --master-addr 10.0.0.1
     """
-    from grpo_async.config.loader import load_config
-    from grpo_async.display.output import Output, OutputMode
     from grpo_async.launcher.train import launch
 
-    output = Output(OutputMode.of(quiet=quiet, json_logs=json_logs))
-    with output.reporting():
-        loaded = load_config(config, overrides or ())
+    loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
     code = launch(
         loaded, resume=resume, clean=clean, dry_run=dry_run, node_rank=node_rank, master_addr=master_addr, output=output
     )

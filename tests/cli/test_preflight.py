@@ -51,22 +51,6 @@ def test_the_preflight_gets_the_configuration_and_its_exit_code_is_that_of_the_c
     assert len(calls) == 1
 
 
-def test_json_is_alone_on_stdout_and_missing_where_the_run_broke_before_the_checks(
-    calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result = _invoke("preflight", "x.yaml", "--json")
-    assert result.exit_code == 1
-    report = json.loads(result.stdout)
-    assert report["status"] == "fail"
-    assert [check["name"] for check in report["checks"]] == ["dtypes", "disk"]
-    assert "the plan" in result.stderr
-    monkeypatch.setattr(launcher, "preflight", lambda config, *, output: RunOutcome(exit_code=1, error="it died"))
-    result = _invoke("preflight", "x.yaml", "--json")
-    assert (result.exit_code, result.stdout) == (1, "")
-    both = _invoke("preflight", "x.yaml", "--json", "--json-logs")
-    assert both.exit_code == 2
-
-
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
 def test_the_doctor_prints_every_check_and_only_a_failed_one_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str]

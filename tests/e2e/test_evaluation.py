@@ -36,10 +36,10 @@ NUMBERS = ("num_prompts", "reward", "pass@1", "mean_length", "truncated")
 
 
 def _eval(config: Path, *arguments: str, environment: dict[str, str] | None = None) -> dict[str, Any]:
-    """`grpo-async eval --json`: what it prints on stdout."""
-    done = run_command("eval", str(config), "--json", *arguments, environment=environment)
+    """The result of `grpo-async eval`, as the last event has it."""
+    done = run_command("eval", str(config), "--json-logs", *arguments, environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["summary"]
     return result
 
 
