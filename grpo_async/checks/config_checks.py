@@ -19,8 +19,7 @@ from pathlib import Path
 
 from grpo_async.chat.renderer import load_renderer
 from grpo_async.chat.turn import ChatError
-from grpo_async.checks.disk import check_run_place, disk_room
-from grpo_async.checks.memory import ModelSize
+from grpo_async.checks.memory import ModelSize, check_run_place, disk_room
 from grpo_async.checks.model_files import model_problem, text_config
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import CsvSource, EnvironmentSource, HubSource, JsonlSource, ParquetSource, Source

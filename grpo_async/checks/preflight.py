@@ -3,12 +3,13 @@
     context -> scores of the trainer (a collective, on the calling thread) -> each check, alone and with a time limit
             -> preflight.json, list of checks
 
-Reads only: nothing of the run is changed, no rollout is made. What the tokenizer and the chat template do: `chat_checks`.
+Reads only: nothing of the run is changed, no rollout is made.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,9 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks.chat_checks import SAMPLES, check_chat
-from grpo_async.checks.disk import disk_room
-from grpo_async.checks.memory import ModelSize
+from grpo_async.checks.memory import ModelSize, disk_room
 from grpo_async.checks.model_files import text_config
 from grpo_async.checks.report import Check, Found, as_json, run_check
 from grpo_async.config.experiment import ExperimentConfig
@@ -34,12 +33,20 @@ from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import Server
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
-from grpo_async.records import Prompt
+from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.utils.network import is_loopback
 from grpo_async.utils.text import clipped
 from grpo_async.weights.verify import TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
 
+SAMPLES = (
+    "What is 12 + 30? Think first.",
+    "Ünïcode: 你好, мир 🙂\n\n\ttabs  and   blanks",
+    "def f(x):\n    return x**2  # code",
+)
+_MAX_TOKENS = 16  # control tokens that are tried as text
+_ANSWER = "kqanswerzq"
+_HARMLESS = "kqtextzq"
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
 _OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
 
@@ -229,16 +236,6 @@ def _wants_token(context: PreflightContext, server: Server) -> bool:
 # ---- the run ----
 
 
-def check_chat_template(context: PreflightContext) -> list[Found]:
-    """See chat_checks."""
-    return check_chat(
-        context.renderer,
-        context.rendered_prompts,
-        tool_sets=context.tool_sets,
-        num_embeddings=context.num_embeddings,
-    )
-
-
 def check_dtypes(context: PreflightContext) -> Iterator[Found]:
     """Weights are served in the dtype they are sent in, and the trainer computes in the same."""
     config = context.config
@@ -282,6 +279,87 @@ def check_disk(context: PreflightContext) -> Iterator[Found]:
     """Room on the run's disk for its checkpoints, as `disk_room` counts it."""
     size = ModelSize.of(text_config(Path(context.config.model.path)), context.num_parameters)
     yield disk_room(context.config, context.run_dir, size)
+
+
+# ---- the chat template, once around ----
+
+
+def check_chat_template(context: PreflightContext) -> list[Found]:
+    """Do prompts become the tokens they should? Prompts, the end of a turn, text like control tokens, and tools; rendered
+    for real."""
+    renderer = context.renderer
+    found: list[Found] = []
+    if not renderer.end_of_turn_ids:
+        remedy = "set model.end_of_turn_tokens to the token that the model was trained to end with"
+        found.append(("warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"))
+    found += _check_prompts(context.rendered_prompts, context.num_embeddings)
+    if renderer.tokenizer.chat_template:
+        for check in (_check_turn_end, _check_guard):
+            try:
+                found += check(renderer)
+            except GrpoAsyncError as error:
+                found.append(("warn", f"a test conversation cannot be rendered: {error}"))
+    for tools in context.tool_sets:
+        try:
+            renderer.check_tools(tools)
+        except GrpoAsyncError as error:
+            found.append(("fail", f"tools ({_name_of(tools)}, ...): {error}"))
+    if found:
+        return sorted(found)  # what fails first
+    ends = " or ".join(renderer.tokenizer.convert_ids_to_tokens(renderer.end_of_turn_ids))
+    message = f"turns end with {ends}; control tokens in text stay text"
+    names = ", ".join(map(_name_of, context.tool_sets))
+    return [("pass", f"{message}; tools: {names}" if names else message)]
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], num_embeddings: int) -> Iterator[Found]:
+    for number, ids in enumerate(prompts):
+        if not ids:
+            yield "fail", f"prompt {number} renders to no tokens at all; look at model.chat_template"
+            return
+        if beyond := [token for token in ids if not 0 <= token < num_embeddings]:
+            message = f"prompt {number} has the ids {beyond[:4]}, the model only {num_embeddings}"
+            yield "fail", f"{message}: another tokenizer's"
+            return
+
+
+def _check_turn_end(renderer: ChatRenderer) -> Iterator[Found]:
+    """After an earlier answer the template must write a token at which generation stops."""
+    roles = (("user", "question"), ("assistant", _ANSWER), ("user", "question"))
+    ids = renderer.prompt_ids(
+        [TaggedMessage(role=role, content=content, origin=Origin.PROMPT) for role, content in roles]
+    )
+    texts = (renderer.tokenizer.decode(ids[: count + 1], skip_special_tokens=False) for count in range(len(ids)))
+    end = next((number for number, text in enumerate(texts) if _ANSWER in text), None)
+    if end is None:
+        return  # the template leaves earlier answers out, or the tokenizer changes text: nothing can be said
+    after = ids[end + 1 : end + 3]  # a newline may come before it
+    if renderer.end_of_turn_ids and not set(after) & set(renderer.end_of_turn_ids):
+        tokens = renderer.tokenizer.convert_ids_to_tokens
+        stops = f"generation stops at {tokens(renderer.end_of_turn_ids)} only: turns may run on"
+        yield (
+            "warn",
+            f"after an answer the chat template continues with {tokens(after)}, but {stops}; see model.end_of_turn_tokens",
+        )
+
+
+def _check_guard(renderer: ChatRenderer) -> Iterator[Found]:
+    """The text of a control token in a foreign message must not become the token."""
+    special = {int(token) for token in renderer.tokenizer.all_special_ids}
+
+    def control_ids(content: str) -> Counter[int]:
+        message = TaggedMessage(role="user", content=content, origin=Origin.ENVIRONMENT)
+        return Counter(token for token in renderer.prompt_ids([message]) if token in special)
+
+    expected = control_ids(_HARMLESS)
+    for text in renderer.tokenizer.all_special_tokens[:_MAX_TOKENS]:
+        if control_ids(f"{_HARMLESS}{text}{_HARMLESS}") != expected:
+            yield "fail", f"the text {text!r} in a message of a tool or environment becomes a control token"
+            return
+
+
+def _name_of(tools: Sequence[Mapping[str, Any]]) -> str:
+    return str(dict(tools[0].get("function", tools[0]))["name"])
 
 
 _OF_SERVERS: tuple[tuple[str, Callable[[PreflightContext, Server], Found]], ...] = (

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_async.checks.config_checks import check_inputs
-from grpo_async.checks.disk import check_run_place
+from grpo_async.checks.memory import check_run_place
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.display.output import Output

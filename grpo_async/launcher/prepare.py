@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_async.checks.disk import check_run_place
+from grpo_async.checks.memory import check_run_place
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import load_config

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from grpo_async.checks import disk
+from grpo_async.checks import memory
 from grpo_async.checks.config_checks import check_inputs
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
@@ -166,7 +166,7 @@ def _with_tokenizer(folder: Path, *, vocab_size: int = 500, **sections: Any) -> 
 def test_a_dry_run_knows_that_the_disk_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _with_tokenizer(tmp_path)
     save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=30_000_000))
     check_inputs(config, engine=EMBEDDED)  # a start leaves it to the preflight
     with pytest.raises(ConfigError, match=r"run\.dir: 3 checkpoint\(s\) of 11\.4 MiB .* not enough"):
         check_inputs(config, engine=EMBEDDED, deep=True)

@@ -12,7 +12,7 @@ import pytest
 
 from grpo_async.chat.encoding import Encoder, Guarded
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.checks import disk, preflight
+from grpo_async.checks import memory, preflight
 from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer
 from grpo_async.checks.report import Found
 from grpo_async.errors import RequestRejectedError
@@ -197,7 +197,7 @@ def test_disk_for_checkpoints_and_the_model(
     context.run_dir.create()
     for step in range(num_there):
         context.run_dir.checkpoint(step).mkdir(parents=True)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     (found,) = preflight.check_disk(context)
     assert found[0] == status
     assert found[1].startswith(f"{3 - num_there} checkpoint(s) of 11.4 MiB and the model of 3.8 MiB need")
