@@ -16,9 +16,9 @@ from grpo_async.display.display import Display, JsonView, LineView, LiveView, Vi
 from grpo_async.display.progress import Progress
 from grpo_async.errors import ConfigError, GrpoAsyncError
 from grpo_async.findings.evidence import read_metrics
-from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.console import stdout_console
+from grpo_async.utils.resilient_stream import ResilientStream
 from grpo_async.utils.safe_text import plain
 
 

@@ -16,16 +16,14 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.failures import RankFailure
 from grpo_async.processes.heartbeat import Heartbeat, report
-from grpo_async.processes.resilient_stream import ResilientStream
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
+from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
 
 logger = logging.getLogger("grpo_async")
 
 _SOON_S = 60.0  # the same line of code warns the launcher once in so long
 _MAX_CHARS = 1000
-_MAX_PRINTED_CHARS = 16 * 2**20
-"""Of what rewards, tools and environments print into the log of a process; our own log goes to standard error."""
 
 
 def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, ControlClient], None]) -> NoReturn:
@@ -37,7 +35,7 @@ def run_process(name: str, work: Callable[[Assignment, ExperimentConfig, Control
     """
     die_with_parent()
     # the log may be on a full disk: what user code prints is not a reason to fail
-    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=_MAX_PRINTED_CHARS)
+    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=MAX_PRINTED_CHARS)
     sys.stdout = cast(TextIO, prints)
     sys.stderr = cast(TextIO, ResilientStream(sys.stderr, "standard error", lambda text: None))
     logging.basicConfig(

@@ -26,12 +26,13 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from grpo_async.user_code.calls import CallError, Raised, UserCall
 from grpo_async.user_code.loop import UserLoop
 from grpo_async.user_code.references import resolve
 from grpo_async.utils.processes import describe_exit, die_with_parent, usable_cpus
+from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream
 
 START_TIMEOUT_S = 120.0  # a new worker imports the function's module, which may import torch on a busy machine
 _BOOT = (
@@ -225,6 +226,8 @@ def main(descriptor: int, reference: str, module: str) -> None:
     time limit. What the function prints goes to stderr: the owner's stdout may be a report."""
     die_with_parent()
     os.dup2(2, 1)
+    prints = ResilientStream(sys.stdout, "standard output", lambda text: None, max_chars=MAX_PRINTED_CHARS)
+    sys.stdout = cast(TextIO, prints)
     stream = socket.socket(fileno=descriptor).makefile("rwb")
 
     def send(message: bytes) -> None:

@@ -75,6 +75,12 @@ def prints_its_pid_and_sleeps(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
+def prints_17_mb(completions: list[str]) -> list[float]:
+    for _ in range(17):
+        print("x" * 2**20)
+    return [0.0] * len(completions)
+
+
 def dies_if_asked(completions: list[str]) -> list[float]:
     if completions[0].startswith("exit"):
         os._exit(3)

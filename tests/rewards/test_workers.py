@@ -142,6 +142,13 @@ def test_what_a_killed_reward_started_is_killed_too(tmp_path: Path) -> None:
     assert eventually(lambda: not is_alive(child))
 
 
+def test_what_a_worker_prints_is_cut_off_where_it_would_fill_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    _in_process(f"{FAULTY}:prints_17_mb", lambda reward: score(reward, ["a"]))
+    printed = capfd.readouterr().err
+    assert len(printed) < 17 * 2**20
+    assert printed.endswith("is dropped]\n")
+
+
 def test_a_busy_worker_dies_with_its_killed_parent() -> None:
     script = (
         "import asyncio\nfrom tests.rewards.helpers import loaded, score\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from grpo_async.processes.resilient_stream import ResilientStream
+from grpo_async.utils.resilient_stream import ResilientStream
 
 
 def test_what_is_printed_beyond_the_limit_is_dropped_and_one_line_says_so() -> None:
