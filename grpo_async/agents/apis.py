@@ -1,4 +1,4 @@
-"""The APIs of the endpoint: the JSON of a request to `Call`, `Reply` to the JSON of an answer, and that to events.
+"""The APIs of the endpoint: the JSON of a request to `Call`, `Answer` to the JSON of an answer, and that to events.
 
                      OpenAI Chat Completions   OpenAI Responses         Anthropic Messages
     path             /v1/chat/completions      /v1/responses            /v1/messages
@@ -19,13 +19,13 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from grpo_async.agents.calls import AgentRefusal, Call, PrefixMemo, Reply, refuse
+from grpo_async.agents.calls import AgentRefusal, Call, refuse
+from grpo_async.agents.history import Answer
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
@@ -124,9 +124,10 @@ class Exchange(ABC):
         found = self._json.get(name) or []
         if not isinstance(found, list):
             raise refuse(f"{name} is not a list of objects", param=name)
-        memo = self._kept.setdefault((type(self), name), PrefixMemo(partial(_read_next, name, read)))
-        made: list[Made] = memo(found)
-        return made
+        for place, item in enumerate(found):
+            if not isinstance(item, Mapping):
+                raise refuse(f"{name}[{place}] is not an object", param=name)
+        return [read(item, f"{name}[{place}]") for place, item in enumerate(found)]
 
     @abstractmethod
     def _messages(self) -> list[Mapping[str, Any]]:
@@ -138,7 +139,7 @@ class Exchange(ABC):
         """A tool in that form."""
 
     @abstractmethod
-    def answer(self, reply: Reply) -> dict[str, Any]:
+    def answer(self, reply: Answer) -> dict[str, Any]:
         """The JSON of the answer."""
 
     @abstractmethod
@@ -181,7 +182,7 @@ class ChatCompletion(Exchange):
             raise refuse(f"{where} is not a function with a name; other kinds of tools are not supported", param=where)
         return tool
 
-    def answer(self, reply: Reply) -> dict[str, Any]:
+    def answer(self, reply: Answer) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": reply.content if reply.content or not reply.tool_calls else None,
@@ -199,7 +200,7 @@ class ChatCompletion(Exchange):
             "message": message,
             "logprobs": self._logprobs(reply),
             "finish_reason": reply.finish_reason,
-            "stop_reason": reply.stop_sequence,
+            "stop_reason": reply.generation.stop_reason,
         }
         return {
             "id": f"chatcmpl-{self.id}",
@@ -225,12 +226,12 @@ class ChatCompletion(Exchange):
         if (self._body.stream_options or {}).get("include_usage"):
             yield None, head | {"choices": [], "usage": answer["usage"]}
 
-    def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
+    def _logprobs(self, reply: Answer) -> dict[str, Any] | None:
         if not self.call.with_logprobs:
             return None
         content = [
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, logprob in zip(reply.tokens, reply.logprobs, strict=True)
+            for token, logprob in zip(reply.tokens, reply.generation.logprobs, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -259,7 +260,7 @@ class Responses(Exchange):
             raise refuse(f"{where} is not a function; tools of OpenAI's servers are not supported", param=where)
         return _function_tool(tool, tool.get("parameters"))
 
-    def answer(self, reply: Reply) -> dict[str, Any]:
+    def answer(self, reply: Answer) -> dict[str, Any]:
         self._kept[f"resp_{self.id}"] = [*self._history, reply.message]
         output: list[dict[str, Any]] = []
         if reply.reasoning:
@@ -341,7 +342,7 @@ class Messages(Exchange):
             raise refuse(f"{where} is not a client-side tool; Anthropic's server tools are not supported", param=where)
         return _function_tool(tool, tool.get("input_schema") or {"type": "object", "properties": {}})
 
-    def answer(self, reply: Reply) -> dict[str, Any]:
+    def answer(self, reply: Answer) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
         if reply.reasoning and (self._body.thinking or {}).get("type") in ("enabled", "adaptive"):
             blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
@@ -358,8 +359,8 @@ class Messages(Exchange):
             "role": "assistant",
             "model": self.model,
             "content": blocks,
-            "stop_reason": reasons[reply.finish_reason] if reply.stop_sequence is None else "stop_sequence",
-            "stop_sequence": reply.stop_sequence,
+            "stop_reason": reasons[reply.finish_reason] if reply.generation.stop_reason is None else "stop_sequence",
+            "stop_sequence": reply.generation.stop_reason,
             "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.ids)},
         }
 
@@ -395,15 +396,6 @@ class Messages(Exchange):
 
 
 # -- items of a history, in the form of Chat Completions
-
-
-def _read_next(
-    name: str, read: Callable[[Mapping[str, Any], str], Made], items: Sequence[Any], made: Sequence[Made]
-) -> Made:
-    place = len(made)
-    if not isinstance(items[place], Mapping):
-        raise refuse(f"{name}[{place}] is not an object", param=name)
-    return read(items[place], f"{name}[{place}]")
 
 
 def _chat_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -516,6 +508,6 @@ def _arguments(call: Mapping[str, Any]) -> str:
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
-def _usage(reply: Reply, prompt: str, sampled: str) -> dict[str, Any]:
+def _usage(reply: Answer, prompt: str, sampled: str) -> dict[str, Any]:
     counts = {prompt: len(reply.prompt_ids), sampled: len(reply.ids)}
     return {**counts, "total_tokens": sum(counts.values())}

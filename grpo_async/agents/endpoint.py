@@ -157,7 +157,7 @@ class AgentEndpoint:
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.kept)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
-            reply = await session.complete(exchange.call, reply_id=exchange.id, is_trained=is_trained)
+            reply = await session.complete(exchange.call, exchange.id, is_trained=is_trained)
             answer = exchange.answer(reply)
             if exchange.is_stream:
                 return web.Response(body=exchange.stream(answer), headers=_SSE)

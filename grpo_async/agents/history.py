@@ -25,13 +25,12 @@ import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from grpo_async.agents.calls import Call, PrefixMemo, refuse
+from grpo_async.agents.calls import Call, refuse
 from grpo_async.chat.json_calls import read_json
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
@@ -45,7 +44,10 @@ from grpo_async.records import (
     ToolCallRecord,
     TurnRecord,
 )
+from grpo_async.utils.text import num_equal
 
+_NUM_HISTORIES = 4
+"""That are remembered of a rollout: an agent and its sub-agents take turns."""
 _ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
 """Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
 
@@ -80,22 +82,46 @@ class Request:
     @property
     def all_messages(self) -> list[TaggedMessage]:
         """From the root on."""
-        before = [message for answer in self.path for message in (*answer.request.messages, answer.message)]
+        before = [message for answer in self.path for message in (*answer.request.messages, answer.sampled)]
         return [*before, *self.messages]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Answer:
-    """A call that was answered: `message` is what the policy wrote, with its thinking. `reward`: the agent's, of this answer."""
+    """A call that was answered: what the policy sampled, and what the client gets of it."""
 
     id: str
     request: Request
     generation: Generation
-    message: TaggedMessage
+    sampled: TaggedMessage
+    """What the policy wrote, with its thinking, as the rollout has it."""
+    content: str = ""
+    reasoning: str = ""
     calls: Sequence[ToolCall] = ()
-    parse_error: str | None = None  # why calls that it may have are in the text of `message`
-    reward: float | None = None
+    parse_error: str | None = None  # why calls that it may have are in the text
+    finish_reason: str = "stop"  # or "length", "tool_calls"
+    tokens: Sequence[str] = ()  # the text of each token, where the call asked for logprobs
+    reward: float | None = None  # the agent's, of this answer
     has_children: bool = False
+
+    @property
+    def ids(self) -> array[int]:
+        return self.generation.token_ids
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.request.context
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """In OpenAI's form, `arguments` as an object."""
+        return [call.as_dict() for call in self.calls]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """As it comes back in the history of the next call."""
+        calls = {"tool_calls": self.tool_calls} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
 
 
 class HistoryRenderer:
@@ -156,7 +182,7 @@ class History:
         self._renderer = renderer
         self._by_key: dict[bytes, list[Answer]] = {}
         self._requests: dict[tuple[bytes, str], Request] = {}
-        self._keys = PrefixMemo(partial(_next_key, renderer.chat))
+        self._newest: list[tuple[list[Any], list[bytes]]] = []
         self.answers: list[Answer] = []
 
     def prepare(self, call: Call) -> Request:
@@ -167,7 +193,7 @@ class History:
         """
         if not call.messages:
             raise refuse("there are no messages", param="messages")
-        keys = self._keys([call.tools, *call.messages])  # [1 + num_messages]
+        keys = self._keys([call.tools, *call.messages])
         length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
         if length:
             answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
@@ -185,13 +211,33 @@ class History:
             self._requests[name] = Request(key=keys[-1], parent=None, ids=prompt_ids, messages=messages)
         return self._requests[name]
 
-    def record(self, answer: Answer, said: str) -> None:
-        """Add a whole answer to the tree. `said`: its text as the client got it, without thinking."""
+    def _keys(self, items: list[Any]) -> list[bytes]:
+        """[1 + num_messages]: of each beginning of `items`, the tools and the messages of a call.
+
+        An agent sends its whole history with every call, so all but the last items are those of an earlier one. They are compared
+        in C, and only the others cost a line of Python. Of equal items the older ones are kept, in `items` too: one copy of a
+        history is alive, however often it was sent.
+        """
+        keys: list[bytes] = []
+        others = []
+        for given, found in self._newest:
+            length = num_equal(items, given)
+            if length > len(keys):
+                items[:length], keys = given[:length], found[:length]
+            if length < len(given):  # else the new list takes its place
+                others.append((given, found))
+        while len(keys) < len(items):
+            keys.append(_next_key(self._renderer.chat, items, keys))
+        self._newest = [(items, keys), *others[: _NUM_HISTORIES - 1]]
+        return keys
+
+    def record(self, answer: Answer) -> None:
+        """Add a whole answer to the tree."""
         self.answers.append(answer)
         request = answer.request
         if request.parent is not None:
             request.parent.has_children = True
-        value = _answer_value(said, [(call.name, call.arguments) for call in answer.calls])
+        value = _answer_value(answer.content, [(call.name, call.arguments) for call in answer.calls])
         self._by_key.setdefault(_digest(request.key, value), []).append(answer)
 
     def paths(self) -> list[Branch]:
@@ -357,7 +403,7 @@ def _turns(answers: Sequence[Answer]) -> list[TurnRecord]:
             for call in answer.calls
         ]
         turn = answer.generation.turn(
-            [answer.message, *messages],
+            [answer.sampled, *messages],
             tool_calls=calls,
             tool_response_ids=np.array([] if following is None else following.request.ids, np.int32),
             parse_error=answer.parse_error,

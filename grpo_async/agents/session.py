@@ -1,6 +1,6 @@
 """One rollout of an agent: its calls go to the policy, and what they sampled becomes its completion.
 
-    complete(call) -> history: context ids -> InferenceClient.generate -> read -> recorded -> Reply
+    complete(call) -> history: context ids -> InferenceClient.generate -> read -> recorded -> Answer
 
 Limits: `rollout.max_completion_tokens` bounds what the calls of the rollout sample together (calls that run at the same time may
 each use what was left when they began), `inference.max_model_len` context and answer of each call, `rollout.max_turns` their
@@ -31,7 +31,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_async.agents.calls import AgentRefusal, Call, Reply, refuse
+from grpo_async.agents.calls import AgentRefusal, Call, refuse
 from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
@@ -141,11 +141,10 @@ class AgentSession:
         """Of Anthropic's API, whose clients add /v1 themselves."""
         return self.base_url.removesuffix("/v1")
 
-    async def complete(self, call: Call, *, reply_id: str | None = None, is_trained: bool = True) -> Reply:
+    async def complete(self, call: Call, answer_id: str, *, is_trained: bool = True) -> Answer:
         """Have the policy answer.
 
         Args:
-            reply_id: of the reply; None: a new one.
             is_trained: false: the answer is in no completion.
 
         Raises:
@@ -157,9 +156,11 @@ class AgentSession:
         context = request.context
         number = next(self._numbers)
         budget = self._budget(len(context), number, is_trained=is_trained)
-        reply_id = reply_id or secrets.token_hex(12)
         if budget < 1:
-            return Reply(id=reply_id, prompt_ids=context, finish_reason="length")
+            nothing = TaggedMessage(role="assistant", content="", origin=Origin.POLICY)
+            return Answer(
+                id=answer_id, request=request, generation=Generation(), sampled=nothing, finish_reason="length"
+            )
         wanted = budget if call.max_tokens is None else min(budget, call.max_tokens)
         settings = replace(self._settings, stop=[*self._settings.stop, *call.stop])
         seed = seed_of(self._seed, number) if call.seed is None else seed_of(self._seed, number, call.seed)
@@ -174,26 +175,23 @@ class AgentSession:
             raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
         generation = await self._generate(asked, number)
         self._num_sampled += len(generation.token_ids)
-        is_cut = generation.finish_reason is FinishReason.LENGTH
-        self.is_truncated |= is_trained and is_cut and wanted == budget
-        answer, reply = self._read(
-            call, request, context, generation, number=number, reply_id=reply_id, settings=settings
-        )
+        answer = self._read(call, request, generation, number=number, answer_id=answer_id, settings=settings)
         if is_trained:
-            self._history.record(answer, reply.content)
-        return reply
+            self.is_truncated |= answer.finish_reason == "length" and wanted == budget
+            self._history.record(answer)
+        return answer
 
-    def set_reward(self, reward: float, reply_id: str | None = None) -> None:
+    def set_reward(self, reward: float, answer_id: str | None = None) -> None:
         """The agent's reward of one answer, which becomes that of the answer's branch; without an id, of the newest answer.
 
         Raises:
             AgentRefusal: there is no such answer.
         """
         answers = self._history.answers
-        found = [answer for answer in answers if reply_id is None or answer.id == _bare_id(reply_id)]
+        found = [answer for answer in answers if answer_id is None or answer.id == _bare_id(answer_id)]
         if not found:
             raise AgentRefusal(
-                404, "invalid_request_error", f"there is no answer {reply_id!r} in this rollout", param="id"
+                404, "invalid_request_error", f"there is no answer {answer_id!r} in this rollout", param="id"
             )
         found[-1].reward = float(reward)
 
@@ -317,14 +315,12 @@ class AgentSession:
         self,
         call: Call,
         request: Request,
-        context: Sequence[int],
         generation: Generation,
         *,
         number: int,
-        reply_id: str,
+        answer_id: str,
         settings: SamplingSettings,
-    ) -> tuple[Answer, Reply]:
-        """What was sampled, for the tree and for the client."""
+    ) -> Answer:
         chat = self._sessions.renderer.chat
         calls: Sequence[ToolCall] = ()
         parse_error: str | None = None
@@ -338,27 +334,23 @@ class AgentSession:
             if not problems:  # else the client gets the whole text: it cannot make half of the calls
                 calls, text = turn.tool_calls, turn.content
         found = find_stop(text, settings.stop)
-        thinking, said = chat.split_thinking(text if found is None else text[: found[0]])
-        text = settings.shown(text)
+        reasoning, content = chat.split_thinking(text if found is None else text[: found[0]])
         called = [each.as_dict() for each in calls]
-        message = TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called)
-        answer = Answer(
-            id=reply_id, request=request, generation=generation, message=message, calls=calls, parse_error=parse_error
-        )
-        finish = "length" if generation.finish_reason is FinishReason.LENGTH else "tool_calls" if calls else "stop"
-        reply = Reply(
-            id=reply_id,
-            content=said,
-            reasoning=thinking,
-            tool_calls=called,
-            ids=generation.token_ids,
-            logprobs=generation.logprobs,
+        is_cut = generation.finish_reason is FinishReason.LENGTH
+        return Answer(
+            id=answer_id,
+            request=request,
+            generation=generation,
+            sampled=TaggedMessage(
+                role="assistant", content=settings.shown(text), origin=Origin.POLICY, tool_calls=called
+            ),
+            content=content,
+            reasoning=reasoning,
+            calls=calls,
+            parse_error=parse_error,
+            finish_reason="length" if is_cut else "tool_calls" if calls else "stop",
             tokens=[chat.token_text(token) for token in generation.token_ids] if call.with_logprobs else (),
-            prompt_ids=context,
-            finish_reason=finish,
-            stop_sequence=generation.stop_reason,
         )
-        return answer, reply
 
 
 def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -385,9 +377,9 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
     return {"json": dict(schema)}
 
 
-def _bare_id(reply_id: str) -> str:
+def _bare_id(answer_id: str) -> str:
     """Without the prefix of an API: "chatcmpl-1f" -> "1f"."""
-    return reply_id.rpartition("-")[2].rpartition("_")[2]
+    return answer_id.rpartition("-")[2].rpartition("_")[2]
 
 
 def closed() -> AgentRefusal:

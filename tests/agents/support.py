@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_async.agents.apis import Exchange
-from grpo_async.agents.calls import Call, Reply
+from grpo_async.agents.calls import Call
 from grpo_async.agents.endpoint import AgentEndpoint
-from grpo_async.agents.history import HistoryRenderer
+from grpo_async.agents.history import Answer, HistoryRenderer
 from grpo_async.agents.session import AgentSession, Sessions
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
@@ -173,14 +174,14 @@ def call_text(**arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': arguments})}\n</tool_call>"
 
 
-async def ask(session: AgentSession, *messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> Reply:
-    return await session.complete(Call(messages=messages, tools=tools, **fields))
+async def ask(session: AgentSession, *messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> Answer:
+    return await session.complete(Call(messages=messages, tools=tools, **fields), secrets.token_hex(4))
 
 
-async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, Any]) -> tuple[Reply, dict[str, Any]]:
+async def exchange(session: AgentSession, kind: type[Exchange], body: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     """As the endpoint does it, without HTTP."""
     made = kind(body, "tiny", session.kept)
-    reply = await session.complete(made.call, reply_id=made.id)
+    reply = await session.complete(made.call, made.id)
     return reply, json.loads(json.dumps(made.answer(reply)))
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_async.agents.apis import ChatCompletion, Exchange, Messages, Responses
-from grpo_async.agents.calls import AgentRefusal, Reply
+from grpo_async.agents.calls import AgentRefusal
+from grpo_async.agents.history import Answer
 from grpo_async.agents.session import AgentSession
 from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.chat.renderer import ChatRenderer
@@ -170,7 +171,7 @@ class Conversation:
         kept = self._as_clients_keep_it(read(answer))
         self.histories.append(replace(held, messages=[*held.messages, kept], grows=bool(reply.ids)))
 
-    def _check_growth(self, reply: Reply) -> None:
+    def _check_growth(self, reply: Answer) -> None:
         """The context begins with all ids of an earlier answer, and has one more assistant's turn, the one to be written."""
         ids = list(reply.prompt_ids)
         whole = [[*served.request.token_ids, *served.ids] for served in self.policy.served if served.is_whole]

@@ -51,7 +51,7 @@ def test_the_budget_of_a_rollout_holds_over_its_calls_and_ends_with_length_then_
         second = await ask(session, user("q"))
         assert (len(second.ids), second.finish_reason, session.is_truncated) == (8, "length", True)
         empty = await ask(session, user("r"))
-        assert (empty.ids, empty.content, empty.finish_reason) == ((), "", "length")
+        assert (list(empty.ids), empty.content, empty.finish_reason) == ([], "", "length")
         assert session.is_out_of_budget
         with pytest.raises(AgentRefusal, match="max_completion_tokens") as caught:
             await ask(session, user("r"))
@@ -69,7 +69,7 @@ def test_a_context_that_fills_the_model_length_ends_with_length_and_the_rollout_
 
     async def agent(session: AgentSession) -> None:
         empty = await ask(session, user("long " * 40))
-        assert (empty.finish_reason, empty.ids) == ("length", ())
+        assert (empty.finish_reason, len(empty.ids)) == ("length", 0)
         assert not session.is_out_of_budget
         reply = await ask(session, user("q"))
         assert reply.finish_reason == "stop"
@@ -99,7 +99,7 @@ def test_a_stop_string_ends_the_answer_at_the_token_that_completes_it(per_chunk:
     async def main() -> None:
         session = make_session(policy, on_tokens=lambda count, _: received.append(count), stop=["Now"])
         reply = await ask(session, user("q"), stop=["Never", "\nObs"])
-        assert (reply.content, reply.stop_sequence, reply.finish_reason) == ("I think.", "\nObs", "stop")
+        assert (reply.content, reply.generation.stop_reason, reply.finish_reason) == ("I think.", "\nObs", "stop")
         await ask(session, user("q"), reply.message, user("Observation: 3"))
         completion = session.completion(RolloutStatus.FINISHED)
         # kept as it was sampled, with the string; the message has what stands before it
@@ -195,7 +195,7 @@ def test_what_cannot_be_done_is_refused_with_its_field(call: Call, param: str) -
 
     async def agent(session: AgentSession) -> None:
         with pytest.raises(AgentRefusal) as caught:
-            await session.complete(call)
+            await session.complete(call, "a")
         assert (caught.value.status, caught.value.param) == (400, param)
         assert not policy.served
 
@@ -216,15 +216,20 @@ def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCap
     assert {served.request.temperature for served in policy.served} == {1.0}
 
 
-def test_a_limit_that_cuts_what_is_not_trained_does_not_truncate_the_rollout() -> None:
+def test_a_limit_that_cuts_or_refuses_what_is_not_trained_does_not_truncate_the_rollout() -> None:
     async def agent(session: AgentSession) -> None:
-        call = Call(messages=[user("q")])
-        assert (await session.complete(call, is_trained=False)).finish_reason == "length"
+        call = Call(messages=[user("q")], response_format={"type": "json_object"})
+        assert session.prompt_length(call, is_trained=False) > 0  # a form is refused of what is trained only
+        assert (await session.complete(call, "v", is_trained=False)).finish_reason == "length"
         assert not session.is_truncated
-        await session.complete(call)
+        await ask(session, user("q"))
         assert session.is_truncated
+        session.is_truncated = False
+        with pytest.raises(AgentRefusal, match="has used its"):
+            await session.complete(call, "w", is_trained=False)
+        assert (session.is_truncated, session.is_out_of_budget) == (False, False)
 
-    _with(_policy("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4)
+    _with(_policy("a long verdict", "a long answer", odd_tokens=1.0), agent, max_turn_tokens=4, max_turns=2)
 
 
 def test_calls_that_are_not_wanted_or_cannot_be_read_stay_in_the_text() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ class ScriptedAgent(Agent):
 
 
 async def _ask(session: AgentSession, text: str = "1 + 1 =") -> str:
-    return (await session.complete(Call(messages=[user(text)]))).content
+    return (await session.complete(Call(messages=[user(text)]), secrets.token_hex(4))).content
 
 
 def _policy(say: Callable[[GenerateRequest], str] = lambda _: "two") -> FakePolicy:
