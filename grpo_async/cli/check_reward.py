@@ -64,9 +64,9 @@ def check_reward(
         chosen, notes = _what_to_check(functions, resolved, prompts, gold_column)
         for index in chosen:
             with Console(stderr=True).status(f"Trying {functions[index].name} ..."):
-                # In a process, which can be killed; one, for the start of a second would be taken for a slow call.
+                # In a process, which can be killed.
                 section = resolved.rewards[index].model_copy(update={"run_in": "process"})
-                with contextlib.closing(load_reward(section, f"rewards.{index}", num_workers=1)) as tried:
+                with contextlib.closing(load_reward(section, f"rewards.{index}")) as tried:
                     reports.append(check(tried, prompts, place=functions[index].place, gold_column=gold_column))
     finally:
         for function in functions:

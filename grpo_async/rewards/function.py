@@ -47,7 +47,6 @@ class RewardFunction:
         timeout_s: time limit of one call, in seconds.
         reference: `module:attribute` of the function; needed for `run_in="process"`.
         setting: dotted path of its section in the config, for errors.
-        num_workers: processes for `run_in="process"`; None = half the CPUs, 1 to 4.
         loop: where an async function runs; None = one of its own. `close` ends it.
 
     Raises:
@@ -65,7 +64,6 @@ class RewardFunction:
         timeout_s: float = 60.0,
         reference: str | None = None,
         setting: str = "rewards",
-        num_workers: int | None = None,
         loop: UserLoop | None = None,
     ) -> None:
         self.name = name or own_name(function)
@@ -84,12 +82,7 @@ class RewardFunction:
             nothing = RewardRequest(
                 name=self.name, prompts=(), completions=(), completion_ids=(), arguments=self._arguments
             )
-            self._pool = WorkerPool(
-                f"reward-{self.name}",
-                reference,
-                num_workers=1 if loads else num_workers,
-                first=nothing if loads else None,
-            )
+            self._pool = WorkerPool(f"reward-{self.name}", reference, first=nothing if loads else None)
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r}, weight={self.weight})"
@@ -215,9 +208,7 @@ def load_rewards(sections: Sequence[RewardSection]) -> list[RewardFunction]:
     return rewards
 
 
-def load_reward(
-    section: RewardSection, path: str, *, num_workers: int | None = None, loop: UserLoop | None = None
-) -> RewardFunction:
+def load_reward(section: RewardSection, path: str, *, loop: UserLoop | None = None) -> RewardFunction:
     """Import and check one; `path` is that of its section (`rewards.0`), for errors. The others: see RewardFunction."""
     where = f"{path}.function: {section.reference}"
     function = resolve_function(section.reference, where)
@@ -258,6 +249,5 @@ def load_reward(
         timeout_s=section.timeout_s,
         reference=section.reference,
         setting=path,
-        num_workers=num_workers,
         loop=loop,
     )

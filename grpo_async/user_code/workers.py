@@ -56,18 +56,15 @@ class WorkerPool:
     Args:
         name: what runs in them, for threads ("reward judge").
         reference: `module:attribute` of the function.
-        num_workers: processes, and so calls that run at once; more wait. None = half the CPUs, 1 to 4.
-        first: a call with which each worker begins, in the time that it has to start; what goes wrong in it the next call meets
-            again and reports.
+        first: a call with which a worker begins, in the time that it has to start: it loads something large, so there is one
+            worker, else one for each second CPU, 1 to 4. What goes wrong in it the next call meets again and reports.
     """
 
-    def __init__(
-        self, name: str, reference: str, *, num_workers: int | None = None, first: Request | None = None
-    ) -> None:
+    def __init__(self, name: str, reference: str, *, first: Request | None = None) -> None:
         self._reference = reference
         self._first = None if first is None else pickle.dumps(first)
         self._loop = UserLoop(f"workers of {name}")  # nothing but this class runs there
-        self._slots = asyncio.Semaphore(num_workers or max(1, min(4, usable_cpus() // 2)))
+        self._slots = asyncio.Semaphore(1 if first is not None else max(1, min(4, usable_cpus() // 2)))
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []  # the last one used is taken first
         self._is_closed = False

@@ -13,11 +13,10 @@ import httpx
 import openai
 import pytest
 
-from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, settings, user
+from tests.agents.support import ADD, FakePolicy, call_text, check_exact, renderer, serving, user
 from tests.support.waiting import until
 
 TOOL = {"name": "add", "description": "Adds.", "input_schema": ADD["function"]["parameters"]}  # type: ignore[index]
@@ -399,34 +398,6 @@ def test_rewards_by_http() -> None:
         assert [branch.reward for branch in completion.branches] == [0.5]
 
     _run(policy, agent, num_branches=1)
-
-
-def test_256_agents_at_once() -> None:
-    policy = FakePolicy(renderer(), lambda request: f"hello {request.request_id}", per_chunk=4)
-
-    async def main() -> None:
-        client: Any = policy
-        async with AgentEndpoint(client, policy.chat) as endpoint:
-            given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-            sessions = [AgentSession(endpoint.sessions, f"g0-r{n}", settings=given, seed=n) for n in range(256)]
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-
-                async def agent(session: AgentSession) -> None:
-                    messages = [user("q")]
-                    for _ in range(3):
-                        headers = {"authorization": f"Bearer {session.key}"}
-                        url = f"{session.base_url}/chat/completions"
-                        async with http.post(url, json={"messages": messages}, headers=headers) as answer:
-                            said = (await answer.json())["choices"][0]["message"]
-                        assert said["content"].startswith(f"hello {session.rollout_id}")
-                        messages += [said, user("more")]
-
-                await asyncio.gather(*map(agent, sessions))
-            for session in sessions:
-                completion = session.completion(RolloutStatus.FINISHED)
-                assert (len(completion.turns), completion.branches) == (3, [])
-
-    asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)

@@ -63,47 +63,6 @@ class TalkEnv(vf.Env[TalkConfig]):
                     break
 '''
 
-BASKET = '''
-import verifiers.v1 as vf
-
-__all__ = ["BasketTaskset"]
-
-class Basket(vf.State):
-    items: list[str] = []
-
-class BasketTools(vf.Toolset[vf.ToolsetConfig, Basket]):
-    TOOL_PREFIX = None
-
-    @vf.tool
-    def put(self, item: str) -> str:
-        """Puts an item into the basket."""
-        self.state.items.append(item)
-        return ", ".join(self.state.items)
-
-class BasketTask(vf.Task[vf.TaskData, Basket]):
-    async def setup(self, trace, runtime):
-        trace.state.items.append("bag")
-
-    @vf.reward
-    async def right(self, trace):
-        return float(trace.state.items == ["bag", "pear", "apple"])
-
-    @vf.metric
-    async def num_items(self, trace):
-        return float(len(trace.state.items))
-
-class BasketTaskset(vf.Taskset[BasketTask, vf.TasksetConfig]):
-    @classmethod
-    def toolsets(cls, config):
-        return [BasketTools(vf.ToolsetConfig())]
-
-    def load(self):
-        yield BasketTask(vf.TaskData(prompt="Put a pear and an apple into the bag."), self.config.task)
-
-if __name__ == "__main__":
-    BasketTools.run()
-'''
-
 JUDGED = """
 import verifiers.v1 as vf
 
@@ -216,7 +175,6 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sums_taskset.py", "sums_server.py"):
         (tmp_path / name).write_text(FILES[name])
     (tmp_path / "talk_taskset.py").write_text(TALK)
-    (tmp_path / "basket_taskset.py").write_text(BASKET)
     (tmp_path / "judged_taskset.py").write_text(JUDGED)
     (tmp_path / "shout_server.py").write_text(TOOLS_SERVER)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -292,37 +250,6 @@ def test_a_simulated_user_of_verifiers_talks_over_several_turns_and_rewards_have
         ("user", "Two?"),
         ("assistant", "No, please."),
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("verifiers")
-def test_the_state_of_a_stateful_taskset_is_that_of_one_rollout_and_its_rewards_read_it() -> None:
-    """Two rollouts at once, whose tools change what their task has set up."""
-    put = {"g7-r0": ["pear", "apple"], "g7-r1": ["plum"]}
-    said = {name: iter([*(calls("put", item=item) for item in items), "Done."]) for name, items in put.items()}
-    policy = FakePolicy(renderer(), lambda request: next(said[request.request_id.rpartition("-t")[0]]))
-
-    async def main() -> tuple[list[AgentResult], list[RolloutCompletion]]:
-        (row,) = tasks("verifiers:basket_taskset")
-        agent = load_environment_agent(_section("verifiers:basket_taskset"), max_concurrent=2)
-        try:
-            async with serving(policy) as (endpoint, first):
-                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-                sessions = [first, AgentSession(endpoint.sessions, "g7-r1", settings=given, seed=6)]
-                results = await asyncio.gather(*(agent.run(dict(row), session) for session in sessions))
-                assert len(_children("basket_taskset")) == 1
-                return results, [session.completion(RolloutStatus.FINISHED) for session in sessions]
-        finally:
-            await agent.aclose()
-
-    results, completions = asyncio.run(main())
-    assert not _children("basket_taskset")
-    assert [_told(each) for each in completions] == [["bag, pear", "bag, pear, apple"], ["bag, plum"]]
-    assert [(result.reward, result.columns) for result in results] == [
-        (1.0, {"right": 1.0, "num_items": 3.0}),
-        (0.0, {"right": 0.0, "num_items": 2.0}),
-    ]
-    assert not any(one.branches for one in completions)
 
 
 @pytest.mark.usefixtures("verifiers")

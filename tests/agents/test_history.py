@@ -161,18 +161,6 @@ def test_compaction_other_tools_and_sub_agents_are_paths_of_their_own() -> None:
     assert [branch.parent for branch in completion.branches] == [0, 0, 0]
 
 
-def test_the_rollouts_own_turns_lead_to_the_newest_answer() -> None:
-    async def agent(session: AgentSession) -> None:
-        await ask(session, user("q"))
-        again = await ask(session, user("q"))
-        await ask(session, user("q"), again.message, user("r"))
-
-    completion, _ = _run(agent, "lost", "kept", "end")
-    assert _texts(completion.turns) == [[("assistant", "kept"), ("user", "r")], [("assistant", "end")]]
-    assert [message.content for message in completion.prompt_messages or ()] == ["q"]
-    assert [_texts(branch.turns) for branch in completion.branches] == [[[("assistant", "lost")]]]
-
-
 def test_of_equal_answers_each_is_gone_on_from_once_the_newest_first() -> None:
     async def agent(session: AgentSession) -> None:
         for _ in range(2):

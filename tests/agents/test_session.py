@@ -181,27 +181,6 @@ def test_servers_that_do_not_answer_are_a_503_and_the_session_knows_why() -> Non
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("call", "param"),
-    [
-        (Call(messages=[]), "messages"),
-        (Call(messages=[user("q")], tools=[ADD], tool_choice="required"), "tool_choice"),
-        (Call(messages=[user("q")], response_format={"type": "json_object"}), "response_format"),
-        (Call(messages=[user("q"), {"role": "odd", "content": ""}]), "messages"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_with_its_field(call: Call, param: str) -> None:
-    policy = _policy(family="mistral")  # whose template knows its roles
-
-    async def agent(session: AgentSession) -> None:
-        with pytest.raises(AgentRefusal) as caught:
-            await session.complete(call, "a")
-        assert (caught.value.status, caught.value.param) == (400, param)
-        assert not policy.served
-
-    _with(policy, agent)
-
-
 def test_settings_of_sampling_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     policy = _policy("a", "b")
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -43,10 +42,6 @@ def takes_nothing() -> list[float]:
 
 def raises(completions: list[str]) -> list[float]:
     raise KeyError("no such thing")
-
-
-def exits(completions: list[str]) -> list[float]:
-    sys.exit("enough")
 
 
 class PickyError(Exception):
@@ -103,10 +98,6 @@ def burns(completions: list[str], seconds: float) -> list[float]:
     while time.monotonic() < end:
         sum(range(4_000_000))
     return [1.0] * len(completions)
-
-
-def where_it_runs(completions: list[str]) -> list[float]:
-    return [float(os.getpid()), float(os.getppid())]
 
 
 async def swallows_cancellation(completions: list[str]) -> list[float]:

@@ -13,9 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.config.sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction
-from grpo_async.rewards.function import load_reward
 from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import eventually, is_alive
 
@@ -102,22 +100,6 @@ def test_a_cancelled_caller_ends_its_worker() -> None:
     assert _in_process(f"{FAULTY}:sleeps_if_asked", use) == [1.0]
 
 
-def test_with_one_worker_no_second_one_is_started_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`check-reward` measures calls, and the start of a worker would count as a slow one. Without `num_workers` a second one is
-    started where there are four CPUs or more."""
-    monkeypatch.setattr("grpo_async.user_code.workers.usable_cpus", lambda: 8)
-    section = RewardSection(function=f"{FAULTY}:where_it_runs", run_in="process")
-
-    async def workers() -> set[float | None]:
-        reward = load_reward(section, "rewards.0", num_workers=1)
-        try:
-            return {(await score(reward, ["a", "b"])).values[0] for _ in range(20)}
-        finally:
-            reward.close()
-
-    assert len(asyncio.run(workers())) == 1
-
-
 def test_close_fails_running_and_waiting_calls_at_once() -> None:
     async def use(reward: RewardFunction) -> Any:
         await score(reward, ["warm"])
@@ -166,18 +148,3 @@ def _workers() -> list[psutil.Process]:
     return [
         child for child in psutil.Process().children() if any("user_code.worker" in word for word in child.cmdline())
     ]
-
-
-def test_a_stopped_worker_that_takes_only_the_beginning_of_a_request_is_killed_in_time() -> None:
-    """SIGSTOP, as a debugger or a full machine does it; the request is more than a socket holds."""
-
-    async def use(reward: RewardFunction) -> Any:
-        await score(reward, ["warm"])
-        (worker,) = _workers()
-        worker.suspend()
-        with pytest.raises(RewardError, match="took longer than 1 s"):
-            await score(reward, ["x" * 8_000_000])
-        assert not worker.is_running()
-        return (await score(reward, ["next"])).values
-
-    assert _in_process(f"{FAULTY}:sleeps_if_asked", use, timeout_s=1.0) == [1.0]

@@ -142,19 +142,6 @@ def test_a_stdin_that_nobody_reads_holds_nothing_up(run_strongest: Run) -> None:
     assert run_strongest("import os, time; os.close(0); print(1)", stdin="x" * 1_000_000).stdout == "1\n"
 
 
-def test_a_run_leaves_the_event_loop_free() -> None:
-    async def use() -> int:
-        ticks = 0
-        run = asyncio.create_task(Sandbox(require=[]).run("import time; time.sleep(0.5)"))
-        while not run.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        assert run.result().status is SandboxStatus.OK
-        return ticks
-
-    assert asyncio.run(use()) > 10
-
-
 def test_cancelling_kills_the_tree_and_leaves_no_thread(restrictions: object) -> None:
     async def use() -> None:
         before, processes = {thread.ident for thread in threading.enumerate()}, descendants()

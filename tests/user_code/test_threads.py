@@ -103,20 +103,3 @@ def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(
         assert await asyncio.gather(*both) == ["done", "done"]
 
     asyncio.run(run())
-
-
-def test_a_cancelled_wait_for_a_place_takes_none(gate: Gate) -> None:
-    async def run() -> str:
-        runner = ThreadRunner("gated", max_threads=1)
-        first = asyncio.create_task(runner.run(gate.wait, LONG_S))
-        await until(lambda: gate.num_running == 1)
-        second = asyncio.create_task(runner.run(gate.wait, LONG_S))
-        await asyncio.sleep(0)
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        gate.open.set()
-        assert await first == "done"
-        return await asyncio.wait_for(runner.run(lambda: "next", LONG_S), 20)
-
-    assert asyncio.run(run()) == "next"
