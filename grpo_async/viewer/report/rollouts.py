@@ -109,10 +109,6 @@ class RolloutOverview:
     held_out: BeforeAfter | None = None
     before_after: Sequence[Change] = ()  # of `held_out`, those that the report shows
 
-    def without_texts(self) -> RolloutOverview:
-        """The same without examples."""
-        return replace(self, best=(), worst=(), improved=(), worsened=(), before_after=())
-
 
 def read_rollouts(run_dir: RunDir) -> RolloutOverview:
     """Look through the stores of a run. What keeps them from being read is a note, not an error."""

@@ -89,12 +89,12 @@ def read_run(
 
 
 def labels_of(run_dirs: Sequence[RunDir]) -> list[str]:
-    """A short name for each, all different: [runs/a, runs/b] -> ["a", "b"]; [x/a, y/a] -> ["x/a", "y/a"]."""
-    paths = [run_dir.root.absolute() for run_dir in run_dirs]
-    names = [path.name for path in paths]
-    if len(set(names)) == len(names):
-        return names
-    return ["/".join(path.parts[-2:]) if names.count(path.name) > 1 else path.name for path in paths]
+    """A short name for each folder, all different: [runs/a, runs/b] -> ["a", "b"]; [x/a, y/a] -> ["x/a", "y/a"]."""
+    paths = [run_dir.root.resolve() for run_dir in run_dirs]
+    num_parts = 1
+    while len({path.parts[-num_parts:] for path in paths}) < len(set(paths)):
+        num_parts += 1
+    return ["/".join(path.parts[-num_parts:]) for path in paths]
 
 
 def shown_config(sections: Mapping[str, Any]) -> dict[str, Any]:

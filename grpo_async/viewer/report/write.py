@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from grpo_async import __version__
@@ -15,8 +14,6 @@ from grpo_async.viewer.report.run_data import labels_of, read_run
 
 MAX_RUNS = 8
 """More curves in one plot cannot be told apart."""
-
-_MAX_WITH_TEXTS = 3  # of more runs nobody reads the rollouts in one page
 
 
 def write_report(run_dirs: Sequence[RunDir], out: Path | None = None) -> Path:
@@ -42,8 +39,6 @@ def render_report(run_dirs: Sequence[RunDir]) -> str:
     """The page of that file. Raises ConfigError: a run is named twice, or there are more than MAX_RUNS."""
     _check(run_dirs)
     runs = [read_run(run_dir, label) for run_dir, label in zip(run_dirs, labels_of(run_dirs), strict=True)]
-    if len(runs) > _MAX_WITH_TEXTS:
-        runs = [replace(run, rollouts=run.rollouts.without_texts()) for run in runs]
     return render(runs, made_at=time.strftime("%Y-%m-%d %H:%M:%S %Z"), version=__version__)
 
 

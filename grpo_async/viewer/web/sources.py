@@ -23,7 +23,7 @@ from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.report.rollouts import RolloutOverview
-from grpo_async.viewer.report.run_data import RunData, read_run
+from grpo_async.viewer.report.run_data import RunData, labels_of, read_run
 from grpo_async.viewer.report.sections import Learning, learning
 from grpo_async.viewer.runs import EvaluationDir, runs_below
 from grpo_async.viewer.token_text import TokenTexts, load_token_texts
@@ -96,8 +96,8 @@ class Source:
 
 
 class Library:
-    """All sources by name: of the runs that were named, or of all below a folder. Names are those of the folders; a second folder
-    of the same name gets `~2`."""
+    """All sources by name: of the runs that were named, or of all below a folder. Names are those of the folders, with
+    that of the parent where two are the same."""
 
     def __init__(self, runs: Sequence[RunDir], folder: Path | None = None) -> None:
         """`folder`: what is below it, as it is when `names` is asked for; then no run is named."""
@@ -105,11 +105,8 @@ class Library:
         self._threads = ThreadRunner("query of the web page", max_threads=_MAX_THREADS)
         self._lock = threading.Lock()
         self._sources: dict[str, Source] = {}
-        for run in runs:
-            first = name = _name(run)
-            number = 2
-            while name in self._sources:
-                name, number = f"{first}~{number}", number + 1
+        for name, run in zip(labels_of(runs), runs, strict=True):
+            name += f"@{run.step}" if isinstance(run, EvaluationDir) else ""
             self._sources[name] = Source(name, run, self.source)
         self._named = list(self._sources)
 
@@ -118,7 +115,7 @@ class Library:
         """Of the runs; of those below a folder the newest first."""
         if self.folder is None:
             return self._named
-        runs = {_name(run): run for run in runs_below(self.folder)}
+        runs = {run.root.name: run for run in runs_below(self.folder)}
         with self._lock:
             for name, run in runs.items():
                 if name not in self._sources:
@@ -183,8 +180,3 @@ def _stamp(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_mtime_ns, status.st_size
-
-
-def _name(run: RunDir) -> str:
-    name = run.root.resolve().name or str(run.root)
-    return f"{name}@{run.step}" if isinstance(run, EvaluationDir) else name

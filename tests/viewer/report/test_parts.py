@@ -133,8 +133,8 @@ def test_a_long_text_keeps_both_ends() -> None:
 
 
 def test_runs_of_the_same_name_are_told_apart() -> None:
-    found = labels_of([RunDir(Path("/x/a")), RunDir(Path("/y/a")), RunDir(Path("/y/b"))])
-    assert found == ["x/a", "y/a", "b"]
+    for names in (["a", "b"], ["x/a", "y/a", "y/b"], ["x/a/run", "y/a/run"]):
+        assert labels_of([RunDir(Path("/runs") / name) for name in names]) == names
 
 
 def test_the_vendored_library_is_what_its_note_says() -> None:

@@ -231,11 +231,11 @@ def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_p
     other = write_run(tmp_path / "b" / "run", num_steps=2)
     with serving(small, other) as inspector:
         runs = inspector.json("api/runs")["runs"]
-        assert [run["name"] for run in runs] == ["run", "run~2"]
-        assert runs[0]["evaluations"] == [{"name": "run@5", "step": 5}]
-        rows = inspector.json("api/rollouts", run="run@5", sort="index")["rows"]
+        assert [run["name"] for run in runs] == [f"{tmp_path.name}/run", "b/run"]
+        assert runs[0]["evaluations"] == [{"name": f"{tmp_path.name}/run@5", "step": 5}]
+        rows = inspector.json("api/rollouts", run=f"{tmp_path.name}/run@5", sort="index")["rows"]
         assert [row["completion_preview"] for row in rows] == [f"evaluated 1 {i}" for i in range(4)]
-        assert inspector.json("api/summary", run="run~2")["counts"]["groups"] == 6
+        assert inspector.json("api/summary", run="b/run")["counts"]["groups"] == 6
 
 
 def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_path: Path) -> None:
