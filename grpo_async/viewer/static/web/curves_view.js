@@ -2,7 +2,7 @@
 
 import { besides, get, go, memory, note } from "./api.js";
 import { Plots } from "./plots.js";
-import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, oneLine, plural, select, spacer } from "./dom.js";
+import { arrange, button, checkbox, copyLink, empty, fill, h, hiddenHeading, hint, oneLine, plural, select, spacer } from "./dom.js";
 
 const AXES = [["step", "by step"], ["time", "by time"], ["tokens", "by tokens"]];
 const FEW = 12; // runs that can be ticked without being looked for
@@ -51,7 +51,7 @@ export async function curvesView({ app, main, parameters, signal }) {
       select({ "aria-label": "Horizontal axis" }, AXES, settings.x || "step", (x) => change("x", x === "step" ? "" : x)),
       h("label", { class: "check" }, "smooth ", smooth),
       checkbox("logarithmic", settings.log === "1", (isOn) => change("log", isOn ? "1" : "")),
-      near.length + others.length <= FEW ? boxes([...others, ...near]) : beside,
+      near.length + others.length <= FEW ? [near.length + others.length ? hint("overlay") : null, boxes([...others, ...near])] : beside,
       spacer(),
       copyLink(),
     ),

@@ -88,8 +88,11 @@ export function number(value, digits = 3) {
     return value.toLocaleString("en-US").replace("-", "−");
   }
   const size = Math.abs(value);
-  if (size !== 0 && (size < 0.5 * 10 ** -digits || size >= 1e7)) {
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) {
     return value.toExponential(2).replace("-", "−").replace("e−", "e-");
+  }
+  if (size !== 0 && size < 0.5 * 10 ** -digits) {
+    return String(Number(value.toPrecision(2))).replace("-", "−");
   }
   return value.toFixed(size >= 1000 ? 0 : digits).replace("-", "−");
 }
@@ -220,7 +223,7 @@ export function copyButton(label, content) {
     announce(outcome);
     setTimeout(() => (element.textContent = `Copy ${label}`), 1200);
   });
-  element.className = "quiet";
+  element.className = `quiet copy-${label}`;
   return element;
 }
 

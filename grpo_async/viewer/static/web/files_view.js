@@ -51,13 +51,13 @@ export async function configView({ app, main, parameters, signal }) {
   const place = h("div", {});
   const filter = h("input", { type: "search", "aria-label": "Find a setting", placeholder: "find a setting", autocomplete: "off", on: { input: () => draw() } });
   const code = ([name, ...values]) => [h("code", {}, oneLine(name, 200)), ...values.map((value) => h("code", { class: "said" }, visible(value)))];
-  const draw = () => fill(place, table(["setting", "value"], settings.filter(([name]) => name.includes(filter.value)).map(code)));
+  const draw = () => fill(place, table(["setting", "value"], settings.filter(([name]) => name.includes(filter.value)).map(code), { className: "settings" }));
   draw();
   fill(
     main,
     hiddenHeading(title),
     h("div", { class: "row heading" }, filter, others.length ? against : null, hint(path), spacer(), copyLink()),
-    beside ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...beside.split(",")], different.map(code))) : null,
+    beside ? panel(h("h2", {}, "Settings that differ"), table(["setting", run, ...beside.split(",")], different.map(code), { className: "settings" })) : null,
     place,
     h("p", { class: "hint" }, "Arguments of your code, addresses, accounts and trackers are left out: they may be secret."),
   );

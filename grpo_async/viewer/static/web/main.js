@@ -156,13 +156,14 @@ function drawBar(name) {
   const runs = app.runs.flatMap((run) => [[run.name, run.name], ...evaluations(run)]);
   const choose = (run) => (name in TAB_OF ? go("groups", { run }) : go(name, { run, q: current().parameters.q }));
   const isHome = name === DEFAULT_VIEW;
+  const help = h("a", { href: address("help", { run: app.run }), title: "Queries and keys (?)", "aria-current": name === "help" ? "page" : null }, "Help");
   fill(
     bar,
     h("a", { class: "home", href: address(DEFAULT_VIEW), "aria-current": isHome ? "page" : null, title: "All runs (h)" }, "Runs"),
     isHome ? spacer() : h("div", { class: "row" }, select({ id: "run", "aria-label": "Run" }, runs, app.run, choose), pulse.element),
-    isHome ? null : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab)),
-    h("a", { class: "bar-help", href: address("help", { run: app.run }), title: "Queries and keys (?)" }, "Help"),
+    isHome ? help : h("nav", { "aria-label": "Views" }, Object.entries(TABS).map(tab), help),
   );
+  bar.querySelector("nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }); // on a phone the tabs scroll
 }
 
 function focusQuery() {
