@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutStatus, ToolCallRecord, TurnRecord
-from tests.support.records import make_completion, make_prompt, make_sample, make_turn
+from tests.support.records import make_completion, make_sample, make_turn
 
 
 def _two_turns() -> RolloutCompletion:
@@ -25,24 +25,6 @@ def _two_turns() -> RolloutCompletion:
     return RolloutCompletion(
         rollout_id="r", prompt_ids=[1, 2], turns=turns, status=RolloutStatus.FINISHED, tool_names=["calc"]
     )
-
-
-def test_views_of_a_completion_have_equal_lengths_and_mask_tool_tokens() -> None:
-    """R2.1, R2.2: sampled tokens carry mask 1 and a logprob, tool tokens mask 0, logprob 0.0, version -1."""
-    completion = _two_turns()
-    assert completion.completion_ids.tolist() == [3, 4, 9, 5]
-    assert completion.completion_mask.tolist() == [1, 1, 0, 1]
-    assert completion.logprobs.tolist() == [-0.25, -0.5, 0.0, -0.5]
-    assert completion.versions.tolist() == [6, 7, -1, 7]
-    assert completion.num_sampled_tokens == 3
-    assert completion.oldest_version == 6
-
-
-def test_trajectory_lists_each_message_once() -> None:
-    """R2.3, R2.4."""
-    prompt, completion = make_prompt(text="q"), make_completion(text="a")
-    assert [message.content for message in completion.completion_messages()] == ["a"]
-    assert [message.content for message in completion.trajectory(prompt)] == ["q", "a"]
 
 
 def test_tool_metrics_count_calls_and_failures() -> None:

@@ -110,13 +110,3 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
         "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>"],
         "k": ["{(1, 2): 3}"],
     }
-
-
-def test_the_oldest_version_counts_the_open_turn_and_every_rollout() -> None:
-    partial = PartialRollout(rollout_id="r", prompt_ids=[1], open_ids=[7], open_logprobs=[-0.3], open_versions=[2])
-    assert partial.oldest_version == 2
-    assert partial.num_sampled_tokens == 1
-    assert PartialRollout(rollout_id="r", prompt_ids=[1]).oldest_version is None
-    group = GroupSnapshot(prompt_id=0, rollouts={0: make_completion(version=5), 1: partial})
-    assert group.oldest_version == 2
-    assert GroupSnapshot(prompt_id=0, rollouts={}).oldest_version is None

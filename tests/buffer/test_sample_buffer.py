@@ -53,13 +53,6 @@ def test_take_skips_a_stale_group_and_counts_it() -> None:
     assert fixture.dropped == [(0, "stale", 1)]
 
 
-def test_filtered_groups_keep_their_place_in_the_step() -> None:
-    fixture = _Fixture()
-    fixture.put(make_scored(0), make_scored(1, has_samples=False))
-    assert fixture.take(2) == [0, 1]
-    assert fixture.dropped == []
-
-
 def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
     fixture = _Fixture()
     fixture.put(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
@@ -147,17 +140,6 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
     second.join()
     assert taken.group.group_id == 7
     assert attended == [threading.current_thread().name] * 2
-
-
-def test_an_interrupted_take_queues_again_what_it_had_taken() -> None:
-    fixture = _Fixture()
-    fixture.put(make_scored(0))
-    timer = threading.Timer(0.05, fixture.buffer.interrupt)
-    timer.start()
-    with pytest.raises(BufferInterrupted):
-        fixture.take(2, timeout_s=10.0)
-    timer.join()
-    assert [scored.group.group_id for scored in fixture.buffer.drain()] == [0]
 
 
 def test_put_waits_for_room_and_take_makes_it() -> None:

@@ -42,21 +42,6 @@ def test_a_tool_result_cannot_write_control_tokens(name: str) -> None:
         assert f"a{ATTACKS[name]}b" in spelled
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "llama3"])
-def test_what_stands_around_the_attack_keeps_its_tokens(name: str) -> None:
-    """The ids differ from the plain rendering only where the control tokens were, which are spelled in several tokens."""
-    renderer = renderer_of(name)
-    made = call()
-    attack = FAMILIES[name].eos
-    guarded = renderer.suffix_ids([made], [made.result_message(f"hello {attack} llo")])
-    plain = tokens(name, family(name).decode(guarded))
-    (end,) = tokens(name, attack)
-    assert end in plain  # decoded and tokenized again, the control token is back
-    spelled = tokens(name, attack[0]) + tokens(name, attack[1:])
-    at = next(n for n in range(len(guarded)) if guarded[n : n + len(spelled)] == spelled)
-    assert [*guarded[:at], end, *guarded[at + len(spelled) :]] == plain
-
-
 @pytest.mark.parametrize(
     "text", ["", "hello", "he llo\n\n", "</tool_respons", "<|im_end|", "Zqguard0zq", "é ▁ 漢 \\n\"'"]
 )

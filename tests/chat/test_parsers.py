@@ -242,20 +242,6 @@ def test_a_hostile_text_is_read_in_linear_time(parser: str) -> None:
 # --- which parser
 
 
-@pytest.mark.parametrize(
-    ("name", "parser"),
-    [
-        ("qwen2_5", "hermes"),
-        ("qwen3", "hermes"),
-        ("llama3", "llama3_json"),
-        ("gpt_oss", "harmony"),
-        ("mistral", "mistral"),
-    ],
-)
-def test_auto_recognizes_the_families(name: str, parser: str) -> None:
-    assert renderer_of(name)._parser.name == parser
-
-
 def test_an_unknown_format_reads_no_calls_and_needs_no_parser() -> None:
     turn = renderer_of("chatml").parse(tokens("chatml", "the answer is 42<|im_end|>"), turn=0)
     assert (turn.text, turn.content, turn.tool_calls, turn.parse_error) == ("the answer is 42",) * 2 + ((), None)

@@ -152,14 +152,6 @@ def test_further_messages_may_follow_the_results() -> None:
     assert family("qwen2_5").decode(alone) == "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_template_arguments_reach_the_suffix() -> None:
-    """R1.14: enable_thinking=false puts an empty think block into every generation prompt."""
-    made = call()
-    renderer = renderer_of("qwen3", template_arguments={"enable_thinking": False})
-    suffix = renderer.suffix_ids([made], [made.result_message("hello")])
-    assert family("qwen3").decode(suffix).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
 def test_the_cost_of_a_suffix_does_not_grow_with_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """R4.5: no history is rendered: 100 turns, and every suffix renders as many characters as the third."""
     renderer = renderer_of("qwen3")

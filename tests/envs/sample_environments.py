@@ -159,11 +159,6 @@ class Database:
         self.connection.close()
 
 
-class BlocksItsLoop:
-    async def reset(self) -> None:
-        gate.wait(10.0)
-
-
 class AsyncClose:
     def reset(self) -> None: ...
 

@@ -56,18 +56,6 @@ def test_an_is_done_that_raises_fails_that_rollout_and_spares_the_instance() -> 
     with_one("Full", use)
 
 
-def test_an_async_method_that_blocks_holds_no_rollout_but_its_own() -> None:
-    async def use(environment: Environment) -> None:
-        with pytest.raises(
-            EnvironmentCallError, match=r"holds its event loop at .*sample_environments.py:\d+ in reset"
-        ):
-            await environment.reset({})
-        samples.gate.set()
-        assert environment.broken
-
-    with_one("BlocksItsLoop", use, timeout_s=0.2)
-
-
 def test_schemas_are_built_once_and_shared_by_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     """R3.4"""
     built: list[str] = []

@@ -225,21 +225,3 @@ def test_a_pool_serves_several_event_loops_in_turn() -> None:
         for _ in range(3):
             asyncio.run(several(pool))
         assert samples.events.count("made") == 2
-
-
-def test_a_loop_that_ends_in_the_middle_of_a_call_costs_the_instance_only() -> None:
-    async def interrupted(pool: EnvironmentPool) -> None:
-        asyncio.get_running_loop().create_task(_wait_one(pool))
-        await until(lambda: "begin 0" in samples.events)
-
-    with pool_of("Gated", max_instances=1) as pool:
-        asyncio.run(interrupted(pool))
-        samples.gate.set()
-        assert pool.num_taken == 0
-        asyncio.run(_reset_one(pool))
-        assert samples.events.count("made") == 2
-
-
-async def _wait_one(pool: EnvironmentPool) -> None:
-    async with pool.lease(1) as (environment,):
-        await call(environment, "wait")

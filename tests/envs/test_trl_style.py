@@ -8,7 +8,7 @@ from grpo_async.config.sections import ToolSection
 from grpo_async.envs import Environment, load_environments
 from grpo_async.tools import load_tools
 from tests.envs import trl_style_environment
-from tests.envs.helpers import TRL, call, loaded, section, with_one
+from tests.envs.helpers import TRL, call, section, with_one
 
 
 def test_the_echo_environment_of_the_documentation() -> None:
@@ -36,39 +36,6 @@ def test_game_over_reaches_the_model() -> None:
         assert trl_style_environment.reward_func([environment.instance]) == [1.0]
 
     with_one(f"{TRL}:WordleEnv", use)
-
-
-def test_an_environment_with_its_own_reward_and_a_column_of_the_row() -> None:
-    """R1.13: the text from reset, and the environment's reward under its class name."""
-
-    async def use(environment: Environment) -> None:
-        assert await environment.reset({"target": 3, "unrelated": 0}) == "Increment the counter by 3."
-        assert (await call(environment, "increment", step=2)).result == "2"
-        assert await environment.get_reward() == 0.0
-        assert (await call(environment, "increment", step=1)).result == "3"
-        assert await environment.get_reward() == 1.0
-        assert environment.reward_name == "IncrementEnv"
-
-    with_one(f"{TRL}:IncrementEnv", use)
-
-
-def test_a_dict_of_environments_selected_by_a_column() -> None:
-    async def run() -> None:
-        instances = []
-        for row in ({"environment": "word", "word": "crane"}, {"environment": "echo"}):
-            pool = environments.for_row(row)
-            async with pool.lease(1) as (environment,):
-                await environment.reset(row)
-                tool, argument = ("guess", "guess") if row["environment"] == "word" else ("echo", "message")
-                await call(environment, tool, **{argument: "crane"})
-                instances.append(environment.instance)
-        assert [type(instance).__name__ for instance in instances] == ["WordleEnv", "EchoToolEnv"]
-        assert trl_style_environment.only_wordle(environments=instances) == [1.0, None]
-
-    with loaded(word=section(f"{TRL}:WordleEnv"), echo=section(f"{TRL}:EchoToolEnv")) as environments:
-        names = [tool["function"]["name"] for tool in environments.schemas_for({"environment": "word"})]
-        assert names == ["guess"]
-        asyncio.run(run())
 
 
 def test_tools_beside_an_environment() -> None:

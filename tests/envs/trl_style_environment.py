@@ -72,37 +72,8 @@ class WordleEnv:
         return f"{' '.join(letters.upper())}\n{' '.join(marks)}"
 
 
-class IncrementEnv:
-    # Reserved methods
-    def reset(self, target, **kwargs) -> str:
-        self.counter = 0
-        self.target = target
-        return f"Increment the counter by {self.target}."
-
-    def get_reward(self) -> float:
-        return float(self.counter == self.target)
-
-    # Public methods (exposed as tools)
-    def increment(self, step: int) -> int:
-        """
-        Increment the internal counter.
-
-        Args:
-            step: Value to add to the counter.
-
-        Returns:
-            The updated counter value.
-        """
-        self.counter += step
-        return self.counter
-
-
 def reward_func(environments, **kwargs) -> list[float]:
     return [env.reward for env in environments]
-
-
-def only_wordle(environments, **kwargs) -> list[float | None]:
-    return [env.reward if isinstance(env, WordleEnv) else None for env in environments]
 
 
 def multiply(a: int, b: int) -> int:

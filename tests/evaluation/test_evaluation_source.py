@@ -146,24 +146,3 @@ def test_a_stop_ends_an_evaluation_that_is_waited_for_and_one_that_begins_later(
         threading.Timer(0.2, side.source.interrupt).start()
         assert side.source.await_evaluation(running, heartbeat=_nothing, on_change=_nothing) is None
         assert _begin(side, tmp_path).cancelled()
-
-
-def test_a_change_of_the_servers_is_attended_while_an_evaluation_is_waited_for(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    held = asyncio.Event()
-
-    async def holding(request: Request) -> AsyncIterator[bytes]:
-        await held.wait()
-        yield line([5 + _sample(request) % 2, *request["stop_token_ids"][:1]])
-
-    with local_server(holding) as server, open_side(_config(tmp_path, tiny_model), server) as side:
-        running = _begin(side, tmp_path)
-
-        def on_change() -> None:
-            server.let_go(held)
-
-        threading.Timer(0.2, side.source.wake).start()
-        result = side.source.await_evaluation(running, heartbeat=_nothing, on_change=on_change)
-        assert result is not None
-        assert result.metrics["num_prompts"] == NUM_PROMPTS

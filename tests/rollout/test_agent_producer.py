@@ -128,27 +128,20 @@ def test_a_rollout_is_what_its_agent_called_and_said() -> None:
     check_exact(only_first, completions[0])
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (AgentError("the agent raised KeyError: 'x'"), "the agent raised KeyError: 'x'"),
-        (ZeroDivisionError(), "ZeroDivisionError"),
-    ],
-)
-def test_an_agent_that_fails_fails_its_rollout_alone(error: Exception, told: str) -> None:
+def test_an_agent_that_fails_fails_its_rollout_alone() -> None:
     async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
         await _ask(session)
         if number == 0:
-            raise error
+            raise ZeroDivisionError
         return AgentResult(reward=1.0)
 
     completions, errors = _produce(run, size=3)
     assert [each.status for each in completions] == [
         RolloutStatus.FAILED, RolloutStatus.FINISHED, RolloutStatus.FINISHED,
     ]  # fmt: skip
-    assert completions[0].error == told
+    assert completions[0].error == "ZeroDivisionError"
     assert completions[0].num_sampled_tokens > 0  # what led to it
-    assert errors.counts == {f"rollout: {type(error).__name__}": 1}
+    assert errors.counts == {"rollout: ZeroDivisionError": 1}
 
 
 def test_an_agent_that_hangs_fails_after_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

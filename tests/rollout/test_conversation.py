@@ -183,18 +183,6 @@ def test_an_environment_that_is_done_after_its_reset_samples_nothing() -> None:
     assert (completion.done, completion.truncated, completion.turns, client.requests) == (True, False, [], [])
 
 
-def test_an_environment_that_is_never_done_goes_on_until_the_policy_answers() -> None:
-    """R3.3."""
-    completion = _run(ScriptedClient(stop(CALL, EOS), stop(6, EOS)), FakeTools(), FakeEnvironment([False]))
-    assert (completion.done, completion.truncated, len(completion.turns)) == (False, False, 2)
-
-
-def test_is_done_that_raises_fails_the_rollout() -> None:
-    """R3.5."""
-    with pytest.raises(ZeroDivisionError):
-        _run(ScriptedClient(stop(CALL, EOS)), FakeTools(), FakeEnvironment([False, ZeroDivisionError()]))
-
-
 def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:
     """R2.7, R2.8: 2 calls, all failed -> call_frequency 2.0, failure_frequency 1.0."""
     completion = _run(ScriptedClient(stop(CALL, CALL, EOS), stop(6, EOS)), FakeTools("no", failed=True))
@@ -206,12 +194,6 @@ def test_arguments_failure_and_durations_of_every_call_are_kept() -> None:
     ]
     assert completion.turns[0].tool_execution_duration_s >= 0.0
     assert completion.tool_metrics() == {"tools/call_frequency": 2.0, "tools/failure_frequency": 1.0}
-
-
-def test_a_completion_without_calls_in_a_tool_group_counts_as_zero() -> None:
-    """R2.7."""
-    metrics = _run(ScriptedClient(stop(6, EOS)), FakeTools()).tool_metrics()
-    assert metrics == {"tools/call_frequency": 0.0, "tools/failure_frequency": 0.0}
 
 
 # ---- a conversation that goes on from a checkpoint: from its tokens, never from its text ----
@@ -284,11 +266,3 @@ def test_a_turn_that_was_whole_is_not_generated_again_but_its_tools_are_called()
     assert [request.request_id for request in client.requests] == ["r-t1"]
     assert client.requests[0].token_ids == [10, 11, 5, CALL, EOS, 70, 79]
     assert completion.completion_ids.tolist() == [5, CALL, EOS, 70, 79, 6, 7, EOS]
-
-
-def test_the_budget_counts_what_was_there_before() -> None:
-    partial = PartialRollout(rollout_id="r", prompt_ids=[10, 11], open_ids=[5], open_logprobs=[-0.1], open_versions=[0])
-    client = _ResumingClient(cut(5, 6))
-    completion = _resume(client, None, partial)
-    assert client.requests[0].max_tokens == 100  # the client takes off what there is of the turn
-    assert completion.truncated

@@ -121,12 +121,6 @@ def test_names_that_the_policy_makes_up_share_one_metric() -> None:
     assert not [name for name in names if "made_up" in name]
 
 
-def test_turns_that_could_not_be_read_are_counted() -> None:
-    """R6.8: of 2 turns 1."""
-    rollout = _rollout([_turn(1, 1.0), _turn(1, 1.0, parse_error="no closing brace")], total_s=1.0)
-    assert _metrics(rollout)["tools/parse_error_frequency"] == 0.5
-
-
 def test_without_tools_there_is_no_tool_metric() -> None:
     """R6.8: of rollouts that had no tools there is nothing to say, not 0; R1.5."""
     plain = replace(SILENT, tool_names=())

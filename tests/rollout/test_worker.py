@@ -373,30 +373,6 @@ def test_groups_without_a_learning_signal(tmp_path: Path, mode: str) -> None:
     assert [(group.group_id, group.reward_mean) for group in found] == ([] if mode == "train" else [(0, 1.0)])
 
 
-def test_a_stale_group_carries_the_step_that_it_was_too_old_for_and_counts_in_its_reward(tmp_path: Path) -> None:
-    setup = _Setup(tmp_path, max_staleness=0, reward=lambda completions, **_: [1.0, 0.0, 0.0, 0.0])
-    seen: list[ScoredGroup] = []
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        async with asyncio.timeout(10.0):
-            while len(setup.buffer) < 2:
-                await asyncio.sleep(0)
-        (first,) = await setup.take(1)
-        setup.buffer.take_noted()
-        setup.worker.close_group(first.group, GroupStatus.TRAINED, scored=first, step=1, was_taken=True)
-        setup.client.script = lambda name: _answer(1 - int(name[-1]) % 2, version=1)
-        setup.worker.on_version(1)
-        setup.ledger.advance(1)
-        taken = await setup.take(1, version=1)  # the other one was sampled by version 0
-        seen.extend([*taken, *setup.buffer.take_noted()])
-        setup.worker.close_group(taken[0].group, GroupStatus.TRAINED, scored=taken[0], step=2, was_taken=True)
-
-    setup.run(steps)
-    with RolloutTable.open(tmp_path) as table:
-        counts = {step.step: (step.group_statuses, step.reward_mean) for step in table.by_step()}
-    assert counts[2] == ({"stale": 1, "trained": 1}, group_metrics(seen)["reward"])
-
-
 @pytest.mark.parametrize("mode", ["skip", "resample"])
 def test_a_run_without_any_learning_signal_stops_instead_of_generating_for_ever(tmp_path: Path, mode: str) -> None:
     setup = _Setup(tmp_path, lambda name: _answer(0), zero_variance=mode)

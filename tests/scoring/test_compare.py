@@ -59,12 +59,6 @@ def test_batch_divides_by_the_std_of_all_rewards_of_the_step_those_that_are_not_
     assert step.final()[1] == []  # no signal of its own
 
 
-def test_what_is_final_with_the_group_is_left_alone_by_the_step() -> None:
-    for kind in ("group", "none", "rloo"):
-        step = _Step([{"a": [1.0, 0.0]}, {"a": [5.0, 0.0]}], {"a": 1.0}, {"type": kind})
-        assert step.scorer.advantages.over_step(step.scored) == step.scored
-
-
 TWO = {"a": [1.0, 0.0, 1.0, 0.0], "b": [10.0, 10.0, 30.0, 30.0]}
 
 
@@ -88,12 +82,6 @@ def test_normalize_each_has_a_signal_where_the_sum_has_none_and_none_where_weigh
     assert _Step([crossed], {"a": 1.0, "b": 1.0}, {}).final() == [[]]  # 1, 1, 1
     constant = {"a": [1.0, 1.0], "b": [0.0, 1.0]}
     assert _Step([constant], {"a": 1.0, "b": 0.0}, {"rewards": "normalize_each"}).final() == [[]]
-
-
-def test_rewards_that_cancel_out_but_for_float_noise_are_no_signal() -> None:
-    # b = 1 - a: normalized and added they are 0, or 2e-16, which must not be trained as an advantage
-    step = _Step([{"a": [0.1, 0.7, 0.2], "b": [0.9, 0.3, 0.8]}], {"a": 1.0, "b": 1.0}, {"rewards": "normalize_each"})
-    assert step.final() == [[]]
 
 
 def test_advantages_of_a_step_may_be_taken_again() -> None:

@@ -69,15 +69,6 @@ def test_environment_rewards_stand_beside_the_functions_and_count_by_their_weigh
     assert [sample.rewards["Game"] for sample in scored.samples] == [3.0, 1.0, None]
 
 
-def test_an_environments_reward_is_enough_without_any_function() -> None:
-    """R1.13: rewards 1 and 0: mean 0.5, sample std 0.7071, advantages +-0.707."""
-    completions = [
-        replace(make_completion(f"r{index}"), environment_rewards={"Game": float(index)}) for index in range(2)
-    ]
-    scored = _score(completions, environment_weights={"Game": 1.0})
-    assert [sample.advantage for sample in scored.samples] == pytest.approx([-0.707, 0.707], abs=1e-3)
-
-
 def test_only_survivors_are_scored_and_every_column_is_theirs() -> None:
     """R6.6: of four rollouts the second failed: three entries in every list, none of them the second's."""
     completions = [
@@ -126,20 +117,6 @@ def test_rewards_see_the_prompt_that_the_environment_made() -> None:
     said = TaggedMessage(role="user", content="find the exit", origin=Origin.ENVIRONMENT)
     _score_one([replace(make_completion("a"), prompt_messages=[said]), make_completion("b")], reward)
     assert seen == [[{"role": "user", "content": "find the exit"}], [{"role": "user", "content": "1 + 1 ="}]]
-
-
-def test_columns_of_a_rollout_function_reach_the_rewards_of_their_sample() -> None:
-    """R4.3: extra keys reach rewards per sample."""
-
-    def reward(completions: list[Any], env_reward: list[float], source: list[str], **_: Any) -> list[float]:
-        assert source == ["games", "games"]
-        return env_reward
-
-    completions = [
-        replace(make_completion(str(number)), reward_columns={"env_reward": number / 4, "source": "games"})
-        for number in range(2)
-    ]
-    assert _score_one(completions, reward).rewards == [0.0, 0.25]
 
 
 @pytest.mark.parametrize(("train_truncated", "trained"), [(True, ["a", "b", "c"]), (False, ["a", "c"])])

@@ -75,23 +75,6 @@ def test_a_tool_runs_in_another_thread_and_an_async_one_always_on_the_same_loop(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_context_variables_travel(is_async: bool) -> None:
-    def plain() -> str:
-        """Who asks."""
-        return who.get()
-
-    async def later() -> str:
-        """Who asks."""
-        return who.get()
-
-    token = who.set("rollout 7")
-    try:
-        assert called(later if is_async else plain) == "rollout 7"
-    finally:
-        who.reset(token)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize(
     ("error", "told"),
     [
