@@ -358,8 +358,8 @@ class TellingBuffer(SampleBuffer):
         super().__init__(**settings)
         self._virtual_loop = loop
 
-    async def put(self, scored: ScoredGroup) -> None:
-        await super().put(scored)
+    def add(self, *groups: ScoredGroup) -> None:
+        super().add(*groups)
         self._virtual_loop.give_back()
 
     def fail(self, error: BaseException) -> None:

@@ -221,7 +221,6 @@ def simulate(setup: Setup) -> Outcome:
     worker: RolloutWorker
     buffer = TellingBuffer(
         loop,
-        max_groups=(setup.max_staleness + 1) * setup.groups_per_step,  # as runs have it
         max_staleness=setup.max_staleness,
         on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
     )

@@ -1,6 +1,6 @@
-"""The bounded queue between the rollout thread (asyncio) and the trainer's main thread (blocking).
+"""The queue between the rollout thread and the trainer's main thread, which blocks. The ledger's admission bounds it.
 
-Consumes ScoredGroups by `put` (awaits while full), hands them out by `take`, those that were started first before the others.
+Consumes ScoredGroups by `add`, hands them out by `take`, those that were started first before the others.
 Hard staleness: a group is handed out only if  trainer_version - oldest version among its trained tokens <= max_staleness;
 an older one is dropped whole, counted as stale, and its place given back.
 
@@ -10,10 +10,9 @@ says which step that will be, so that metrics and rollout store agree.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_async.errors import DeadlineError
@@ -59,18 +58,16 @@ class SampleBuffer:
     """See the module's docstring.
 
     Args:
-        max_groups: `put` waits while this many groups are queued.
         max_staleness: in optimizer steps.
         on_drop: called (in the taking thread) with each group that is dropped, its status (stale, or filtered where no group of a
             round had anything to train), and the step.
         next_step, last_step: the step that is taken next, and the last of the run.
-        timeline: takes a span for each group, from `put` until it is taken.
+        timeline: takes a span for each group, from `add` until it is taken.
     """
 
     def __init__(
         self,
         *,
-        max_groups: int,
         max_staleness: int,
         on_drop: OnDrop,
         next_step: int = 1,
@@ -78,8 +75,7 @@ class SampleBuffer:
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._tracks = timeline.slots("queue")
-        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was put, and its track
-        self._max_groups = max_groups
+        self._since: dict[int, tuple[float, Track]] = {}  # of each group id: when it was added, and its track
         self._max_staleness = max_staleness
         self._on_drop = on_drop
         self._step = next_step
@@ -91,36 +87,15 @@ class SampleBuffer:
         self._has_ended = False
         self._interrupted = False
         self._woken = False
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._room: asyncio.Event | None = None
 
     def __len__(self) -> int:
         with self._condition:
             return len(self._groups)
 
-    async def put(self, scored: ScoredGroup) -> None:
-        """Waits for: room. Unblocked by: `take`."""
-        self._loop = asyncio.get_running_loop()
-        self._note_put(scored)
-        try:
-            while True:
-                with self._condition:
-                    if len(self._groups) < self._max_groups:
-                        self._groups.append(scored)
-                        self._condition.notify_all()
-                        return
-                    if self._room is None or self._room.is_set():
-                        self._room = asyncio.Event()
-                    room = self._room
-                await room.wait()  # cancelled with the run
-        except asyncio.CancelledError:
-            self._note_taken(scored, fate="cancelled")
-            raise
-
-    def restore(self, groups: Sequence[ScoredGroup]) -> None:
-        """Queue groups of a checkpoint, before anything is taken or put."""
+    def add(self, *groups: ScoredGroup) -> None:
+        """Queue groups that are scored: one that was made, or those of a checkpoint."""
         for group in groups:
-            self._note_put(group)
+            self._since[group.group.group_id] = time.time(), self._tracks.take()
         with self._condition:
             self._groups.extend(groups)
             self._condition.notify_all()
@@ -228,8 +203,6 @@ class SampleBuffer:
             raise BufferInterrupted
         self._groups.sort(key=lambda scored: scored.group.group_id)  # what waits longer would be the next to go stale
         popped, self._groups = self._groups[:limit], self._groups[limit:]
-        if popped:
-            self._wake_putters()
         return popped
 
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
@@ -243,21 +216,13 @@ class SampleBuffer:
                 fresh.append(group)
         return fresh
 
-    def _wake_putters(self) -> None:
-        if self._room is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._room.set)
-
     def drain(self) -> list[ScoredGroup]:
         """Remove and return everything queued (at the end of a run)."""
         with self._condition:
             groups, self._groups = self._groups, []
-            self._wake_putters()
         for group in groups:
             self._note_taken(group, fate="left")
         return groups
-
-    def _note_put(self, scored: ScoredGroup) -> None:
-        self._since[scored.group.group_id] = time.time(), self._tracks.take()
 
     def _note_taken(self, scored: ScoredGroup, **details: object) -> None:
         began, track = self._since.pop(scored.group.group_id)
@@ -277,7 +242,7 @@ class SampleBuffer:
             self._condition.notify_all()
 
     def end(self) -> None:
-        """Nothing will be put anymore: the data is at its end."""
+        """Nothing will be added anymore: the data is at its end."""
         with self._condition:
             self._has_ended = True
             self._condition.notify_all()

@@ -62,8 +62,7 @@ class Environment:
         self._running: asyncio.Task[Any] | None = None
         self._lock = asyncio.Lock()  # held as long as a call runs
         self.tools = [
-            Tool(getattr(instance, name), spec, self, serial_key=id(self), failures=kind.failures)
-            for name, spec in kind.specs.items()
+            Tool(getattr(instance, name), spec, self, failures=kind.failures) for name, spec in kind.specs.items()
         ]
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from grpo_async.buffer.resume import GroupSnapshot, PartialRollout, RolloutSnapshot
-from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup, ScoredGroup
+from grpo_async.records import Prompt, RolloutCompletion, RolloutGroup
 from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.utils.text import count
 
@@ -38,7 +38,6 @@ class OpenGroup:
         snapshots: each gives a copy of what there is of a rollout at the moment of the call, on the event loop.
         oldest_versions: among the tokens of each rollout.
         num_tokens: received of each rollout; one without any is not in it.
-        scored: when it only waits for room in the queue.
         is_running: its task has begun.
     """
 
@@ -55,7 +54,6 @@ class OpenGroup:
     oldest_versions: dict[int, int] = field(default_factory=dict)
     num_tokens: dict[int, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
-    scored: ScoredGroup | None = None
     task: asyncio.Task[None] | None = None
     is_running: bool = False
     is_too_stale: bool = False
@@ -98,8 +96,6 @@ class OpenGroup:
 
     @property
     def stage(self) -> str:
-        if self.scored is not None:
-            return "waiting for room in the queue"
         return "being scored" if self.completions else "generating"
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """The rollout worker, on one asyncio loop:
 
-    run: ledger.admit -> prompt -> _run_group: produce -> score -> buffer.put -> (the trainer's thread) source.take
+    run: ledger.admit -> prompt -> _run_group: produce -> score -> buffer.add -> (the trainer's thread) source.take
 
 Whichever way a group ends, `close_group` ends it: the ledger closes it, the store gets it.
 
@@ -108,7 +108,7 @@ class RolloutWorker:
             self._ledger.start(group_id)
             self._ledger.generated(group_id, queued.tokens)
             self._ledger.queue(group_id)
-        self._buffer.restore([queued.scored for queued in kept])
+        self._buffer.add(*(queued.scored for queued in kept))
         for noted in resume.noted:
             self._buffer.note(noted)
         return {queued.scored.group.prompt.prompt_id for queued in kept}
@@ -188,7 +188,7 @@ class RolloutWorker:
             group.is_running = True
             if group.is_too_stale:  # since it was restored from a checkpoint
                 raise _TooStaleError
-            group.scored = scored = await self._make(group)
+            scored = await self._make(group)
             self._failures_in_a_row = 0
             if scored is None:
                 self._drop_unscored(group, GroupStatus.FILTERED)
@@ -196,7 +196,7 @@ class RolloutWorker:
                 scored.samples or self._section.zero_variance != "resample"
             ):  # without samples, it is filtered by its step
                 self._ledger.queue(group_id)
-                await self._buffer.put(scored)
+                self._buffer.add(scored)
             else:
                 step = self._buffer.note(scored)
                 self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
@@ -303,21 +303,19 @@ class RolloutWorker:
     def resume_state(self) -> ResumeState:
         """This side at this instant; on the loop, where nothing can be issued or finished between two lines. While the trainer's
         thread calls, it takes and closes nothing."""
-        queued = {scored.group.group_id: scored for scored in self._buffer.queued()}
-        in_progress = []
-        for group_id, group in sorted(self._in_flight.items()):
-            if group.scored is not None:  # it waits for room
-                queued[group_id] = group.scored
-            elif group.task is not None and not group.is_too_stale:
-                in_progress.append(group.snapshot())
+        in_progress = [
+            group.snapshot()
+            for _, group in sorted(self._in_flight.items())
+            if group.task is not None and not group.is_too_stale
+        ]
         in_progress += [group for _, group in sorted(self._restorable.items())]  # of a checkpoint, not begun yet
         return ResumeState(
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),
             ledger=totals_for_resume(self._ledger.snapshot()),
             queued=[
-                QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(group_id))
-                for group_id, scored in sorted(queued.items())
+                QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(scored.group.group_id))
+                for scored in self._buffer.queued()
             ],
             in_progress=[group for group in in_progress if group.rollouts],
             noted=self._buffer.noted(),

@@ -1,16 +1,15 @@
 """Makes the calls of one turn and records them.
 
 Every call is answered, in the order of the calls: with the tool's text, or with {"error": ...} and `failed`. Calls run
-concurrently, except those of one environment's instance, which run one after the other in their order. Cancelling
-`execute` gives up the calls that run.
+concurrently; an environment's instance has its own calls wait for each other, in their order. Cancelling `execute` gives up the
+calls that run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools.results import ToolError, cut, error_text
@@ -36,37 +35,13 @@ class ToolExecutor:
             raise ValueError(f"tools need different names, got {sorted(tool.name for tool in tools)}")
         self._max_result_chars = max_result_chars
 
-    @property
-    def schemas(self) -> list[Mapping[str, Any]]:
-        """As `apply_chat_template(tools=...)` takes them."""
-        return [tool.schema for tool in self._tools.values()]
-
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolCallRecord]:
         """One record for each call, in their order. Raises only CancelledError."""
-        records: list[ToolCallRecord | None] = [None] * len(calls)
-
-        async def make(indices: Sequence[int]) -> None:
-            for index in indices:
-                records[index] = await self._execute_one(calls[index])
-
-        chains: dict[Hashable, list[int]] = {}
-        for index, call in enumerate(calls):
-            if index >= MAX_CALLS_PER_TURN:
-                limit = f"too many calls in one turn; only the first {MAX_CALLS_PER_TURN} were made"
-                records[index] = self._record(call, ToolError(limit), 0.0)
-                continue
-            chains.setdefault(self._chain_key(index, call), []).append(index)
+        made, left = calls[:MAX_CALLS_PER_TURN], calls[MAX_CALLS_PER_TURN:]
         async with asyncio.TaskGroup() as group:
-            for indices in chains.values():
-                group.create_task(make(indices))
-        return [record for record in records if record is not None]
-
-    def _chain_key(self, index: int, call: ToolCall) -> Hashable:
-        """Calls with equal keys run one after the other."""
-        tool = self._tools.get(call.name)
-        if tool is None or tool.serial_key is None:
-            return ("alone", index)
-        return ("serial", tool.serial_key)
+            tasks = [group.create_task(self._execute_one(call)) for call in made]
+        limit = ToolError(f"too many calls in one turn; only the first {MAX_CALLS_PER_TURN} were made")
+        return [*(task.result() for task in tasks), *(self._record(call, limit, 0.0) for call in left)]
 
     async def _execute_one(self, call: ToolCall) -> ToolCallRecord:
         started = time.monotonic()

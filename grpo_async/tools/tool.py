@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from grpo_async.config.sections import ToolSection
@@ -58,7 +58,6 @@ class Tool:
         spec: name and schema.
         caller: runs the calls.
         fixed: arguments of every call that the model does not see.
-        serial_key: tools with an equal key never run at the same time; None = runs alongside any other.
         failures: where tracebacks go; shared by the instances of an environment.
     """
 
@@ -69,11 +68,9 @@ class Tool:
         caller: _Caller,
         *,
         fixed: Mapping[str, Any] | None = None,
-        serial_key: Hashable | None = None,
         failures: FailureLog | None = None,
     ) -> None:
         self.function = function
-        self.serial_key = serial_key
         self._spec = spec
         self._caller = caller
         self._fixed = dict(fixed or {})

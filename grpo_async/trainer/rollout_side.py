@@ -135,7 +135,6 @@ def build_rollout_side(
             store.supersede_from(resume.store, step=start)
 
     buffer = SampleBuffer(
-        max_groups=config.max_groups_ahead,
         max_staleness=rollout.max_staleness,
         on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
         next_step=start + 1,

@@ -111,6 +111,8 @@ def test_so_many_are_admitted_as_the_steps_within_the_staleness_consume(changes:
 
 
 def test_a_waiting_admit_is_woken_by_a_group_that_no_step_takes_and_by_a_new_version() -> None:
+    """R1.3: back-pressure is an awaited admission."""
+
     async def run() -> None:
         ledger = _ledger()
         await _start(ledger, *range(8))

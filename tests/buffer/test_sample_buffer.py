@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from contextlib import nullcontext
@@ -11,26 +10,17 @@ import pytest
 
 from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
 from grpo_async.errors import DeadlineError, RunError
-from grpo_async.records import ScoredGroup
 from tests.support.records import make_scored
 
 
 class _Fixture:
-    def __init__(self, *, max_groups: int = 100, max_staleness: int = 1) -> None:
+    def __init__(self) -> None:
         self.dropped: list[tuple[int, str, int | None]] = []  # group id, status, step
         self.buffer = SampleBuffer(
-            max_groups=max_groups,
-            max_staleness=max_staleness,
+            max_staleness=1,
             on_drop=lambda scored, status, step: self.dropped.append((scored.group.group_id, status, step)),
             last_step=3,
         )
-
-    def put(self, *groups: ScoredGroup) -> None:
-        async def run() -> None:
-            for group in groups:
-                await asyncio.wait_for(self.buffer.put(group), timeout=1.0)
-
-        asyncio.run(run())
 
     def take(self, count: int, *, version: int = 0, timeout_s: float = 0.2, progress: int = 0) -> list[int]:
         watch = Watch(timeout_s=timeout_s, progress=lambda: progress, setting="training.queue_timeout_s")
@@ -40,7 +30,7 @@ class _Fixture:
 
 def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None:
     fixture = _Fixture()
-    fixture.put(make_scored(2), make_scored(0), make_scored(1))
+    fixture.buffer.add(make_scored(2), make_scored(0), make_scored(1))
     assert fixture.take(2) == [0, 1]
     assert fixture.take(1) == [2]
 
@@ -48,14 +38,16 @@ def test_take_hands_out_what_was_started_first_whatever_finished_first() -> None
 def test_take_skips_a_stale_group_and_counts_it() -> None:
     """Version 5 in the trainer, tokens of version 3: staleness 2 > 1."""
     fixture = _Fixture()
-    fixture.put(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
+    fixture.buffer.add(make_scored(0, version=3), make_scored(1, version=4), make_scored(2, version=5))
     assert fixture.take(2, version=5) == [1, 2]
     assert fixture.dropped == [(0, "stale", 1)]
 
 
 def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> None:
     fixture = _Fixture()
-    fixture.put(make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3))
+    fixture.buffer.add(
+        make_scored(0, has_samples=False), make_scored(1, has_samples=False), make_scored(2), make_scored(3)
+    )
     assert fixture.take(2) == [2, 3]
     assert fixture.dropped == [(0, "filtered", 1), (1, "filtered", 1)]
     assert [scored.group.group_id for scored in fixture.buffer.take_noted()] == [0, 1]
@@ -63,7 +55,7 @@ def test_a_round_without_any_samples_is_given_back_and_the_next_one_taken() -> N
 
 def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that_is_written_then() -> None:
     fixture = _Fixture()
-    fixture.put(make_scored(1), make_scored(0))
+    fixture.buffer.add(make_scored(1), make_scored(0))
     with pytest.raises(DeadlineError):
         fixture.take(3, timeout_s=0.05)
     assert [scored.group.group_id for scored in fixture.buffer.queued()] == [0, 1]
@@ -72,8 +64,8 @@ def test_what_was_taken_before_a_failure_is_queued_again_for_the_checkpoint_that
 
 def test_groups_of_a_checkpoint_are_handed_out_like_others() -> None:
     fixture = _Fixture()
-    fixture.put(make_scored(2))
-    fixture.buffer.restore([make_scored(1), make_scored(0, has_samples=False)])
+    fixture.buffer.add(make_scored(2))
+    fixture.buffer.add(make_scored(1), make_scored(0, has_samples=False))
     fixture.buffer.note(make_scored(9))
     assert [scored.group.group_id for scored in fixture.buffer.noted()] == [9]
     assert fixture.take(3) == [0, 1, 2]
@@ -104,7 +96,7 @@ def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
     results: list[int] = []
 
     def late_put() -> None:
-        fixture.put(make_scored(7))
+        fixture.buffer.add(make_scored(7))
 
     timer = threading.Timer(0.3, late_put)
     timer.start()
@@ -130,7 +122,7 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
     def on_change() -> None:
         attended.append(threading.current_thread().name)
         if len(attended) == 2:
-            fixture.put(make_scored(7))
+            fixture.buffer.add(make_scored(7))
 
     watch = Watch(timeout_s=10.0, progress=lambda: 0, setting="s", on_change=on_change)
     fixture.buffer.wake()  # also one that came before anybody waited
@@ -142,29 +134,14 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
     assert attended == [threading.current_thread().name] * 2
 
 
-def test_put_waits_for_room_and_take_makes_it() -> None:
-    """R1.3: back-pressure is an awaited put."""
-    fixture = _Fixture(max_groups=1)
-
-    async def run() -> None:
-        await fixture.buffer.put(make_scored(0))
-        blocked = asyncio.create_task(fixture.buffer.put(make_scored(1)))
-        await asyncio.sleep(0.05)
-        assert not blocked.done()
-        assert await asyncio.to_thread(fixture.take, 1) == [0]
-        await asyncio.wait_for(blocked, timeout=1.0)
-        assert len(fixture.buffer) == 1
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("what", ["put", "fail", "interrupt"])
+@pytest.mark.parametrize("what", ["add", "fail", "interrupt", "end"])
 def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str) -> None:
-    """R1.3, R1.4: the next check would be in 20 s. An empty queue goes on waiting, but not after generation died."""
+    """R1.4: the next check would be in 20 s. An empty queue goes on waiting, but not after generation died."""
     fixture = _Fixture()
     buffer = fixture.buffer
     actions = {
-        "put": lambda: fixture.put(make_scored()),
+        "end": buffer.end,
+        "add": lambda: fixture.buffer.add(make_scored()),
         "fail": lambda: buffer.fail(RunError("generation died")),
         "interrupt": buffer.interrupt,
     }
@@ -172,9 +149,9 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
     timer.start()
     began = time.monotonic()
     watch = Watch(timeout_s=60.0, setting="s", progress=lambda: 0, heartbeat_s=20.0)
-    expected = {"put": nullcontext(), "fail": pytest.raises(RunError), "interrupt": pytest.raises(BufferInterrupted)}
-    with expected[what]:
-        assert len(buffer.take(1, trainer_version=0, watch=watch)) == 1
+    expected = {"fail": pytest.raises(RunError), "interrupt": pytest.raises(BufferInterrupted)}
+    with expected.get(what, nullcontext()):
+        assert len(buffer.take(1, trainer_version=0, watch=watch)) == (what == "add")
     assert time.monotonic() - began < 5.0
     timer.join()
 
@@ -182,16 +159,9 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
 def test_after_the_end_of_the_data_what_is_left_is_a_smaller_round_and_then_there_is_none() -> None:
     """Of the last round the groups that can be trained; those that cannot are closed, and so is a round of such alone."""
     fixture = _Fixture()
-    fixture.put(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
+    fixture.buffer.add(make_scored(0), make_scored(1, version=-5), make_scored(2), make_scored(3, has_samples=False))
     fixture.buffer.end()
     assert fixture.take(2) == [0, 2]
     assert fixture.take(2) == []
     assert fixture.dropped == [(1, "stale", 1), (3, "filtered", 1)]
     assert fixture.take(2) == []
-
-
-def test_the_end_of_the_data_wakes_who_waits_for_more() -> None:
-    fixture = _Fixture()
-    fixture.put(make_scored(0))
-    threading.Timer(0.1, fixture.buffer.end).start()
-    assert fixture.take(2, timeout_s=30.0) == [0]

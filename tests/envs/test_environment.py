@@ -9,6 +9,8 @@ import pytest
 
 from grpo_async.envs import Environment, EnvironmentCallError, EnvironmentPool
 from grpo_async.envs.environment import MAX_RESET_CHARS
+from grpo_async.records import ToolCall
+from grpo_async.tools import ToolExecutor
 from grpo_async.tools.schema import ToolSpec, build_spec
 from tests.envs import sample_environments as samples
 from tests.envs.helpers import call, pool_of, with_one
@@ -195,15 +197,15 @@ def test_after_a_time_out_the_instance_is_broken_and_refuses_every_call(method: 
 @pytest.mark.parametrize("second", ["wait", "wait_async"])
 def test_calls_of_one_instance_never_overlap(second: str) -> None:
     async def use(environment: Environment) -> None:
-        tools = {tool.name: tool for tool in environment.tools}
-        tasks = [
-            asyncio.create_task(tools["wait"].call({"number": 1})),
-            asyncio.create_task(tools[second].call({"number": 2})),
+        executor = ToolExecutor(environment.tools, max_result_chars=200)
+        calls = [
+            ToolCall(tool_call_id="", name=name, arguments={"number": n}) for n, name in enumerate(("wait", second), 1)
         ]
+        turn = asyncio.create_task(executor.execute(calls))
         await until(samples.entered.is_set)
         await asyncio.sleep(0.01)  # time in which the second could begin
         samples.gate.set()
-        await asyncio.gather(*tasks)
+        await turn
         assert samples.events[1:] == ["begin 1", "end 1", "begin 2", "end 2"]
 
     with_one("Gated", use)

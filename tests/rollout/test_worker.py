@@ -104,7 +104,6 @@ class _Setup:
         )
         self.errors = ErrorLog()
         self.buffer = SampleBuffer(
-            max_groups=100,
             max_staleness=max_staleness,
             on_drop=lambda scored, status, step: self.worker.close_group(
                 scored.group, status, scored=scored, step=step

@@ -12,9 +12,6 @@ import pytest
 
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools import MAX_CALLS_PER_TURN, Tool, ToolExecutor
-from grpo_async.tools.schema import build_spec
-from grpo_async.user_code.calls import Caller
-from grpo_async.user_code.threads import ThreadRunner
 from tests.support.waiting import until
 from tests.tools import sample_tools
 
@@ -73,26 +70,6 @@ def test_async_calls_of_one_turn_run_at_the_same_time_and_beside_plain_ones() ->
 
     records = execute([plain, one, two], [call("plain"), call("one"), call("two")])
     assert [record.result for record in records] == ["True", "one", "two"]
-
-
-def test_calls_with_one_serial_key_run_one_after_the_other_in_their_order() -> None:
-    events: list[str] = []
-
-    async def step(number: int) -> str:
-        """Notes begin and end.
-
-        Args:
-            number: Which step.
-        """
-        events.append(f"begin {number}")
-        await asyncio.sleep(0)
-        events.append(f"end {number}")
-        return ""
-
-    caller = Caller(ThreadRunner("test"), 5.0)
-    tool = Tool(step, build_spec(step), caller, serial_key="one instance")
-    execute([tool], [call("step", number=number) for number in range(3)])
-    assert events == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
 
 
 def test_an_unknown_tool_is_answered_with_those_that_there_are() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -187,7 +186,7 @@ class _Polled(FakeSource):
     """A real buffer, asked again every 20 ms; everything else is nothing."""
 
     def __init__(self) -> None:
-        self.buffer = SampleBuffer(max_groups=4, max_staleness=1, on_drop=_ignore)
+        self.buffer = SampleBuffer(max_staleness=1, on_drop=_ignore)
         self.on_take: Callable[[], None] = lambda: None
 
     def take(
@@ -204,7 +203,7 @@ def _ignore(scored: ScoredGroup, status: GroupStatus, step: int | None) -> None:
 def test_the_wait_for_samples_is_counted_from_its_beginning_over_all_its_polls() -> None:
     """R1.12: samples come after 0.5 s, in which the queue was looked at about 25 times; all of it is idle time."""
     source = _Polled()
-    timer = threading.Timer(0.5, lambda: asyncio.run(source.buffer.put(make_scored())))
+    timer = threading.Timer(0.5, lambda: source.buffer.add(make_scored()))
     source.on_take = timer.start
     commands: list[Command] = []
     lines: list[dict[str, float]] = []
