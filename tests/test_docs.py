@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -34,6 +33,7 @@ def _commands() -> list[tuple[str, str, list[str]]]:
     for page in PAGES:
         for match in _COMMAND.finditer(page.read_text(encoding="utf-8")):
             found.append((page.name, match[1], shlex.split(match[2])))
+    assert len(found) > 60
     return found
 
 
@@ -41,20 +41,6 @@ def test_the_reference_is_fresh() -> None:
     written = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md")}
     assert written == pages(), "run: python -m scripts.reference"
     assert not any("<bound method" in text for text in written.values())
-
-
-def test_the_pages_have_commands() -> None:
-    assert len(_commands()) > 60
-
-
-def test_every_key_of_the_schema_stands_in_the_reference() -> None:
-    schema = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
-    keys = {name for section in (schema, *schema["$defs"].values()) for name in section.get("properties", ())}
-    assert len(keys) > 200
-    written = set(
-        re.findall(r"^- \*\*`(?:[^`]*\.)?(\w+)(?:\[\])?`\*\*", (FOLDER / "config.md").read_text(encoding="utf-8"), re.M)
-    )
-    assert keys - written == set()
 
 
 def test_the_events_of_the_reference_are_those_of_the_code() -> None:

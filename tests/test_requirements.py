@@ -39,23 +39,3 @@ def test_every_requirement_is_named_by_a_test_and_no_other_is() -> None:
     assert not missing, f"no test names {', '.join(missing)} in its docstring"
     unknown = {item: tests for item, tests in named.items() if item not in ITEMS}
     assert not unknown, f"there is no such requirement: {unknown}"
-
-
-def test_only_docstrings_of_test_functions_count() -> None:
-    source = '''
-"""R1.1 of the module"""
-class Helper:
-    """R1.2"""
-    def test_of_a_class(self):
-        """R1.3, R2.10: of a method"""
-def helper():
-    """R1.4"""
-def test_plain():
-    """Holds R1.5."""
-    x = "R1.6"  # R1.7
-async def test_async():
-    """XR1.8 is none, R1.9 is."""
-'''
-    assert sorted(mentions(source)) == [
-        ("test_async", "R1.9"), ("test_of_a_class", "R1.3"), ("test_of_a_class", "R2.10"), ("test_plain", "R1.5"),
-    ]  # fmt: skip

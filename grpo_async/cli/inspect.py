@@ -214,10 +214,6 @@ def runs_and_query(arguments: list[str], evaluation: str | None, *, several: boo
     from grpo_async.viewer.runs import find_evaluation, find_run
 
     runs, rest = [find_run(arguments[0])], arguments[1:]
-    if not several and rest and _problem_of(parse_query, rest[0]) and not _problem_of(find_run, rest[0]):
-        raise ConfigError(
-            f"several runs: `grpo-async inspect` shows {arguments[0]} and {rest[0]} side by side in the browser"
-        )
     while several and rest:
         if no_run := _problem_of(find_run, rest[0]):
             if no_query := _problem_of(parse_query, rest[0]):

@@ -91,15 +91,6 @@ def test_what_a_function_prints_does_not_get_into_the_report_and_no_heavy_librar
     assert "a line on stdout" in result.stderr
 
 
-def test_rows_and_set_are_obeyed() -> None:
-    def num_calls(*arguments: str) -> int:
-        return int(json.loads(_check([_reward("honest")], "--json", *arguments).stdout)["rewards"][0]["num_calls"])
-
-    calls = num_calls("--rows", "2")
-    assert num_calls("--rows", "4") == 2 * calls
-    assert num_calls("--set", "data.train.limit=2") == calls
-
-
 def test_the_gold_column_may_have_any_name() -> None:
     _write_rows([{"prompt": f"{n}?", "right": f"{n}"} for n in (12, 13)])
     result = _check([_reward("form_only")])

@@ -116,18 +116,6 @@ def test_json_lines_hold_the_stored_row_and_its_statistics(store: RolloutStore) 
     assert len(content["rollouts"]) == 2  # the whole group all the same
 
 
-def test_the_viewer_follows_a_run_that_writes(store: RolloutStore) -> None:
-    append_simple(store, 3, step=4)
-    (block,) = Path("runs/demo/rollouts").glob("block-*.jsonl")
-    with block.open("ab") as file:
-        file.write(b'{"schema":4,"group_')  # another line, half written
-    assert _groups() == [3, 2, 1, 0]
-    assert "note:" not in _invoke("demo").stdout
-    store.close()  # nobody writes anymore: the line stays torn
-    assert "note: the last line of block-" in _invoke("demo").stdout
-    assert _groups() == [3, 2, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -158,16 +146,6 @@ def test_mistakes_are_explained(store: RolloutStore, arguments: list[str], messa
     result = _invoke(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
-
-
-def test_several_runs_without_the_browser_are_told_of_it(store: RolloutStore) -> None:
-    Path("runs/other").mkdir()
-    Path("runs/stale").mkdir()
-    for arguments in (["demo", "other"], ["demo", "other", "stale"]):
-        result = _invoke(*arguments)
-        assert result.exit_code == 2
-        assert result.stderr.startswith("several runs: `grpo-async inspect` shows demo and other side by side")
-    assert _groups("stale") == [2], "a column is a query"
 
 
 def test_controls_in_json_and_in_mistakes_are_shown_and_not_obeyed(store: RolloutStore) -> None:

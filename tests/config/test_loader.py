@@ -1,24 +1,26 @@
-"""Loading: the happy path, the dump, `extends`, the environment and overrides."""
+"""Loading: what is read from files, the environment and overrides; and every kind of mistake, as a person reads it: where it is,
+what is wrong, what to write instead."""
 
 from __future__ import annotations
 
+import contextlib
+import random
 from pathlib import Path
 
 import pytest
 
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.field_types import FieldType
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
 
 MINIMAL = """\
 run: {name: demo}
-model:
-  path: some/model
-data:
-  train: {type: jsonl, path: train.jsonl}
-rewards:
-  - function: my.rewards:exact
-"""
+model: {path: m}
+data: {train: {type: jsonl, path: t}}
+rewards: [{function: "a:b"}]
+"""  # 4 lines: what a test adds begins at line 5
 
 
 def _write(folder: Path, text: str, name: str = "x.yaml") -> Path:
@@ -36,9 +38,8 @@ def _problems(path: Path, *overrides: str) -> list[str]:
 
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     # YAML 1.1 reads 1e-6 as text, 010 as 8, on as true and 1:30 as 90
-    text = (
-        MINIMAL + "    arguments: {a: 1e-6, b: 010, c: on, d: 1:30, e: 0o17, f: .5, g: ~, h: -.INF, i: '1', j: 1_000}\n"
-    )
+    arguments = "{a: 1e-6, b: 010, c: on, d: 1:30, e: 0o17, f: .5, g: ~, h: -.INF, i: '1', j: 1_000}"
+    text = MINIMAL.replace('"a:b"', f'"a:b", arguments: {arguments}')
     config = load_config(_write(tmp_path, text + "optimizer: {lr: 1e-6}\n"))
     assert config.optimizer.lr == 1e-6
     read = config.rewards[0].arguments
@@ -48,9 +49,12 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
 
 
 def test_a_dump_is_read_back_to_an_equal_object(tmp_path: Path) -> None:
+    arguments = (
+        r"""{t: "1e-6", u: "yes", v: "$${HOME} $$$${X}", w: [1.5e-9, null, .inf], x: "a: #b\n", y: 1e300, z: "012"}"""
+    )
     text = (
-        MINIMAL
-        + r"""    arguments: {t: "1e-6", u: "yes", v: "$${HOME} $$$${X}", w: [1.5e-9, null, .inf], x: "a: #b\n", y: 1e300, z: "012"}
+        MINIMAL.replace('"a:b"', f'"a:b", arguments: {arguments}')
+        + """
 optimizer: {lr: 3e-7, betas: [0.9, 0.95]}
 evaluation: {data: {type: csv, path: held.csv, columns: {on: prompt}}}
 """
@@ -77,7 +81,7 @@ def test_a_file_extends_others_and_later_ones_win(tmp_path: Path) -> None:
 
 
 def test_a_section_of_another_type_starts_afresh(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL.replace("{type: jsonl, path: train.jsonl}", "{type: hub, name: x, split: y}"), "base.yaml")
+    _write(tmp_path, MINIMAL.replace("{type: jsonl, path: t}", "{type: hub, name: x, split: y}"), "base.yaml")
     path = _write(tmp_path, "extends: base.yaml\ndata: {train: {type: csv, path: t.csv}}\n")
     assert load_config(path).data.train.type == "csv"
 
@@ -87,27 +91,19 @@ def test_an_error_points_at_the_file_that_the_value_came_from(tmp_path: Path) ->
     path = _write(tmp_path, "extends: base.yaml\n\nrollout:\n  groups_per_step: 0\n")
     assert _problems(path) == [
         "x.yaml:4: rollout.groups_per_step: input should be greater than or equal to 1 (got 0)",
-        "base.yaml:9: rollout.group_size: input should be greater than or equal to 2 (got 1)",
-        "base.yaml:10: unknown key 'rollout.temperatur'; did you mean 'temperature'?",
+        "base.yaml:6: rollout.group_size: input should be greater than or equal to 2 (got 1)",
+        "base.yaml:7: unknown key 'rollout.temperatur'; did you mean 'temperature'?",
     ]
 
 
-def test_extends_in_a_cycle_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_there_and_cycles_are_named(tmp_path: Path) -> None:
     _write(tmp_path, "extends: x.yaml\n", "b.yaml")
     path = _write(tmp_path, MINIMAL + "extends: b.yaml\n")
-    (problem,) = _problems(path)
-    assert problem == "b.yaml:1: extends: it closes a cycle: x.yaml -> b.yaml -> x.yaml"
-
-
-def test_a_missing_base_is_named_at_its_line(tmp_path: Path) -> None:
+    assert _problems(path) == ["b.yaml:1: extends: it closes a cycle: x.yaml -> b.yaml -> x.yaml"]
     (problem,) = _problems(_write(tmp_path, MINIMAL + "extends: bsae.yaml\n"))
-    assert problem.startswith("x.yaml:8: extends: there is no file bsae.yaml")
-
-
-def test_a_missing_file_is_an_error_with_the_nearest_name(tmp_path: Path) -> None:
-    _write(tmp_path, MINIMAL, "quickstart.yaml")
-    with pytest.raises(ConfigError, match=r"there is no file .*quickstrat\.yaml; did you mean 'quickstart\.yaml'\?"):
-        load_config(tmp_path / "quickstrat.yaml")
+    assert problem.startswith("x.yaml:5: extends: there is no file bsae.yaml")
+    (problem,) = _problems(tmp_path / "y.yaml")
+    assert problem == "there is no file y.yaml; did you mean 'x.yaml'?"
     with pytest.raises(ConfigError, match="is a directory"):
         load_config(tmp_path)
 
@@ -143,9 +139,9 @@ def test_bad_references_are_problems_and_say_nothing_else_about_the_value(
     monkeypatch.delenv("MISSING", raising=False)
     path = _write(tmp_path, MINIMAL + "optimizer:\n  lr: ${MISSING}\n  eps: ${9}\n  schedule: '${OPEN'\n")
     assert _problems(path) == [
-        "x.yaml:9: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
-        "x.yaml:10: optimizer.eps: '${9}' does not name an environment variable; write $${ for a literal ${",
-        "x.yaml:11: optimizer.schedule: '${OPEN' has no closing brace; write $${ for a literal ${",
+        "x.yaml:6: optimizer.lr: the environment variable 'MISSING' is not set; set it or write ${MISSING:-default}",
+        "x.yaml:7: optimizer.eps: '${9}' does not name an environment variable; write $${ for a literal ${",
+        "x.yaml:8: optimizer.schedule: '${OPEN' has no closing brace; write $${ for a literal ${",
     ]
 
 
@@ -173,7 +169,7 @@ launch:
 
 def test_a_variable_of_a_base_that_is_replaced_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MISSING", raising=False)
-    _write(tmp_path, MINIMAL.replace("some/model", "${MISSING}"), "base.yaml")
+    _write(tmp_path, MINIMAL.replace("path: m}", 'path: "${MISSING}"}'), "base.yaml")
     assert load_config(_write(tmp_path, "extends: base.yaml\nmodel: {path: own}\n")).model.path == "own"
 
 
@@ -189,3 +185,212 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
     assert config.evaluation.data.type == "csv"
     assert config.optimizer.betas == (0.8, 0.9)
     assert config.model.path == "a=b"
+
+
+# ---- mistakes ----
+
+
+def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    text = """\
+run: {name: demo}
+rollout:
+  group_sise: 4
+model: {path: m}
+data: {train: {type: jsonl, path: t}}
+rewards:
+  - function: a:b
+  - function: nope
+    wieght: 2
+inference:
+  vllm:
+    gpu_memory_utilization: 1.4
+model: {path: n}
+"""
+    assert _problems(_write(tmp_path, text), "optim.lrr=3") == [
+        "x.yaml:3: unknown key 'rollout.group_sise'; did you mean 'group_size'?",
+        "x.yaml:8: rewards.1.function: 'nope' is not written module:attribute, with a colon, such as my_rewards:length_reward",
+        "x.yaml:9: unknown key 'rewards.1.wieght'; did you mean 'weight'?",
+        "x.yaml:12: inference.vllm.gpu_memory_utilization: input should be less than or equal to 1 (got 1.4)",
+        "x.yaml:13: 'model' is given twice (first at x.yaml:4)",
+        "--set optim.lrr=3: unknown key 'optim.lrr'; did you mean 'optimizer.lr'?",
+    ]
+
+
+def test_required_keys_are_asked_for_where_they_would_stand(tmp_path: Path) -> None:
+    assert _problems(_write(tmp_path, "\nrun:\n  seed: 1\ndata:\n  train: {type: hub}\n")) == [
+        "x.yaml: model: this key is required",
+        "x.yaml:2: run.name: this key is required",
+        "x.yaml:5: data.train.name: this key is required",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("optim: {lr: 1}", "unknown key 'optim'; did you mean 'optimizer'?"),
+        ("rollout: {lr: 1}", "unknown key 'rollout.lr'; did you mean 'optimizer.lr'?"),
+        ("rollout: {zzz: 1}", "unknown key 'rollout.zzz'"),
+        ("rollout: {temperature: null}", "rollout.temperature: input should be a valid number (got null)"),
+        ("rollout: [1]", "rollout: input should be a mapping of keys (got a list)"),
+        ("loss: {reference: 12}", "loss.reference: input should be a valid string (got 12); put it in quotes"),
+        (
+            "inference: {engine: vlm}",
+            "inference.engine: input should be 'auto', 'vllm' or 'embedded' (got 'vlm'); did you mean 'vllm'?",
+        ),
+        ("optimizer: {betas: [0.9]}", "optimizer.betas.1: this key is required"),
+        (
+            "evaluation: {data: {type: jsnl, path: x}}",
+            "evaluation.data.type: input should be one of 'jsonl', 'csv', 'parquet', 'hub', 'reasoning_gym', "
+            "'generator', 'environment' (got 'jsnl'); did you mean 'jsonl'?",
+        ),
+        ("evaluation: {data: {path: x, limt: 3}}", "unknown key 'evaluation.data.limt'; did you mean 'limit'?"),
+        (
+            "evaluation: {data: {path: x, subset: y}}",
+            "unknown key 'evaluation.data.subset' of type 'jsonl'; it belongs to type 'hub'",
+        ),
+        ("evaluation: {data: x.jsonl}", "evaluation.data: input should be a mapping of keys (got 'x.jsonl')"),
+        ("rollout: !mine {}", "rollout: the tag '!mine' is not supported"),
+        ("rollout: {<<: {group_size: 2}}", "'rollout.<<' is a merge key, which is not supported; share settings by `extends`"),
+        ("rollout: {? [1] : 2}", "'rollout.?' is a list or a mapping; keys are single words"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_explained(tmp_path: Path, added: str, expected: str) -> None:
+    assert _problems(_write(tmp_path, MINIMAL + added + "\n")) == [f"x.yaml:5: {expected}"]
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("x: " + "[" * 2000 + "]" * 2000, "nested deeper"),
+        ("x: &x {a: *x}", "alias refer to itself"),
+        ("\n".join(["a0: &a0 [0]", *(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]" for i in range(9))]), "unfold"),
+        ("run: {seed: " + "9" * 5000 + "}", "run.seed: 9999"),
+        ("run: {seed: 0x" + "f" * 5000 + "}", "run.seed: 0xff"),
+        ("training:\n  max_steps: ${DIGITS}", "training.max_steps: 9999"),
+        ('run: {dir: "a\\ud800"}', "run.dir: holds '\\ud800'"),
+        ('run: {"a\\0b": 1}', "a\\x00b"),
+        ("run: {dir: ~nobody-of-this-name/x}", "run.dir: there is no home"),
+        ('extends: "a\\0b"', "extends: holds"),
+        (f"extends: {'x' * 300}", "File name too long"),
+        ("tool_calling: {max_result_chars: !!bool yes}", "tool_calling.max_result_chars: the tag"),
+        ("inference: {urls: ['http://[']}", "inference.urls.0: 'http://['"),
+        (f"inference: {{host: {'a' * 300}}}", "inference.host: "),
+        (f"inference: {{engine: {'x' * 2000}}}", "inference.engine: "),
+        ("optimizer: {lr: 1e38}", "optimizer.lr"),
+        ("optimizer: {lr: .inf}", "optimizer.lr"),
+        ("evaluation: {temperature: 1e-6}", "evaluation.temperature"),
+        ("tools: [{function: my.module.name}]", "did you mean 'my.module:name'?"),
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_what_would_stall_or_break_what_comes_after_is_refused_by_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, added: str, told: str
+) -> None:
+    monkeypatch.setenv("DIGITS", "9" * 5000)
+    key = added.split(":")[0]
+    kept = [line for line in MINIMAL.splitlines() if not line.startswith(f"{key}:")]
+    if key == "run":
+        added = added.replace("{", "{name: demo, ", 1)
+    problems = _problems(_write(tmp_path, "\n".join([*kept, added]) + "\n"))
+    assert any(told in problem for problem in problems), problems
+    assert all(len(problem) < 1000 and problem.isprintable() for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"run: {name: demo\nmodel: 3\n", "x.yaml:2: not valid YAML: "),
+        (b"run:\n\tname: demo\n", "x.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+        (b"a: \x07\n", "x.yaml: not valid YAML: special characters are not allowed at character 3"),
+        (b"- a\n", "x.yaml: a configuration is a mapping of sections"),
+        (b"\xff\xfe", "x.yaml: cannot be read: it is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "x.yaml").write_bytes(content)
+    (problem,) = _problems(tmp_path / "x.yaml")
+    assert problem.startswith(told)
+
+
+def test_a_home_folder_is_filled_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["run.dir=~/runs", "model.path=~/m", "loss.reference=~/r", "loss.beta=1"]
+    config = load_config(_write(tmp_path, MINIMAL), overrides)
+    assert config.run.dir == Path("/home/me/runs")
+    assert (config.model.path, config.loss.reference) == ("/home/me/m", "/home/me/r")
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("optimizer.learning_rate", "'optimizer.lr'"),
+        ("num_generations", "'rollout.group_size'"),
+        ("training.gradient_accumulation_steps", "training.micro_batch_tokens"),
+        ("num_iterations", "'training.num_iterations'"),
+        ("deepspeed", "not needed"),
+        ("rollout.zzz_size", ""),
+    ],
+)
+def test_names_of_other_trainers_are_known_and_no_likeness_of_sections_makes_a_suggestion(
+    tmp_path: Path, key: str, told: str
+) -> None:
+    (problem,) = _problems(_write(tmp_path, MINIMAL), f"{key}=1")
+    assert told in problem
+    assert told or problem.endswith(f"'{key}'")
+
+
+def test_a_rule_points_at_a_setting_that_is_written_the_override_first(tmp_path: Path) -> None:
+    text = MINIMAL + "rollout:\n  max_completion_tokens: 4000\noptimizer:\n  warmup_steps: 200\n"
+    first, second = _problems(_write(tmp_path, text))
+    assert first.startswith("x.yaml:6: rollout.max_completion_tokens: 4000 leaves no room for a prompt in")
+    assert second == (
+        "x.yaml:8: optimizer.warmup_steps: 200 is more than training.max_steps: 100; set both for a short run"
+    )
+    (problem,) = _problems(_write(tmp_path, MINIMAL), "training.weight_sync_steps=9")
+    assert problem.startswith("--set training.weight_sync_steps=9: rollout.max_staleness: 1 with")
+    text = MINIMAL.replace('[{function: "a:b"}]', '[{function: "a:b"}, {function: "c:b"}]')
+    assert _problems(_write(tmp_path, text)) == [
+        "x.yaml:4: rewards: the reward names ['b'] are used more than once; give each a `name`"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer", "an override is written section.key=value"),
+        ("optimizer..lr=3", "an override is written section.key=value"),
+        ("group_size=3", "unknown key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("optimizer.lr.x=3", "unknown key 'optimizer.lr.x'; did you mean 'optimizer.lr'?"),
+        ("rewards.1.weight=2", "'rewards' has no entry '1', only 0"),
+        ("rewards.²=1", "'rewards' has no entry '²', only 0"),
+        ("rewards.0.wieght=2", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
+        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2 (got 1)"),
+        ("rollout={group_sise: 3}", "unknown key 'rollout.group_sise'; did you mean 'group_size'?"),
+        (
+            "run.seed=99999999999999999999999",
+            "run.seed: 99999999999999999999999 is beyond 64 bits; write a smaller number, or quote it if it is text",
+        ),
+        ("run.name=${NOT_SET}", "run.name: the environment variable 'NOT_SET' is not set; set it or write ${NOT_SET:-default}"),
+    ],
+)  # fmt: skip
+def test_a_wrong_override_is_explained(tmp_path: Path, override: str, expected: str) -> None:
+    assert _problems(_write(tmp_path, MINIMAL), override) == [f"--set {override}: {expected}"]
+
+
+def test_mutated_configurations_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
+    """60 of the thousands that were tried: slips of the shipped files and values that belong nowhere."""
+    shipped = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    keys = list(FieldType.of(ExperimentConfig).settings())
+    values = ["", "-1", "1e308", "99999999999999999999", "~/x", '"\\0"', ".nan", "[[[]]]", "*x", "{a: 1}", "${X", "a:b"]
+    chance, file = random.Random(0), tmp_path / "x.yaml"
+    for _ in range(60):
+        content = bytearray(chance.choice(shipped).read_bytes())
+        for _ in range(chance.randint(0, 3)):
+            begin = chance.randrange(len(content))
+            content[begin : begin + chance.randint(0, 9)] = chance.choice([*values, "\xff"]).encode("latin-1")
+        file.write_bytes(content)
+        overrides = [f"{chance.choice(keys)}={chance.choice(values)}" for _ in range(chance.randint(0, 2))]
+        with contextlib.suppress(ConfigError):
+            config = load_config(file, overrides)
+            file.write_text(dump_config(config), encoding="utf-8")
+            assert load_config(file) == config

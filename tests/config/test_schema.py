@@ -14,17 +14,9 @@ def test_the_committed_schema_is_fresh() -> None:
     assert COMMITTED.read_text(encoding="utf-8") == schema_text(), "run: grpo-async schema --out configs/schema.json"
 
 
-def test_every_section_and_key_has_a_help_text() -> None:
-    schema = config_schema()
-    assert set(schema["properties"]) == {"extends", *ExperimentConfig.model_fields}
-    for name, definition in schema["$defs"].items():
-        for key, below in definition["properties"].items():
-            if "const" not in below and "const" not in below.get("anyOf", [{}])[0]:
-                assert below.get("description"), f"{name}.{key}"
-
-
 def test_required_keys_may_come_from_a_base_but_types_stay_required() -> None:
     schema = config_schema()
+    assert set(schema["properties"]) == {"extends", *ExperimentConfig.model_fields}
     assert "required" not in schema
     assert {"required": ["extends"]} in schema["anyOf"]
     assert "required" not in schema["$defs"]["RunSection"]
