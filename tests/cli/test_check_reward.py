@@ -42,7 +42,7 @@ def _reward(attribute: str, **section: Any) -> dict[str, Any]:
     return {"function": f"{AUDITED}:{attribute}", **section}
 
 
-def test_a_good_function_is_exit_code_0_with_a_table() -> None:
+def test_a_table_says_what_is_paid_and_an_error_is_exit_code_1_with_what_to_do() -> None:
     result = _check([_reward("honest")], "--rows", "2")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -50,9 +50,6 @@ def test_a_good_function_is_exit_code_0_with_a_table() -> None:
     assert ["right", "answer", "1", "1", "1"] in [line.split() for line in lines]
     assert ["garbage", "0", "0", "0"] in [line.split() for line in lines]
     assert lines[-1] == "1 reward function(s) checked: 0 error(s), 0 warning(s)."
-
-
-def test_an_error_is_exit_code_1_with_what_to_do_and_a_warning_alone_is_0() -> None:
     result = _check([_reward("substring")], "--rows", "2")
     assert result.exit_code == 1
     assert "error: It pays `counting`: on row 0 it got 1, as much as the right answer. A policy finds" in result.stdout
@@ -66,13 +63,12 @@ def test_several_functions_are_reported_in_their_order_and_json_holds_everything
     result = _check([_reward("substring"), _reward("form_only", name="form")], "--rows", "3", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert [reward["name"] for reward in report["rewards"]] == ["substring", "form"]
     substring, form = report["rewards"]
+    assert (substring["name"], form["name"], report["notes"]) == ("substring", "form", [])
     assert substring["scores"]["right answer"] == {"lowest": 1.0, "mean": 1.0, "highest": 1.0}
     assert [finding["severity"] for finding in form["findings"]] == ["note"]
     counting = next(finding for finding in substring["findings"] if "counting" in finding["title"])
     assert (counting["severity"], counting["rows"]) == ("error", [0, 1, 2])
-    assert report["notes"] == []
 
 
 @pytest.mark.parametrize("run_in", ["thread", "process"])

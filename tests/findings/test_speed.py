@@ -60,16 +60,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({}, {"kv_usage": 0.98, "running": 45.0, "waiting": 0.5}, "nothing", None, ""),
     # dropped groups
     ({}, {"stale_fraction": 0.12}, "dropped groups", (STALENESS, 1, 2), ""),
-    ({}, {"stale_fraction": 0.09}, "nothing", None, ""),
     ({"max_staleness": 4}, {"stale_fraction": 0.5}, "nothing", None, ""),
     # 1 x 0.3 / 0.1 = 3 steps between pushes; max_staleness 1 allows 2, max_staleness 3 the 3
     ({}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 2), ""),
     ({"max_staleness": 3}, {"push_fraction": 0.3}, "weight pushes", ("training.weight_sync_steps", 1, 3), ""),
     ({"weight_sync_steps": 2}, {"push_fraction": 0.3}, "weight pushes", None, "rollout.max_staleness 1 does not allow fewer"),
-    ({}, {"push_fraction": 0.19}, "nothing", None, ""),
     # 60 s of 50 steps of 10 s: 0.12; 50 x 0.12 / 0.05 = 120
     ({}, {"checkpoint_s": 60.0}, "checkpoints", ("checkpoint.every_steps", 50, 120), ""),
-    ({}, {"checkpoint_s": 45.0}, "nothing", None, ""),
     # synchronous: t = 4 s, g = 6 s
     ({"max_staleness": 0}, {"trainer_idle": 0.6, "generator_idle": 0.4}, "waiting for each other", (STALENESS, 0, 1),
      "a step of 10 s could take 6 s"),
@@ -80,13 +77,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
      "generation", None, "asynchrony cannot help here"),
     # 4 x 9.5 / 5.5 = 6.9 -> 7 servers; twice as many at most
     ({"replicas": 4, "num_trainer_ranks": 2}, BOUND, "generation", (SERVERS, 4, 7), ""),
-    ({}, {"trainer_idle": 0.8, "kv_usage": 0.9}, "generation", (SERVERS, 1, 2), ""),
     ({"replicas": 4, "spawns_servers": False}, BOUND, "generation", None, "4 -> 7 servers in inference.urls would keep up"),
     # 64 / (1 - 0.6) = 160 in flight keep 64 generating; of 640, 256 may be started; nobody waits for the tools
     ({}, {"trainer_idle": 0.5, "tool_fraction": 0.6}, "tools", (IN_FLIGHT, 64, 160), ""),
     ({}, {"trainer_idle": 0.5, "tool_fraction": 0.9}, "tools", (IN_FLIGHT, 64, 256), ""),
     ({"max_in_flight": 256}, {"trainer_idle": 0.5, "tool_fraction": 0.9}, "tools", None, "faster tools"),
-    ({}, {"tool_fraction": 0.9}, "nothing", None, ""),
     ({}, {"trainer_idle": 0.5, "scoring_fraction": 0.5}, "scoring", None, "scoring takes 50%"),
     ({}, {"trainer_idle": 0.3, "generator_idle": 0.3, "kv_usage": None}, "the staleness limit", (STALENESS, 1, 2), ""),
     # 9.5 / 3 = 3.2 -> 7 ranks; twice as many at most
@@ -95,7 +90,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     # 7 servers would keep up; 1 rank on 6 GPUs leaves room for 5
     ({"replicas": 4, "num_gpus": 6}, BOUND, "generation", (SERVERS, 4, 5), ""),
     ({"tensor_parallel_size": 2, "num_gpus": 4}, BOUND, "generation", None, "there is no room for another server"),
-    ({"num_gpus": 1}, {**BOUND, "trainer_idle": 0.6}, "generation", None, "there is no room for another server"),
     # 2 ranks and one server on 4 GPUs: one is free; on 3, none; others' servers take none
     ({"num_trainer_ranks": 2, "num_gpus": 4}, FED, "training", (RANKS, 2, 3), ""),
     ({"num_trainer_ranks": 2, "num_gpus": 3}, FED, "training", None, "GPUs for more ranks"),
@@ -106,7 +100,6 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"nodes": {"infer": 2}, "replicas": 4}, BOUND, "generation", ("launch.nodes.infer", 2, 4), ""),
     # 16 / (1 - 0.5) = 32; twice as many at most. They may be all right or all wrong: nothing is said of harder prompts
     ({}, {"filtered_fraction": 0.5}, "equal rewards", ("rollout.groups_per_step", 16, 32), "neither always nor never solved"),
-    ({}, {"filtered_fraction": 0.9}, "equal rewards", ("rollout.groups_per_step", 16, 32), ""),
     ({"zero_variance": "resample"}, {"filtered_fraction": 0.9}, "nothing", None, ""),
     # what is wasted comes before who waits
     ({}, {"stale_fraction": 0.5, "push_fraction": 0.5, "trainer_idle": 0.6, "filtered_fraction": 0.9}, "dropped groups",

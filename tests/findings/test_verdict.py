@@ -115,11 +115,9 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     ),
     "learns at once and stays": (Run(reward=lambda done: 0.85 if done > 0.1 else 0.3, num_steps=100), "learns", True),
     "learns from -1 to 1": (Run(reward=line(0.2, 0.8), low=-1.0, held_out={0: 0.2, 60: 0.8}), "learns", True),
-    "learns, one sample a prompt": (Run(reward=line(0.3, 0.7), held_out={0: 0.3, 60: 0.7}, samples=1), "learns", True),
-    "learns, lines of an earlier version": (
+    "learns, other prompts at the end": (
         Run(reward=line(0.2, 0.8), held_out={0: 0.2, 60: 0.8}, knows_prompts=False), "learns", True
     ),
-    "learns, no evaluation set": (Run(reward=line(0.2, 0.7)), "learns", True),
     "learns, the last evaluation failed": (
         Run(reward=line(0.2, 0.7), held_out={0: 0.2}, failed_evaluations={60: "a server is gone"}, config=WITH_EVALUATION),
         "learns", True,
@@ -129,10 +127,6 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
     ),
     "only the most frequent answer": (
         Run(reward=line(0.02, 0.2), held_out={0: 0.02, 60: 0.2}, num_prompts=200, baseline=0.2), "baseline", False
-    ),
-    "only the most frequent answer, earlier version": (
-        Run(reward=line(0.02, 0.2), held_out={0: 0.02, 60: 0.2}, knows_prompts=False, num_prompts=200, baseline=0.22),
-        "baseline", False,
     ),
     "beyond the most frequent answer": (
         Run(reward=line(0.02, 0.5), held_out={0: 0.02, 60: 0.5}, num_prompts=200, baseline=0.2), "learns", True
@@ -165,12 +159,10 @@ RUNS: dict[str, tuple[Run, str, bool | None]] = {
         Run(reward=peak(0.2, 0.8, 0.02), held_out={0: 0.2, 30: 0.8, 60: 0.02}), "collapsed", False
     ),
     "collapses, no evaluation": (Run(reward=peak(0.2, 0.8, 0.02)), "collapsed", False),
-    "collapses within its first steps": (Run(reward=lambda done: 0.8 if done < 0.08 else 0.02), "collapsed", False),
     "collapses until all rewards are equal": (
         Run(reward=peak(0.2, 0.8, 0.02), metrics={"frac_reward_zero_std": 0.95}), "collapsed", False
     ),
     "falls": (Run(reward=line(0.6, 0.2), held_out={0: 0.6, 60: 0.2}), "fell", False),
-    "falls, no evaluation": (Run(reward=line(0.6, 0.42)), "fell", False),
     "a reward raises, no evaluation": (
         Run(state="failed", error=f"16 failures in a row and no group succeeded; the last one: {RAISES}"), "reward-fails", False
     ),
