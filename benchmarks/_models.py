@@ -1,9 +1,10 @@
-"""What a model computes and moves, and what a GPU can: for gpu, push and simulation."""
+"""Models of random weights: their sizes, what they compute and move, and what a GPU can."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -54,9 +55,27 @@ class ModelSize:
             "intermediate_size": self.intermediate,
         }  # fmt: skip
 
+    def build(self, *, seed: int, dtype: str = "float32", max_length: int = 2048, **more: Any) -> Any:
+        """A Qwen3 with random weights, the same for the same seed. `more`: of its config."""
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(seed)
+        shape = {**self.qwen3(), "max_position_embeddings": max_length, "tie_word_embeddings": True, **more}
+        return Qwen3ForCausalLM(Qwen3Config(**shape)).to(getattr(torch, dtype))
+
+    def save(self, folder: Path, tokenizer: Any, **more: Any) -> Any:
+        """Write what `build` makes and the tokenizer to `folder`; returns the model, which takes no gradients."""
+        ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        model = self.build(**ids, **more)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return model.eval().requires_grad_(False)
+
 
 SIZES = {
     "tiny": ModelSize(vocab=512, hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=192),
+    "small": ModelSize(vocab=8192, hidden=256, layers=4, heads=4, kv_heads=2, head_dim=64, intermediate=768),
     "0.6b": ModelSize(hidden=1024, intermediate=3072),
     "1.7b": ModelSize(hidden=2048, intermediate=6144),
     "4b": ModelSize(hidden=2560, layers=36, heads=32, intermediate=9728),

@@ -12,20 +12,18 @@ import asyncio
 import json
 import os
 import random
-import struct
+import socket
 import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
 
-import httptools
+import numpy as np
 import orjson
-import uvloop
+import uvicorn
 
 from grpo_async.inference.api import GENERATE_PATH
 
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\nTransfer-Encoding: chunked\r\n\r\n"
-_LAST = b"0\r\n\r\n"
 _NUM_TOKENS = 1 << 16
 
 
@@ -42,104 +40,59 @@ class ServerSettings:
     seed: int = 0
 
 
-class _Server:
+class Server:
+    """An ASGI application."""
+
     def __init__(self, settings: ServerSettings) -> None:
-        chance = random.Random(settings.seed)
-        low, high = settings.ids
-        self.settings = settings
-        self.version = 0
-        table = settings.answer or (chance.randrange(low, high) for _ in range(_NUM_TOKENS))
-        self.token_ids = [b"%d" % token for token in table]
-        logprobs = (struct.unpack("f", struct.pack("f", -chance.expovariate(1.0)))[0] for _ in range(_NUM_TOKENS))
-        self.logprobs = [orjson.dumps(logprob) for logprob in logprobs]
+        draw = np.random.default_rng(settings.seed)
+        table = settings.answer or draw.integers(*settings.ids, size=_NUM_TOKENS)
+        self._settings = settings
+        self._version = 0
+        self._token_ids = [b"%d" % token for token in table]
+        self._logprobs = [
+            orjson.dumps(value) for value in (-draw.exponential(size=_NUM_TOKENS)).astype(np.float32).tolist()
+        ]
 
-    def line(self, start: int, count: int, *, ends: bool) -> bytes:
-        """An HTTP chunk with one line: `count` tokens from place `start` of the table."""
-        ids = self.token_ids[start : start + count]
-        if ends:
-            ids[-1] = b"%d" % self.settings.end_id
-        line = b'{"token_ids":[%b],"logprobs":[%b],"policy_version":%d,"finish_reason":%b,"error":null}\n' % (
-            b",".join(ids),
-            b",".join(self.logprobs[start : start + count]),
-            self.version,
-            b'"stop"' if ends else b"null",
-        )
-        return b"%x\r\n%b\r\n" % (len(line), line)
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-        self._parser = httptools.HttpRequestParser(self)
-        self._transport: Any = None
-        self._url = b""
-        self._body = bytearray()
-        self._task: asyncio.Task[None] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_begin(self) -> None:
-        self._url = b""
-        self._body.clear()
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_body(self, body: bytes) -> None:
-        self._body += body
-
-    def on_message_complete(self) -> None:
-        server = self._server
-        if self._url == GENERATE_PATH.encode():
-            request = orjson.loads(self._body)
-            if server.settings.rate <= 0.0:
-                start, count = self._length(request)
-                self._transport.write(_HEAD + server.line(start, count, ends=True) + _LAST)
-            else:
-                self._task = asyncio.get_running_loop().create_task(self._stream(request))
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body, has_more = b"", True
+        while has_more:
+            message = await receive()
+            body, has_more = body + message.get("body", b""), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        if scope["path"] == GENERATE_PATH:
+            await self._generate(orjson.loads(body), send)
             return
-        if self._url == b"/finish_weight_update":
-            server.version = int(orjson.loads(self._body)["weight_version"])
-        self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\r\nnull")
+        if scope["path"] == "/finish_weight_update":
+            self._version = int(orjson.loads(body)["weight_version"])
+        await send({"type": "http.response.body", "body": b"null"})
 
-    def _length(self, request: dict[str, Any]) -> tuple[int, int]:
-        """Place in the table and number of tokens of the answer."""
-        if answer := self._server.settings.answer:
-            return 0, len(answer)
-        chance = random.Random(request["seed"])
-        tokens = self._server.settings.tokens
-        count = min(request["max_tokens"], max(1, chance.randint(tokens // 2, tokens + tokens // 2)))
-        return chance.randrange(_NUM_TOKENS - count), count
-
-    async def _stream(self, request: dict[str, Any]) -> None:
-        server = self._server
-        start, left = self._length(request)
-        rate = server.settings.rate
-        self._transport.write(_HEAD)
-        per_chunk = max(1, round(rate * request["flush_interval_s"]))
+    async def _generate(self, request: dict[str, Any], send: Any) -> None:
+        """Lines, each with the tokens from one place of the table on."""
+        answer, rate = self._settings.answer, self._settings.rate
+        start, left = 0, len(answer)
+        if not answer:
+            chance, tokens = random.Random(request["seed"]), self._settings.tokens
+            left = min(request["max_tokens"], max(1, chance.randint(tokens // 2, tokens + tokens // 2)))
+            start = chance.randrange(_NUM_TOKENS - left)
+        per_chunk = max(1, round(rate * request["flush_interval_s"])) if rate else left
         while left:
             count = min(left, per_chunk)
-            await asyncio.sleep(count / rate)
-            self._transport.write(server.line(start, count, ends=left == count) + (_LAST if left == count else b""))
+            if rate:
+                await asyncio.sleep(count / rate)
             start, left = start + count, left - count
+            line = self._line(start - count, count, ends=left == 0)
+            await send({"type": "http.response.body", "body": line, "more_body": left > 0})
 
-
-async def _serve(settings: ServerSettings) -> None:
-    server = _Server(settings)
-    loop = asyncio.get_running_loop()
-    made = loop.create_server(lambda: _Connection(server), "127.0.0.1", 0, backlog=4096)
-    listener = await made
-    print(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", flush=True)
-    async with listener:
-        await listener.serve_forever()
+    def _line(self, start: int, count: int, *, ends: bool) -> bytes:
+        ids = self._token_ids[start : start + count]
+        if ends:
+            ids[-1] = b"%d" % self._settings.end_id
+        return b'{"token_ids":[%b],"logprobs":[%b],"policy_version":%d,"finish_reason":%b,"error":null}\n' % (
+            b",".join(ids),
+            b",".join(self._logprobs[start : start + count]),
+            self._version,
+            b'"stop"' if ends else b"null",
+        )
 
 
 def _end_with_parent() -> None:
@@ -148,6 +101,8 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    given = ServerSettings(**json.loads(sys.argv[1]))
+    app = Server(ServerSettings(**json.loads(sys.argv[1])))
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    uvloop.run(_serve(given))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listener])

@@ -3,6 +3,7 @@ nothing, and the calls by which a trainer uses it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -27,42 +28,27 @@ _QUESTION = (
 )
 
 
-_CHATML = """{%- if tools %}<|im_start|>system
-# Tools
-{% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
-{% endif %}{%- for message in messages %}{%- if message.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% else %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
 @functools.cache
 def load_tokenizer() -> Any:
     """One that every machine can make in seconds: byte-level BPE with 16,384 tokens, trained on Python's own library."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    from grpo_async.quickstart.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_ENDS, TURN_STARTS
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=16_384,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=[END_OF_TEXT, TURN_STARTS, TURN_ENDS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     core.train([str(file) for file in library], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=_CHATML
+        tokenizer_object=core, eos_token=TURN_ENDS, pad_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE
     )
 
 
@@ -110,44 +96,37 @@ def rollout_server(**settings: Any) -> Iterator[str]:
 class Side:
     """A rollout side that generates, as its trainer sees it."""
 
-    def __init__(self, source: Any, url: str, load: Load) -> None:
-        from grpo_async.inference.control import ServerControl
-
-        self.source = source
-        self.load = load
-        self.version = 0
+    def __init__(self, source: Any, control: Any, load: Load) -> None:
+        self._source, self._control, self._load = source, control, load
+        self._version = 0
         self.rollouts = 0
         """Taken so far."""
-        self._control = ServerControl(url, token=None, timeout_s=WAIT_S)
-        found = [thread for thread in threading.enumerate() if thread.name == "rollout"]
-        self._thread = found[-1]
+        (self._thread,) = [thread for thread in threading.enumerate() if thread.name == "rollout"]
 
-    def thread_cpu_s(self) -> float:
-        """CPU time of the rollout thread."""
+    def so_far(self) -> dict[str, float]:
+        """Seconds by the clock, CPU seconds of the rollout thread and of the process, rollouts taken, and tokens generated, as the
+        rollout side counts them."""
         assert self._thread.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        return {
+            "wall": time.perf_counter(),
+            "thread": time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident)),
+            "process": time.process_time(),
+            "rollouts": self.rollouts,
+            "tokens": self._source.ledger_snapshot()["tokens"].get("started", 0),
+        }
 
-    def tokens(self) -> int:
-        """Generated so far, as the rollout side counts them."""
-        return int(self.source.ledger_snapshot()["tokens"].get("started", 0))
-
-    def step(self) -> int:
-        """Take the groups of a step, call them trained, and serve the next version. Returns the number of rollouts."""
+    def step(self) -> None:
+        """Take the groups of a step, call them trained, and serve the next version."""
         from grpo_async.records import GroupStatus
 
-        groups = self.source.take(
-            self.load.groups_per_step, trainer_version=self.version, heartbeat=_nothing, on_change=_nothing
+        groups = self._source.take(
+            self._load.groups_per_step, trainer_version=self._version, heartbeat=_nothing, on_change=_nothing
         )
-        self.source.close_groups(groups, GroupStatus.TRAINED, step=self.version)
-        self.version += 1
-        self._control.finish_weight_update(self.version)
-        self.source.advance(self.version)
-        taken = sum(len(group.group.completions) for group in groups)
-        self.rollouts += taken
-        return taken
-
-    def close(self) -> None:
-        self._control.close()
+        self._source.close_groups(groups, GroupStatus.TRAINED, step=self._version)
+        self._version += 1
+        self._control.finish_weight_update(self._version)
+        self._source.advance(self._version)
+        self.rollouts += sum(len(group.group.completions) for group in groups)
 
 
 def _nothing() -> None: ...
@@ -158,6 +137,7 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
     """A rollout side in this process and its server in another; generates from the start. `folder` takes data and store."""
     from grpo_async.chat.renderer import ChatRenderer
     from grpo_async.config import ExperimentConfig
+    from grpo_async.inference.control import ServerControl
     from grpo_async.inference.router import FixedServers
     from grpo_async.store.rollout_store import RolloutStore
     from grpo_async.tracking.timeline import Timeline
@@ -185,11 +165,12 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
         }
     )
     config.run_path.mkdir(parents=True, exist_ok=True)  # as a run does it, long before its rollouts
-    store = RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts)
     with (
         rollout_server(
             rate=load.rate, tokens=load.tokens, ids=(10, len(tokenizer)), end_id=tokenizer.eos_token_id, seed=load.seed
         ) as url,
+        contextlib.closing(ServerControl(url, token=None, timeout_s=WAIT_S)) as control,
+        RolloutStore(config.run_path / "rollouts", settings=config.record.rollouts) as store,
         Timeline(config.run_path / "events.jsonl") as timeline,
     ):
         built = build_rollout_side(
@@ -200,11 +181,6 @@ def rollout_side(folder: Path, load: Load) -> Iterator[Side]:
             state=None,
             timeline=timeline,
         )
-        side = Side(built.source, url, load)
-        try:
-            built.source.start()
-            yield side
-        finally:
-            built.source.close()
-            side.close()
-            store.close()
+        with contextlib.closing(built.source) as source:
+            source.start()
+            yield Side(source, control, load)

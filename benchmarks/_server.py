@@ -1,4 +1,4 @@
-"""A model with random weights and a server of it, started as `train` starts one: for push, gpu and against_trl."""
+"""A server of a model, started as `train` starts one: for push, gpu and against_trl."""
 
 from __future__ import annotations
 
@@ -21,24 +21,6 @@ START_TIMEOUT_S = 600.0
 _END_TIMEOUT_S = 30.0
 _LOG_TIMEOUT_S = 10.0
 _LOADED = re.compile(r"loaded \d+ parameters in ([0-9.]+) s")
-
-
-def write_model(folder: Path, *, seed: int, dtype: str, **sizes: int) -> Any:
-    """Save a Qwen3 with these sizes (of transformers' Qwen3Config), and a tokenizer, to `folder`; returns the model."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    model: Any = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).to(getattr(torch, dtype))
-    model.save_pretrained(folder)
-    # byte-level without merges: 256 tokens and an end, enough for a server that takes ids
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    return model.eval().requires_grad_(False)
 
 
 def write_config(folder: Path, sections: Mapping[str, Any]) -> Path:

@@ -139,71 +139,55 @@ class _Row:
 
 
 class SimulatedServer:
-    """Continuous batching: every row gains a token in every decode step, which takes longer the more rows there are."""
+    """Continuous batching: every row gains a token in every decode step, which takes longer the more rows there are.
+
+    Attributes:
+        busy_s: seconds in which it was generating, up to its last change.
+        stood_s: from pauses until its rows went on.
+        row_s: of all rows, while it generated.
+        load: requests here, with a slot or waiting.
+    """
 
     def __init__(self, loop: VirtualLoop, speed: ServerSpeed) -> None:
         self._loop, self._speed = loop, speed
+        self._slots = asyncio.Semaphore(speed.slots)
         self._rows: list[_Row] = []  # a heap
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._numbers = itertools.count()
         self._steps = 0.0  # decoded so far
         self._since = 0.0
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._resume_timer: asyncio.TimerHandle | None = None
-        self._busy_s = 0.0
         self._stopped_at = 0.0
-        self.stood_s = 0.0
-        """Seconds from pauses until its rows went on."""
-        self.row_s = 0.0
-        """Seconds of all rows, while it generated."""
+        self.busy_s = self.stood_s = self.row_s = 0.0
         self.load = 0
-        """Requests here, with a slot or waiting."""
-
-    def busy_s(self) -> float:
-        """Seconds in which it was generating so far."""
-        self._catch_up()
-        return self._busy_s
 
     async def generate(self, length: int, on_start: Callable[[], None], on_cut: Callable[[int], None]) -> None:
         """Take a slot, then `length` decode steps. `on_cut` gets the tokens made so far where it is cancelled."""
         self.load += 1
         try:
-            await self._slot()
-            self._catch_up()
-            row = _Row(self._steps + length, next(self._numbers), self._loop.create_future(), self._steps)
-            on_start()
-            heapq.heappush(self._rows, row)
-            self._plan()
-            try:
-                await row.done
-            except asyncio.CancelledError:
-                self._catch_up()
-                on_cut(int(self._steps - row.began_at))
-                if row in self._rows:
-                    self._rows.remove(row)
-                    heapq.heapify(self._rows)
-                self._changed()
-                raise
+            async with self._slots:
+                self.catch_up()
+                row = _Row(self._steps + length, next(self._numbers), self._loop.create_future(), self._steps)
+                on_start()
+                heapq.heappush(self._rows, row)
+                self._plan()
+                try:
+                    await row.done
+                except asyncio.CancelledError:
+                    self.catch_up()
+                    on_cut(int(self._steps - row.began_at))
+                    if row in self._rows:
+                        self._rows.remove(row)
+                        heapq.heapify(self._rows)
+                    self._plan()
+                    raise
         finally:
             self.load -= 1
 
-    async def _slot(self) -> None:
-        if len(self._rows) < self._speed.slots and not self._waiting:
-            return
-        place = self._loop.create_future()
-        self._waiting.append((next(self._numbers), place))
-        try:
-            await place
-        except asyncio.CancelledError:
-            self._loop.call_soon(self._changed)  # the slot may have been given to it already
-            raise
-        finally:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not place]
-
     def pause(self) -> None:
         """Rows stand still until `resume`."""
-        self._catch_up()
+        self.catch_up()
         if self._resume_timer is not None:
             self._resume_timer.cancel()
         self._paused = True
@@ -216,7 +200,7 @@ class SimulatedServer:
         self._resume_timer = self._loop.call_later(tokens * self._speed.prefill_s, self._go_on)
 
     def _go_on(self) -> None:
-        self._catch_up()
+        self.catch_up()
         self._paused = False
         self.stood_s += self._loop.time() - self._stopped_at
         self._plan()
@@ -224,13 +208,13 @@ class SimulatedServer:
     def _decode_s(self) -> float:
         return self._speed.decode_s + len(self._rows) * self._speed.row_s
 
-    def _catch_up(self) -> None:
-        now = self._loop.time()
+    def catch_up(self) -> None:
+        """Count what happened since the last change."""
+        passed, self._since = self._loop.time() - self._since, self._loop.time()
         if self._rows and not self._paused:
-            self._steps += (now - self._since) / self._decode_s()
-            self._busy_s += now - self._since
-            self.row_s += (now - self._since) * len(self._rows)
-        self._since = now
+            self._steps += passed / self._decode_s()
+            self.busy_s += passed
+            self.row_s += passed * len(self._rows)
 
     def _plan(self) -> None:
         if self._timer is not None:
@@ -241,18 +225,11 @@ class SimulatedServer:
             self._timer = self._loop.call_later(left * self._decode_s(), self._finish)
 
     def _finish(self) -> None:
-        self._catch_up()
+        self.catch_up()
         while self._rows and self._rows[0].ends_at <= self._steps + 1e-6:
             row = heapq.heappop(self._rows)
             if not row.done.done():
                 row.done.set_result(None)
-        self._changed()
-
-    def _changed(self) -> None:
-        free = self._speed.slots - len(self._rows)
-        for _, place in self._waiting[: max(0, free)]:
-            if not place.done():
-                place.set_result(None)
         self._plan()
 
 
@@ -317,29 +294,19 @@ class SimulatedScorer:
     async def score(self, group: RolloutGroup, environments: object = None) -> ScoredGroup:
         """See scoring.Scorer."""
         is_filtered = random.Random(self._seed * 1_000_003 + group.group_id).random() < self._filtered
+        samples = []
+        for completion in () if is_filtered else group.completions:
+            (turn,) = completion.turns
+            samples.append(
+                RolloutSample(
+                    group_id=group.group_id, rollout_id=completion.rollout_id, token_ids=turn.output_ids,
+                    loss_mask=np.ones(2, bool), sampler_logprobs=turn.output_logprobs, policy_versions=turn.policy_versions,
+                    advantage=1.0, rewards={}, reward=1.0, truncated=False,
+                )
+            )  # fmt: skip
         count = len(group.completions)
-        return ScoredGroup(
-            group=group,
-            samples=[] if is_filtered else [_sample(group.group_id, completion) for completion in group.completions],
-            rewards=[1.0] * count if is_filtered else [float(index % 2) for index in range(count)],
-            reward_parts=[{} for _ in range(count)],
-        )
-
-
-def _sample(group_id: int, completion: RolloutCompletion) -> RolloutSample:
-    turn = completion.turns[0]
-    return RolloutSample(
-        group_id=group_id,
-        rollout_id=completion.rollout_id,
-        token_ids=np.append(np.int32(0), turn.output_ids),
-        loss_mask=np.array([False, True, True]),
-        sampler_logprobs=np.append(np.float32(0), turn.output_logprobs),
-        policy_versions=np.append(np.int32(-1), turn.policy_versions),
-        advantage=1.0,
-        rewards={},
-        reward=1.0,
-        truncated=False,
-    )
+        rewards = [1.0] * count if is_filtered else [float(index % 2) for index in range(count)]
+        return ScoredGroup(group=group, samples=samples, rewards=rewards, reward_parts=[{} for _ in range(count)])
 
 
 class SimulatedStore:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from grpo_async.batching.pack import MicroBatch, split_by_rank
+from benchmarks._models import SIZES
+from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
 from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import ClippedLoss, OptimizerSection
@@ -46,70 +46,46 @@ def process_group(num_ranks: int, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=TIMEOUT_S)
-    with tempfile.TemporaryDirectory() as folder:
-        if num_ranks > 1:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            store = dist.FileStore(f"{folder}/store", 1)
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    alone = {} if num_ranks > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step says of itself."""
+    """What one step says of itself. `computed_tokens`: of all forwards on all ranks, padding included; `num_micro_batches`: of one
+    rank."""
 
     loss: float
     grad_norm: float
     computed_tokens: int
-    """Of all forwards on all ranks, padding included."""
     num_micro_batches: int
-    """Of one rank."""
-
-
-def make_model(options: argparse.Namespace) -> Any:
-    """A Qwen3 with random weights, the same for the same seed. float32: the master weights."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(options.seed)
-    config = Qwen3Config(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        max_position_embeddings=options.prompt_tokens + options.completion_tokens,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return Qwen3ForCausalLM(config).train()
 
 
 def make_samples(options: argparse.Namespace) -> list[RolloutSample]:
     """Groups of --group-size samples with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
     --completion-tokens, most of them short (the square of an even draw), as those of reasoning models are."""
     draw = np.random.default_rng(options.seed)
+    vocab = SIZES[options.shape].vocab
     samples = []
     num_prompt = 0
     prompt = np.empty(0, np.int32)
     for number in range(options.samples):
         if number % options.group_size == 0:
             num_prompt = int(draw.integers(max(1, options.prompt_tokens // 2), options.prompt_tokens + 1))
-            prompt = draw.integers(options.vocab, size=num_prompt, dtype=np.int32)
+            prompt = draw.integers(vocab, size=num_prompt, dtype=np.int32)
         shortest = max(1, options.completion_tokens // 16)
         length = shortest + round((options.completion_tokens - shortest) * draw.random() ** 2)
         is_sampled = np.arange(num_prompt + length) >= num_prompt
-        logprobs = draw.normal(-math.log(options.vocab), 0.1, num_prompt + length)
+        logprobs = draw.normal(-math.log(vocab), 0.1, num_prompt + length)
         samples.append(
             RolloutSample(
                 group_id=number // options.group_size,
                 rollout_id=str(number),
-                token_ids=np.concatenate([prompt, draw.integers(options.vocab, size=length, dtype=np.int32)]),
+                token_ids=np.concatenate([prompt, draw.integers(vocab, size=length, dtype=np.int32)]),
                 loss_mask=is_sampled,
                 sampler_logprobs=np.where(is_sampled, logprobs, 0.0).astype(np.float32),
                 policy_versions=np.where(is_sampled, 0, -1).astype(np.int32),
@@ -123,56 +99,34 @@ def make_samples(options: argparse.Namespace) -> list[RolloutSample]:
 
 
 class OurSide:
-    """plan -> pack -> train_step, as the trainer's loop does it, on the shards of FSDP.
+    """plan -> pack -> train_step, as the trainer's loop does it, on the shards of FSDP; every rank plans for all and packs its own
+    part."""
 
-    Args:
-        num_ranks: of this process group; every rank plans for all of them and packs its own part.
-    """
-
-    def __init__(self, options: argparse.Namespace, device: torch.device, *, rank: int, num_ranks: int) -> None:
-        self._options, self._device, self._rank, self._num_ranks = options, device, rank, num_ranks
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._options, self._device = options, device
         dtype = getattr(torch, options.dtype)
-        model = make_model(options)
+        model = _model(options)
         attention, _ = choose_attention("auto", device=device, dtype=dtype, config=model.config)
         self.policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
-        shard_policy(self.policy, make_mesh(device.type, world_size=num_ranks), compute_dtype=dtype)
+        shard_policy(self.policy, make_mesh(device.type, world_size=dist.get_world_size()), compute_dtype=dtype)
         self.optimizer = make_optimizer(self.policy, OptimizerSection(lr=LR))
-        self._objective = Objective(
-            ClippedLoss(type="dapo", epsilon=EPSILON, epsilon_high=EPSILON), num_updates=options.minibatches
-        )
+        self._objective = Objective(ClippedLoss(type="dapo", epsilon=EPSILON, epsilon_high=EPSILON), num_updates=1)
 
     def step(self, samples: Sequence[RolloutSample]) -> StepOutcome:
-        """One step of --minibatches updates. A collective."""
-        options = self._options
-        minibatches: list[list[MicroBatch]] = []
-        computed = num_micro_batches = 0
-        for part in split(samples, options.minibatches):
-            plan = plan_batch(
-                [len(sample.token_ids) for sample in part],
-                num_ranks=self._num_ranks,
-                micro_batch_tokens=options.micro_batch_tokens,
-                pack=True,
-            )
-            weights = token_weights(part, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
-            minibatches.append(split_by_rank(part, weights, plan, trainer_version=0)[self._rank].pack())
-            computed += plan.num_computed_tokens
-            num_micro_batches += plan.num_micro_batches
+        """One update. A collective."""
+        plan = plan_batch(
+            [len(sample.token_ids) for sample in samples],
+            num_ranks=dist.get_world_size(),
+            micro_batch_tokens=self._options.micro_batch_tokens,
+            pack=True,
+        )
+        weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=self._options.completion_tokens)
+        batches = split_by_rank(samples, weights, plan, trainer_version=0)[dist.get_rank()].pack()
         result = train_step(
-            self.policy,
-            self.optimizer,
-            minibatches,
-            objective=self._objective,
-            reference=None,
-            lr=LR,
-            max_grad_norm=MAX_NORM,
+            self.policy, self.optimizer, [batches], objective=self._objective, reference=None, lr=LR, max_grad_norm=MAX_NORM,
             device=self._device,
-        )
-        return StepOutcome(
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            computed_tokens=computed,
-            num_micro_batches=num_micro_batches,
-        )
+        )  # fmt: skip
+        return StepOutcome(result.loss, result.grad_norm, plan.num_computed_tokens, plan.num_micro_batches)
 
 
 class PlainSide:
@@ -182,36 +136,24 @@ class PlainSide:
         is_sorted: samples of like length go into one micro-batch, which few plain loops do and which pads less.
     """
 
-    def __init__(
-        self, options: argparse.Namespace, device: torch.device, *, rank: int, num_ranks: int, is_sorted: bool
-    ) -> None:
-        self._options, self._device, self._rank, self._num_ranks = options, device, rank, num_ranks
-        self._is_sorted = is_sorted
+    def __init__(self, options: argparse.Namespace, device: torch.device, *, is_sorted: bool) -> None:
+        self._options, self._device, self._is_sorted = options, device, is_sorted
+        self._num_ranks = dist.get_world_size()
         self._dtype = getattr(torch, options.dtype)
-        model = make_model(options).to(device)
-        self._plain = model
-        self._model = nn.parallel.DistributedDataParallel(model) if num_ranks > 1 else model
+        self._plain = _model(options).to(device)
+        self._model = nn.parallel.DistributedDataParallel(self._plain) if self._num_ranks > 1 else self._plain
         section = OptimizerSection()
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+            self._plain.parameters(), lr=LR, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
         )
 
     def step(self, samples: Sequence[RolloutSample]) -> StepOutcome:
-        """One step of --minibatches updates. A collective."""
-        losses, norms, computed, num_micro_batches = [], [], 0, 0
-        for part in split(samples, self._options.minibatches):
-            batches = self._cut(part)
-            computed += sum(rows * length for rows, length in map(_grid, (batch for rank in batches for batch in rank)))
-            num_micro_batches += len(batches[self._rank])
-            loss, norm = self._update(batches[self._rank], sum(sample.num_trained_tokens for sample in part))
-            losses.append(loss)
-            norms.append(norm)
-        return StepOutcome(
-            loss=sum(losses) / len(losses),
-            grad_norm=sum(norms) / len(norms),
-            computed_tokens=computed,
-            num_micro_batches=num_micro_batches,
-        )
+        """One update. A collective."""
+        ranks = self._cut(samples)
+        computed = sum(rows * length for rows, length in map(_grid, (batch for batches in ranks for batch in batches)))
+        batches = ranks[dist.get_rank()]
+        loss, norm = self._update(batches, sum(sample.num_trained_tokens for sample in samples))
+        return StepOutcome(loss, norm, computed, len(batches))
 
     def _cut(self, samples: Sequence[RolloutSample]) -> list[list[list[RolloutSample]]]:
         """Micro-batches of each rank: every n-th sample, as many as fit with their padding. [num_ranks][any]"""
@@ -259,10 +201,10 @@ class PlainSide:
         return (loss * trained).sum()
 
 
-def split(samples: Sequence[RolloutSample], num_minibatches: int) -> list[Sequence[RolloutSample]]:
-    """Neighbors, in parts of equal size (the last one may be smaller)."""
-    size = -(-len(samples) // num_minibatches)
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
+def _model(options: argparse.Namespace) -> Any:
+    """In float32, as master weights are."""
+    max_length = options.prompt_tokens + options.completion_tokens
+    return SIZES[options.shape].build(seed=options.seed, max_length=max_length, use_cache=False).train()
 
 
 def pad(samples: Sequence[RolloutSample]) -> tuple[torch.Tensor, ...]:

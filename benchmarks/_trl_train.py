@@ -1,4 +1,4 @@
-"""A run of TRL's AsyncGRPOTrainer, in TRL's environment: `python -m benchmarks._trl_train SETTING.json`.
+"""A run of TRL's AsyncGRPOTrainer, for against_trl.
 
 The trainer and its rollout worker are TRL's, unmodified. Replaced is what it has for GPUs only, without which it does not run
 on a CPU: the weight transfer (EqualPush), the kernel of its attention (CpuKernel), and the question for the GPU's peak FLOP/s.
@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from benchmarks._trl_setting import Setting, Step, low_ids
+from benchmarks.against_trl import COMPLETION_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, LR, MAX_STALENESS, low_ids
 from grpo_async.config.sections import WeightsSection
 from grpo_async.inference.control import ServerControl
 from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
@@ -28,29 +27,28 @@ BUCKET_BYTES = 8 << 20  # what a run takes for a model of at most 512 MiB
 TIMEOUT_S = 120.0
 
 
-def main(arguments: list[str]) -> int:
-    setting = Setting.read(Path(arguments[0]))
-    torch.set_num_threads(setting.threads)
-    build_trainer(setting).train()
-    return 0
+def main(given: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    build_trainer(given).train()
 
 
-def build_trainer(setting: Setting) -> Any:
+def build_trainer(given: dict[str, Any]) -> Any:
     """The trainer of TRL's side, ready to train."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     packing._flash_attn = CpuKernel
     async_grpo_trainer.get_peak_flops_per_device = no_peak_flops
-    rows = [json.loads(line) for line in setting.prompts.read_text(encoding="utf-8").splitlines()]
+    inputs = Path(given["inputs"])
+    rows = [json.loads(line) for line in (inputs / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
     trainer = AsyncGRPOTrainer(
-        model=str(setting.model),
+        model=str(inputs / "model"),
         reward_funcs=low_ids,
-        args=AsyncGRPOConfig(**trainer_options(setting)),
+        args=AsyncGRPOConfig(**trainer_options(given)),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in rows]),
-        weight_transfer=EqualPush(setting.server_url),
+        weight_transfer=EqualPush(given["server_url"]),
     )
-    trainer.add_callback(step_writer(setting.steps_file))
+    trainer.add_callback(step_writer(Path(given["folder"]) / "steps.jsonl"))
     return trainer
 
 
@@ -58,29 +56,29 @@ def no_peak_flops(accelerator: Any, dtype: str) -> None:
     """TRL's "not known for this device", which it logs no utilization for; its own asks CUDA for the device's name."""
 
 
-def trainer_options(setting: Setting) -> dict[str, Any]:
+def trainer_options(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of TRL's AsyncGRPOConfig."""
     return {
-        "output_dir": str(setting.folder),
-        "max_steps": setting.max_steps,
-        "per_device_train_batch_size": setting.samples_per_step,
+        "output_dir": given["folder"],
+        "max_steps": given["max_steps"],
+        "per_device_train_batch_size": GROUPS_PER_STEP * GROUP_SIZE,
         "gradient_accumulation_steps": 1,
         "token_budget": 0,  # a fixed number of samples a step
-        "num_generations": setting.group_size,
-        "max_completion_length": setting.completion_tokens,
+        "num_generations": GROUP_SIZE,
+        "max_completion_length": COMPLETION_TOKENS,
         "temperature": 1.0,
-        "max_staleness": setting.max_staleness,
-        "max_inflight_tasks": setting.max_in_flight,
-        "learning_rate": setting.learning_rate,
+        "max_staleness": MAX_STALENESS,
+        "max_inflight_tasks": given["in_flight"],
+        "learning_rate": LR,
         "epsilon": 0.2,
         "max_grad_norm": 1.0,
         "weight_decay": 0.0,
-        "vllm_server_base_url": setting.server_url,
+        "vllm_server_base_url": given["server_url"],
         "bf16": False,
         "use_cpu": True,
         "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
-        "seed": setting.seed,
+        "seed": given["seed"],
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -88,7 +86,8 @@ def trainer_options(setting: Setting) -> dict[str, Any]:
 
 
 def step_writer(path: Path) -> Any:
-    """A callback that appends a Step to `path` after every optimizer step, from what the trainer logs itself."""
+    """A callback that appends a step (`against_trl.Step`) to `path` after every optimizer step, from what the trainer logs itself.
+    The first has no `perf/step_s`, and counts as 0 s."""
     from transformers import TrainerCallback
 
     thrown_away = 0.0
@@ -99,26 +98,19 @@ def step_writer(path: Path) -> Any:
             if logs is None or "perf/fwd_s" not in logs:  # the summary at the end
                 return
             thrown_away += logs.get("sample/dropped_stale_total") or 0.0
+            step = {
+                "wall_s": logs.get("perf/step_s") or 0.0,
+                "waiting_s": logs["perf/rollout_wait_s"],
+                "push_s": logs["perf/weight_sync_s"],
+                "samples": round(logs["batch/samples_per_step"]),
+                "tokens": logs["batch/trained_tokens_per_step"],
+                "staleness": logs["sample/staleness_mean"],
+                "thrown_away": thrown_away,
+            }
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(step_of(logs, thrown_away=thrown_away))) + "\n")
+                file.write(json.dumps(step) + "\n")
 
     return StepWriter()
-
-
-def step_of(logs: dict[str, Any], *, thrown_away: float) -> Step:
-    """A Step from TRL's own metrics of one step. The first step has no `perf/step_s`, and counts as 0 s."""
-    return Step(
-        wall_s=logs.get("perf/step_s") or 0.0,
-        samples=round(logs["batch/samples_per_step"]),
-        tokens=logs["batch/trained_tokens_per_step"],
-        waiting_s=logs["perf/rollout_wait_s"],
-        forward_s=logs["perf/fwd_s"],
-        backward_s=logs["perf/fwd_bwd_s"] - logs["perf/fwd_s"],
-        optimizer_s=logs["perf/optimizer_s"],
-        sync_s=logs["perf/weight_sync_s"],
-        staleness=logs["sample/staleness_mean"],
-        thrown_away=thrown_away,
-    )
 
 
 class ListedParameters:
@@ -183,7 +175,7 @@ class EqualPush:
 
 
 class CpuKernel:
-    """Stands for the module that TRL's `packing._flash_attn()` returns: TRL 1.16 packs the samples of a row into a prefix tree and
+    """The module that TRL's `packing._flash_attn()` returns, on a CPU: TRL 1.16 packs the samples of a row into a prefix tree and
     attends by `flash_attn_varlen_func`, one segment of the tree at a time; its only implementation is a GPU kernel."""
 
     @staticmethod
@@ -223,4 +215,4 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(json.loads(sys.argv[1]))

@@ -26,45 +26,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks._models import ModelSize
 from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
 MAX_COMPLETION_TOKENS = 48
-HIDDEN, LAYERS = 256, 4  # 3.2 million parameters
 GROUPS_PER_STEP, GROUP_SIZE, SLOTS = 5, 8, 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatistics:
-    """One run in its steady state; seconds are of a mean step."""
-
-    step_s: float
-    wait_s: float
-    """g: the trainer waits for samples."""
-    busy_s: float
-    """The server generates."""
-    training_s: float
-    push_s: float
-    tokens_per_s: float
-    """Trained."""
-    generator_idle: float
-    trainer_idle: float
-    overlap: float
-    staleness: float
-    ess: float
-    wall_s: float
-    """Of all steps."""
-
-    @property
-    def work_s(self) -> float:
-        """t: whatever the trainer does but wait."""
-        return self.step_s - self.wait_s
 
 
 def main(arguments: list[str]) -> int:
@@ -80,7 +52,7 @@ def main(arguments: list[str]) -> int:
         parser.error("--steps leaves no step between those that are skipped and the last")
     report = Report("asynchrony", options)
 
-    runs: dict[str, list[RunStatistics]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
+    runs: dict[str, list[dict[str, float]]] = {SYNCHRONOUS: [], ASYNCHRONOUS: []}
     with tempfile.TemporaryDirectory(prefix="grpo-async-bench-") as scratch:
         folder = Path(scratch)
         config = make_compute(folder, seed=options.seed)
@@ -129,15 +101,22 @@ def _run(config: Path, run_dir: Path, variant: str, options: argparse.Namespace)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int) -> RunStatistics:
-    """Of the lines of metrics.jsonl, without the first `skip` and the last `last`.
+UNITS = {
+    "trained tokens": "1/s", "steps": "1/h", "step": "s", "waiting for samples": "s", "server busy": "s", "training": "s",
+    "push": "s", "trainer idle": "fraction", "generator idle": "fraction", "overlap efficiency": "fraction",
+    "staleness, mean": "steps", "effective sample size": "fraction", "all steps": "s",
+}  # fmt: skip
+
+
+def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int) -> dict[str, float]:
+    """What is reported of a run (UNITS), of the lines of its metrics.jsonl without the first `skip` and the last `last`; seconds
+    are of a mean step.
 
     Steps of 2 s with 1.5 s busy and of 4 s with 2.5 s busy: the server idles (6 - 4) / 6 = 0.33 of the time, not the mean of
     0.25 and 0.375.
     """
     steady = lines[skip : len(lines) - last]
-    walls = [line["step_time"] for line in steady]
-    wall = sum(walls)
+    wall = sum(line["step_time"] for line in steady)
 
     def seconds(fraction: str) -> float:
         return sum(line[fraction] * line["step_time"] for line in steady)
@@ -148,52 +127,40 @@ def statistics_of(lines: Sequence[Mapping[str, float]], *, skip: int, last: int)
 
     waited = seconds("pipeline/trainer_idle_ratio")
     busy = wall - seconds("pipeline/generator_idle_ratio")
-    return RunStatistics(
-        step_s=wall / len(steady),
-        wait_s=waited / len(steady),
-        busy_s=busy / len(steady),
-        training_s=seconds("pipeline/training_fraction") / len(steady),
-        push_s=seconds("pipeline/pushing_fraction") / len(steady),
-        tokens_per_s=sum(line["perf/trained_tokens_per_s"] * line["step_time"] for line in steady) / wall,
-        generator_idle=1.0 - busy / wall,
-        trainer_idle=waited / wall,
-        overlap=max(busy, wall - waited) / wall,
-        staleness=mean("async/staleness_mean"),
-        ess=mean("sampling/ess"),
-        wall_s=sum(line["step_time"] for line in lines),
-    )
+    return {
+        "trained tokens": seconds("perf/trained_tokens_per_s") / wall,
+        "steps": 3600.0 * len(steady) / wall,
+        "step": wall / len(steady),
+        "waiting for samples": waited / len(steady),
+        "server busy": busy / len(steady),
+        "training": seconds("pipeline/training_fraction") / len(steady),
+        "push": seconds("pipeline/pushing_fraction") / len(steady),
+        "trainer idle": waited / wall,
+        "generator idle": 1.0 - busy / wall,
+        "overlap efficiency": max(busy, wall - waited) / wall,
+        "staleness, mean": mean("async/staleness_mean"),
+        "effective sample size": mean("sampling/ess"),
+        "all steps": sum(line["step_time"] for line in lines),
+    }
 
 
-def _report(report: Report, runs: Mapping[str, Sequence[RunStatistics]]) -> None:
+def _report(report: Report, runs: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     for variant, made in runs.items():
-        for name, attribute, unit in (
-            ("trained tokens", "tokens_per_s", "1/s"),
-            ("step", "step_s", "s"),
-            ("waiting for samples", "wait_s", "s"),
-            ("server busy", "busy_s", "s"),
-            ("training", "training_s", "s"),
-            ("push", "push_s", "s"),
-            ("trainer idle", "trainer_idle", "fraction"),
-            ("generator idle", "generator_idle", "fraction"),
-            ("overlap efficiency", "overlap", "fraction"),
-            ("staleness, mean", "staleness", "steps"),
-            ("effective sample size", "ess", "fraction"),
-            ("all steps", "wall_s", "s"),
-        ):
-            report.row(f"{variant}: {name}", [getattr(run, attribute) for run in made], unit)
-        report.row(f"{variant}: steps", [3600.0 / run.step_s for run in made], "1/h")
-    steps = {variant: [run.step_s for run in made] for variant, made in runs.items()}
-    speedups = ratios(steps, SYNCHRONOUS, ASYNCHRONOUS)
-    synchronous = runs[SYNCHRONOUS]
-    ideals = [(f.wait_s + f.work_s) / max(f.wait_s, f.work_s) for f in synchronous]
+        for name, unit in UNITS.items():
+            report.row(f"{variant}: {name}", [run[name] for run in made], unit)
+    speedups = ratios(
+        {variant: [run["step"] for run in made] for variant, made in runs.items()}, SYNCHRONOUS, ASYNCHRONOUS
+    )
+    waits = [(run["waiting for samples"], run["step"]) for run in runs[SYNCHRONOUS]]
+    ideals = [step / max(wait, step - wait) for wait, step in waits]  # (g + t) / max(g, t)
+    tokens = {variant: [run["trained tokens"] for run in made] for variant, made in runs.items()}
+    reached = [a / b for a, b in zip(speedups, ideals, strict=True)]
     report.row("speed-up", speedups, "ratio")
-    tokens = {variant: [run.tokens_per_s for run in made] for variant, made in runs.items()}
     report.row("speed-up in trained tokens", ratios(tokens, ASYNCHRONOUS, SYNCHRONOUS), "ratio")
     report.row("ideal speed-up, (g + t) / max(g, t)", ideals, "ratio")
-    reached_fractions = [a / b for a, b in zip(speedups, ideals, strict=True)]
-    report.row("speed-up / ideal", reached_fractions, "ratio")
-    overlap = statistics.median(run.overlap for run in runs[ASYNCHRONOUS])
-    report.target("speed-up / ideal", statistics.median(reached_fractions), at_least=0.9)
+    report.row("speed-up / ideal", reached, "ratio")
+    overlap = statistics.median(run["overlap efficiency"] for run in runs[ASYNCHRONOUS])
+    report.target("speed-up / ideal", statistics.median(reached), at_least=0.9)
     report.target("overlap efficiency", overlap, at_least=0.9)
 
 
@@ -213,9 +180,6 @@ def digits(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -
 
 def make_compute(folder: Path, *, seed: int) -> Path:
     """Write model, data and config into `folder`; returns the config."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     from grpo_async.quickstart.model import train_tokenizer
     from grpo_async.quickstart.prepare import write_rows
     from grpo_async.quickstart.tasks import TASKS
@@ -223,23 +187,10 @@ def make_compute(folder: Path, *, seed: int) -> Path:
     task = TASKS["think"]
     tokenizer = train_tokenizer(task.vocabulary())
     write_rows(folder / "train.jsonl", map(task.row, task.training_items()), seed=seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 32,
-        num_key_value_heads=HIDDEN // 64,
-        head_dim=32,
-        intermediate_size=3 * HIDDEN,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    size = ModelSize(
+        vocab=len(tokenizer), hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, intermediate=768
+    )  # 3.2 million parameters
+    size.save(folder / "model", tokenizer, seed=seed, max_length=256, initializer_range=0.05)
     settings = {
         "run": {"name": "compute", "seed": seed},
         "model": {"path": str(folder / "model")},

@@ -21,14 +21,13 @@ import asyncio
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks._rollout_side import Load, Side, load_tokenizer, rollout_server, rollout_side
+from benchmarks._rollout_side import Load, load_tokenizer, rollout_server, rollout_side
 from benchmarks.report import Report, in_turns, parser_of
 
 MOST_MS_PER_100_TOKENS = 1.0
@@ -56,17 +55,6 @@ def main(arguments: list[str]) -> int:
     return report.finish()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """Of one measurement: seconds by the clock, CPU seconds of the rollout thread and of the process, and what came of it."""
-
-    wall_s: float
-    thread_s: float
-    process_s: float
-    rollouts: int
-    tokens: int
-
-
 def _rollouts(report: Report, options: argparse.Namespace) -> None:
     loads = {
         f"{'streaming' if rate else 'at once'}, {in_flight} in flight": Load(
@@ -75,48 +63,37 @@ def _rollouts(report: Report, options: argparse.Namespace) -> None:
         for in_flight in options.in_flight
         for rate in (0.0, options.rate)
     }
-    costs: dict[str, list[Cost]] = {name: [] for name in loads}
+    costs: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
     for _, name in in_turns(list(loads), options.rounds):
         costs[name].append(_cost_of(loads[name], num_rollouts=options.rollouts, seconds=options.seconds))
     for name, load in loads.items():
+        counted, size, unit = ("tokens", 100, "100 tokens") if load.rate else ("rollouts", 1, "rollout")
         found = costs[name]
-        if load.rate:
-            report.row(f"{name}: rate", [cost.tokens / cost.wall_s for cost in found], "tokens/s")
-            report.row(f"{name}: thread", [1e5 * cost.thread_s / cost.tokens for cost in found], "ms/100 tokens")
-            process = [1e5 * cost.process_s / cost.tokens for cost in found]
-            report.row(f"{name}: process", process, "ms/100 tokens")
-            if load.in_flight == AT:
-                what = f"CPU ms of the process per 100 tokens, {name}"
-                report.target(what, statistics.median(process), at_most=MOST_MS_PER_100_TOKENS)
-        else:
-            report.row(f"{name}: rate", [cost.rollouts / cost.wall_s for cost in found], "rollouts/s")
-            report.row(f"{name}: thread", [1000 * cost.thread_s / cost.rollouts for cost in found], "ms/rollout")
-            report.row(f"{name}: process", [1000 * cost.process_s / cost.rollouts for cost in found], "ms/rollout")
+        report.row(f"{name}: rate", [cost[counted] / cost["wall"] for cost in found], f"{counted}/s")
+        for who in ("thread", "process"):
+            spent = [1000 * size * cost[who] / cost[counted] for cost in found]
+            report.row(f"{name}: {who}", spent, f"ms/{unit}")
+        if load.rate and load.in_flight == AT:
+            what = f"CPU ms of the process per 100 tokens, {name}"
+            report.target(what, statistics.median(spent), at_most=MOST_MS_PER_100_TOKENS)
     report.note(f"rollouts of {options.tokens} tokens in the mean; streamed with {options.rate:g} tokens/s each")
 
 
-def _cost_of(load: Load, *, num_rollouts: int, seconds: float) -> Cost:
-    """Cost of `num_rollouts` rollouts (at most 128 for each in flight), or of `seconds` seconds where they are streamed, after as
-    many as are in flight."""
+def _cost_of(load: Load, *, num_rollouts: int, seconds: float) -> dict[str, float]:
+    """Cost (Side.so_far) of `num_rollouts` rollouts (at most 128 for each in flight), or of `seconds` seconds where they are
+    streamed, after as many as are in flight."""
     num_rollouts = max(8, min(num_rollouts, 128 * load.in_flight))
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder, rollout_side(Path(folder), load) as side:
         while side.rollouts < (load.in_flight if load.rate else max(64, load.in_flight // 2)):
             side.step()
-        return _measure(side, num_rollouts=num_rollouts, seconds=seconds)
-
-
-def _measure(side: Side, *, num_rollouts: int, seconds: float) -> Cost:
-    wall, thread, process = time.perf_counter(), side.thread_cpu_s(), time.process_time()
-    tokens, taken = side.tokens(), side.rollouts
-    while time.perf_counter() - wall < seconds if side.load.rate else side.rollouts - taken < num_rollouts:
-        side.step()
-    return Cost(
-        wall_s=time.perf_counter() - wall,
-        thread_s=side.thread_cpu_s() - thread,
-        process_s=time.process_time() - process,
-        rollouts=side.rollouts - taken,
-        tokens=side.tokens() - tokens,
-    )
+        before = side.so_far()
+        while (
+            time.perf_counter() - before["wall"] < seconds
+            if load.rate
+            else side.rollouts - before["rollouts"] < num_rollouts
+        ):
+            side.step()
+        return {name: value - before[name] for name, value in side.so_far().items()}
 
 
 def look_up(number: int) -> str:

@@ -1,8 +1,8 @@
 """What a GPU reaches against what it allows, and five parts of ten minutes that prove that all runs on one. For whoever has one.
 
     python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
-    python -m benchmarks gpu [--size 0.6b] [--measure generate train] [--json FILE]
-    python -m benchmarks gpu --size 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
+    python -m benchmarks gpu [--shape 0.6b] [--measure generate train] [--json FILE]
+    python -m benchmarks gpu --shape 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
     python -m benchmarks gpu --device cpu --measure generate train                  # the same code, as a test of itself
     python -m benchmarks gpu --device cpu --part N
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import secrets
@@ -43,7 +44,7 @@ from benchmarks.report import ROOT, Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
-    "size": ("0.6b", "tiny"),
+    "shape": ("0.6b", "tiny"),
     "engine": ("vllm", "embedded"),
     "dtype": ("bfloat16", "float32"),
     "in_flight": ([1, 16, 64, 256], [1, 4]),
@@ -51,6 +52,13 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
     "completion_tokens": (512, 16),
     "samples": (256, 8),
 }
+_GPU_MEMORY = 0.8  # fraction of the GPU that a lone server takes
+_ROUND_TIMEOUT_S = 600.0
+
+
+def _default(name: str) -> str:
+    on_gpu, on_cpu = _DEFAULTS[name]
+    return f"default: {on_gpu}, on a CPU {on_cpu}"
 
 
 def main(arguments: list[str]) -> int:
@@ -58,18 +66,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof, in place of --measure")
     parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
-    parser.add_argument("--size", choices=sorted(SIZES), help="of the model; default: 0.6b, on a CPU tiny")
-    parser.add_argument("--engine", choices=["vllm", "embedded"], help="default: vllm, on a CPU embedded")
-    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help="that computes; default: bfloat16, on a CPU float32")
-    parser.add_argument("--in-flight", nargs="+", type=int, help="default: 1 16 64 256, on a CPU 1 4")
-    parser.add_argument("--prompt-tokens", type=int, help="default: 128, on a CPU 8")
-    parser.add_argument("--completion-tokens", type=int, help="default: 512, on a CPU 16")
-    parser.add_argument("--samples", type=int, help="of a training step; default: 256, on a CPU 8")
+    parser.add_argument("--shape", choices=sorted(SIZES), help=f"of the model; {_default('shape')}")
+    parser.add_argument("--engine", choices=["vllm", "embedded"], help=_default("engine"))
+    parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"that computes; {_default('dtype')}")
+    parser.add_argument("--in-flight", nargs="+", type=int, help=_default("in_flight"))
+    parser.add_argument("--prompt-tokens", type=int, help=_default("prompt_tokens"))
+    parser.add_argument("--completion-tokens", type=int, help=_default("completion_tokens"))
+    parser.add_argument("--samples", type=int, help=f"of a training step; {_default('samples')}")
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of one forward")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
-    parser.add_argument("--gpu-memory", type=float, default=0.8, help="fraction of the GPU that a lone server takes")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one round of completions")
     parser.add_argument("--peak-tflops", type=float, help="dense, in the dtype that computes")
     parser.add_argument("--memory-gbs", type=float, help="bandwidth of the memory, GB/s")
     options = parser.parse_args(arguments)
@@ -89,7 +94,7 @@ def main(arguments: list[str]) -> int:
     report = Report("gpu", options)
     if options.part is not None:
         return _prove(report, parts(options.device)[options.part], options)
-    size, peaks = SIZES[options.size], _peaks(options)
+    size, peaks = SIZES[options.shape], _peaks(options)
     report.note(
         f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
         f"{peaks.memory / 1e9:.4g} GB/s"
@@ -99,7 +104,7 @@ def main(arguments: list[str]) -> int:
     if "generate" in options.measure:
         _report_generation(report, _generate(size, options), size, peaks, options)
     if "train" in options.measure:
-        _report_training(report, _train(size, options), size, peaks)
+        _report_training(report, _train(options), size, peaks)
     return report.finish()
 
 
@@ -195,8 +200,10 @@ def _peaks(options: argparse.Namespace) -> Peaks:
 
 def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[float]]:
     """In flight -> seconds of each round of that many completions of --completion-tokens. One round before them warms up."""
+    from grpo_async.quickstart.model import train_tokenizer
+
     most, length = max(options.in_flight), options.prompt_tokens + options.completion_tokens
-    memory = {"gpu_memory_utilization": options.gpu_memory} if options.device == "cuda" else {"kv_cache_mb": 256}
+    memory = {"gpu_memory_utilization": _GPU_MEMORY} if options.device == "cuda" else {"kv_cache_mb": 256}
     engines = {
         "vllm": {"enforce_eager": options.device == "cpu", **memory},
         "embedded": {"device": options.device, "max_slots": most},
@@ -204,18 +211,12 @@ def _generate(size: ModelSize, options: argparse.Namespace) -> dict[int, list[fl
     sections = {
         "rollout": {"max_in_flight": most, "max_completion_tokens": options.completion_tokens},
         "inference": {
-            "engine": options.engine,
-            "dtype": options.dtype,
-            "max_model_len": length,
-            "threads": options.threads,
-            options.engine: engines[options.engine],
+            "engine": options.engine, "dtype": options.dtype, "max_model_len": length, options.engine: engines[options.engine],
         },
-    }
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as name:
         folder = Path(name)
-        _server.write_model(
-            folder / "model", seed=options.seed, dtype=options.dtype, max_position_embeddings=length, **size.qwen3()
-        )
+        size.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=options.dtype, max_length=length)
         with _server.serving(_server.write_config(folder, sections), options.engine) as server:
             return asyncio.run(_rounds(server.url, size, options))
 
@@ -225,24 +226,18 @@ async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dic
     from grpo_async.inference.client import InferenceClient
     from grpo_async.inference.router import FixedServers
 
-    draw = random.Random(options.seed)
-    number = 0
+    draw, numbers = random.Random(options.seed), itertools.count()
 
     def request() -> GenerateRequest:
-        nonlocal number
-        number += 1
+        number = next(numbers)
         return GenerateRequest(
-            request_id=f"gpu-{number}",
-            token_ids=[draw.randrange(min(256, size.vocab)) for _ in range(options.prompt_tokens)],
-            max_tokens=options.completion_tokens,
-            temperature=1.0,
-            seed=number,
-            ignore_eos=True,
-        )
+            request_id=f"gpu-{number}", token_ids=[draw.randrange(min(256, size.vocab)) for _ in range(options.prompt_tokens)],
+            max_tokens=options.completion_tokens, temperature=1.0, seed=number, ignore_eos=True,
+        )  # fmt: skip
 
     found: dict[int, list[float]] = {}
     async with InferenceClient(
-        FixedServers([url]), token=os.environ["GRPO_ASYNC_TOKEN"], request_timeout_s=options.timeout_s,
+        FixedServers([url]), token=os.environ["GRPO_ASYNC_TOKEN"], request_timeout_s=_ROUND_TIMEOUT_S,
         wait_timeout_s=_server.START_TIMEOUT_S,
     ) as client:  # fmt: skip
         for in_flight in options.in_flight:
@@ -250,7 +245,7 @@ async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dic
             for _ in range(options.rounds + 1):
                 requests = [request() for _ in range(in_flight)]
                 began = time.perf_counter()
-                async with asyncio.timeout(options.timeout_s):
+                async with asyncio.timeout(_ROUND_TIMEOUT_S):
                     made = await asyncio.gather(*(client.generate(each) for each in requests))
                 seconds.append(time.perf_counter() - began)
                 lengths = {len(each.token_ids) for each in made}
@@ -277,23 +272,19 @@ def _report_generation(
 # ---------------------------------------------------------------------------------------------------------------- training
 
 
-def _train(size: ModelSize, options: argparse.Namespace) -> dict[str, Any]:
+def _train(options: argparse.Namespace) -> dict[str, Any]:
     """{"seconds": [of each step], "tokens": [that a step computes, padding included], "lengths": [tokens of each sample],
     "peak_bytes": on a GPU}."""
     import torch
 
     from benchmarks._step_sides import OurSide, make_samples, process_group
 
-    settings = argparse.Namespace(
-        **vars(options), minibatches=1, group_size=1, chunk=1024, vocab=size.vocab, hidden=size.hidden, layers=size.layers,
-        heads=size.heads, kv_heads=size.kv_heads, head_dim=size.head_dim,
-    )  # fmt: skip
+    settings = argparse.Namespace(**vars(options), group_size=1, chunk=1024)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     seconds, tokens = [], []
     with process_group(1, device):
-        side = OurSide(settings, device, rank=0, num_ranks=1)
-        samples = make_samples(settings)
+        side, samples = OurSide(settings, device), make_samples(settings)
         for _ in range(options.rounds + 1):
             began = time.perf_counter()
             outcome = side.step(samples)

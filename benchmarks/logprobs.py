@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=256, help="training.logprob_chunk_tokens")
     parser.add_argument("--any-loss", action="store_true", help="one that is not known to be a sum over tokens")
-    parser.add_argument("--entropy-gradient", action="store_true", help="the loss depends on the entropy, too")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each variant; 0: memory only")
@@ -89,9 +88,8 @@ def _run(variant: str, arguments: list[str]) -> dict[str, float]:
 def _measure_memory(options: argparse.Namespace) -> dict[str, float]:
     import torch
 
-    _make_step(options, options.variant, small=True)[
-        0
-    ]()  # threads and libraries have their buffers before anything counts
+    warm_up, _ = _make_step(options, options.variant, small=True)
+    warm_up()  # threads and libraries have their buffers before anything counts
     step, inputs = _make_step(options, options.variant, small=False)
     on_gpu = inputs[0].device.type == "cuda"
     if on_gpu:
@@ -138,39 +136,24 @@ def _make_step(
 
     def full() -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.log_softmax(head(hidden).float() / 0.9, dim=-1)
-        with torch.set_grad_enabled(options.entropy_gradient):
+        with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
-    def chunked() -> tuple[torch.Tensor, torch.Tensor]:
-        return chunked_logprobs(
-            hidden,
-            targets,
-            head,
-            temperature=0.9,
-            chunk_tokens=options.chunk,
-            entropy_gradient=options.entropy_gradient,
-        )[:2]
-
-    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
-        loss = (logprobs * weights[rows]).sum()
-        return loss + 0.01 * entropy.sum() / tokens if options.entropy_gradient else loss
-
     def gradients(
         logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        of_entropy = torch.full_like(entropy, 0.01 / tokens) if options.entropy_gradient else None
-        return loss_of(logprobs, entropy, rows), weights[rows], of_entropy
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return (logprobs * weights[rows]).sum(), weights[rows], None
 
     def step() -> tuple[float, float]:
-        if variant == "chunked" and not options.any_loss:
-            made = chunked_logprobs(
-                hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=gradients
-            ).objective
-            assert made is not None
-            loss = made
+        if variant == "full":
+            loss = (full()[0] * weights).sum()
         else:
-            loss = loss_of(*(chunked() if variant == "chunked" else full()), slice(None))
+            objective = None if options.any_loss else gradients
+            made = chunked_logprobs(
+                hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=objective
+            )
+            loss = (made[0] * weights).sum() if made.objective is None else made.objective
         loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.get_total_norm([tensor.grad.float() for tensor in inputs if tensor.grad is not None]))
         for tensor in inputs:

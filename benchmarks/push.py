@@ -16,6 +16,7 @@ Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at mo
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import secrets
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import _server
-from benchmarks._models import SIZES
+from benchmarks._models import SIZES, ModelSize
 from benchmarks.report import Report, in_turns, parser_of
 
 MAX_RATIO = 1.0
@@ -50,39 +51,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; without it one of --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--bucket-mb", type=int, help="without it what a run takes: it depends on the size of the model"
-    )
-    parser.add_argument("--mode", choices=["recompute", "keep_kv", "drain", "abort"], default="recompute")
+    parser.add_argument("--bucket-mb", type=int, help="without it what a run takes, by the size of the model")
     options = parser.parse_args(arguments)
+    from grpo_async.quickstart.model import train_tokenizer
+
     os.environ.setdefault("GRPO_ASYNC_TOKEN", secrets.token_urlsafe(16))
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
-        sizes = SIZES[options.shape].qwen3() if options.shape else small_shape(options.megabytes)
+        size = SIZES[options.shape] if options.shape else size_of(options.megabytes)
         dtype = options.trainer_dtype or options.dtype
-        model = _server.write_model(
-            folder / "model", seed=options.seed, dtype=dtype, max_position_embeddings=2048, **sizes
-        )
+        model = size.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=dtype)
         config = _server.write_config(folder, _sections(options))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (
             _server.serving(config, options.engine, environment=environment) as server,
-            _connected(server.url, model.to(options.device), options) as pusher,
+            _connected(server.url, model.to(options.device), options) as (push, bucket_sizes),
         ):
-            measured = _measure(pusher, server, options)
+            measured = _measure(push, bucket_sizes, server, options)
     return _report(measured, options)
 
 
-def small_shape(megabytes: int) -> dict[str, int]:
+def size_of(megabytes: int) -> ModelSize:
     """About that many float32 megabytes: layers of 4.2 M parameters each, in matrices of up to 512 x 2048, a vocabulary of 8192;
-    below 20 MB a quarter of each width and a vocabulary of 1024."""
+    below 20 MB layers of 0.26 M and a vocabulary of 1024."""
     if megabytes < 20:
-        return {"hidden_size": 128, "num_hidden_layers": max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6)),
-                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "intermediate_size": 512,
-                "vocab_size": 1024}  # fmt: skip
+        layers = max(1, round((megabytes * 1e6 / 4 - 1024 * 128) / 0.26e6))
+        return ModelSize(vocab=1024, hidden=128, layers=layers, heads=2, kv_heads=1, head_dim=64, intermediate=512)
     layers = max(1, round((megabytes * 1e6 / 4 - 8192 * 512) / 4.2e6))
-    return {"hidden_size": 512, "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4,
-            "head_dim": 64, "intermediate_size": 2048, "vocab_size": 8192}  # fmt: skip
+    return ModelSize(vocab=8192, hidden=512, layers=layers, heads=8, kv_heads=4, head_dim=64, intermediate=2048)
 
 
 def _sections(options: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +89,7 @@ def _sections(options: argparse.Namespace) -> dict[str, Any]:
     engine = options.engine
     return {
         "inference": {"engine": engine, "dtype": options.dtype, "max_model_len": 2048, engine: engines[engine]},
-        "weights": {"transport": options.transport, "mode": options.mode},
+        "weights": {"transport": options.transport},
     }
 
 
@@ -105,41 +101,19 @@ def _nccl_environment() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": "1"} if torch.cuda.device_count() > 1 else {"NCCL_HOSTID": "server"}
 
 
-class Pusher:
-    """A trainer's end, as `train` has it: pushes version 1, 2, 3, ... of one model to one server."""
-
-    def __init__(self, fleet: Any, transport: Any, parameters: Any, options: argparse.Namespace) -> None:
-        from grpo_async.config.sections import WeightsSection
-
-        self._fleet, self._transport, self._parameters = fleet, transport, parameters
-        self._settings = WeightsSection(mode=options.mode, timeout_s=STEP_TIMEOUT_S, drain_timeout_s=STEP_TIMEOUT_S)
-        self._version = 0
-        self.bucket_sizes = [
-            sum(tensor.nbytes for tensor in tensors) for tensors in parameters.buckets(transport.bucket_bytes)
-        ]
-
-    def push(self) -> dict[str, float]:
-        """One push; its metrics."""
-        from grpo_async.weights.push import push_weights
-
-        self._version += 1
-        (member,) = self._fleet.members()
-        metrics: dict[str, float] = push_weights(
-            self._parameters, version=self._version, servers=[member.control], transport=self._transport,
-            settings=self._settings, loading=self._fleet.loading_weights,
-        )  # fmt: skip
-        return metrics
-
-
 @contextmanager
-def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pusher]:
+def _connected(
+    url: str, model: Any, options: argparse.Namespace
+) -> Iterator[tuple[Callable[[], dict[str, float]], list[int]]]:
+    """A trainer's end, as `train` has it: a function that pushes version 1, 2, 3, ... and returns the push's metrics; and the sizes
+    of its buckets in bytes."""
     import torch
 
     from grpo_async.config.sections import InferenceSection, WeightsSection
     from grpo_async.inference.fleet import Fleet
     from grpo_async.training.parameters import ShardedParameters
     from grpo_async.weights.buckets import choose_bucket_bytes
-    from grpo_async.weights.push import WeightTransport
+    from grpo_async.weights.push import WeightTransport, push_weights
 
     torch.set_num_threads(1)  # as the ranks of a run
     inference = InferenceSection(
@@ -153,16 +127,27 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
         device=torch.device("cpu") if options.transport == "gloo" else device,
     )
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
+    settings = WeightsSection(bucket_mb=options.bucket_mb, timeout_s=STEP_TIMEOUT_S)
     transport = WeightTransport(
         options.transport, host="127.0.0.1", timeout_s=STEP_TIMEOUT_S, device=device,
-        bucket_bytes=choose_bucket_bytes(WeightsSection(bucket_mb=options.bucket_mb), num_bytes, device=device),
+        bucket_bytes=choose_bucket_bytes(settings, num_bytes, device=device),
     )  # fmt: skip
+    versions = itertools.count(1)
+
+    def push() -> dict[str, float]:
+        (member,) = fleet.members()
+        return push_weights(
+            parameters, version=next(versions), servers=[member.control], transport=transport, settings=settings,
+            loading=fleet.loading_weights,
+        )  # fmt: skip
+
     fleet.start()
     try:
         fleet.wait_for_members(
             stop=threading.Event(), deadline_s=_server.START_TIMEOUT_S, setting="inference.startup_timeout_s"
         )
-        yield Pusher(fleet, transport, parameters, options)
+        buckets = parameters.buckets(transport.bucket_bytes)
+        yield push, [sum(tensor.nbytes for tensor in tensors) for tensors in buckets]
     finally:
         transport.close()
         fleet.close()
@@ -172,9 +157,7 @@ def _connected(url: str, model: Any, options: argparse.Namespace) -> Iterator[Pu
 
 
 @contextmanager
-def bare_broadcast(
-    sizes: Sequence[int], *, transport: Literal["gloo", "nccl"], timeout_s: float
-) -> Iterator[Callable[[], float]]:
+def bare_broadcast(sizes: Sequence[int], *, transport: Literal["gloo", "nccl"]) -> Iterator[Callable[[], float]]:
     """A function that broadcasts buckets of these sizes (bytes) to another process and returns the seconds until it has all. Over
     gloo they are in host memory, over nccl on GPUs."""
     import torch
@@ -183,13 +166,11 @@ def bare_broadcast(
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=timeout_s)
+    rendezvous = Rendezvous("127.0.0.1", world_size=2, timeout_s=STEP_TIMEOUT_S)
     info = rendezvous.init_info(transport, rank_offset=1).model_dump()
     device = torch.device("cuda", 0) if transport == "nccl" else torch.device("cpu")
     environment = _nccl_environment() if transport == "nccl" else {}
-    receiver = context.Process(
-        target=_receive, args=(theirs, info, list(sizes), timeout_s, str(device), environment), daemon=True
-    )
+    receiver = context.Process(target=_receive, args=(theirs, info, list(sizes), str(device), environment), daemon=True)
     receiver.start()
     group = rendezvous.join(transport, device)
     buffers = [torch.ones(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -198,8 +179,8 @@ def bare_broadcast(
         ours.send("go")
         began = time.perf_counter()
         for buffer in buffers:
-            group.send(buffer, timeout_s=timeout_s)()
-        if not ours.poll(timeout_s):
+            group.send(buffer, timeout_s=STEP_TIMEOUT_S)()
+        if not ours.poll(STEP_TIMEOUT_S):
             raise SystemExit("the bare broadcast did not end")
         ours.recv()
         return time.perf_counter() - began
@@ -212,12 +193,7 @@ def bare_broadcast(
 
 
 def _receive(
-    pipe: Connection,
-    init_info: dict[str, Any],
-    sizes: list[int],
-    timeout_s: float,
-    device: str,
-    environment: dict[str, str],
+    pipe: Connection, init_info: dict[str, Any], sizes: list[int], device: str, environment: dict[str, str]
 ) -> None:
     os.environ.update(environment)
     import torch
@@ -228,10 +204,9 @@ def _receive(
     torch.set_num_threads(1)
     group = join_group(WeightInitInfo.model_validate(init_info), rank=1, device=torch.device(device))
     while pipe.recv() == "go":
-        kept = []  # fresh memory for all
-        for size in sizes:
-            kept.append(group.receive(size, timeout_s=timeout_s)())
+        kept = [group.receive(size, timeout_s=STEP_TIMEOUT_S)() for size in sizes]  # fresh memory for all
         pipe.send("done")
+        del kept
 
 
 # --------------------------------------------------------------------------------------------------- measure and report
@@ -246,18 +221,22 @@ class Measured:
     bare_s: list[float]
 
 
-def _measure(pusher: Pusher, server: _server.Server, options: argparse.Namespace) -> Measured:
+def _measure(
+    push: Callable[[], dict[str, float]],
+    bucket_sizes: Sequence[int],
+    server: _server.Server,
+    options: argparse.Namespace,
+) -> Measured:
     measured = Measured([], [], [])
-
-    def push() -> None:
-        seen = len(server.load_times())
-        measured.pushes.append(pusher.push())
-        measured.load_s.append(server.wait_for_load_time(seen))
-
     transport: Literal["gloo", "nccl"] = "nccl" if options.transport == "nccl" else "gloo"
-    with bare_broadcast(pusher.bucket_sizes, transport=transport, timeout_s=STEP_TIMEOUT_S) as bare:
+    with bare_broadcast(bucket_sizes, transport=transport) as bare:
         for _, variant in in_turns(("bare", "push"), options.rounds + 1):
-            push() if variant == "push" else measured.bare_s.append(bare())
+            if variant == "bare":
+                measured.bare_s.append(bare())
+                continue
+            seen = len(server.load_times())
+            measured.pushes.append(push())
+            measured.load_s.append(server.wait_for_load_time(seen))
     return Measured(measured.pushes[1:], measured.load_s[1:], measured.bare_s[1:])  # the first round warms up
 
 
@@ -282,7 +261,7 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
         what = f"push / ({BARE_FACTOR:g} x bare broadcast + load), median"
         report.target(what, statistics.median(found), at_most=MAX_RATIO)
     report.note(
-        f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, mode "
-        f"{options.mode}, buckets of {options.bucket_mb or 'the size that a run takes'}"
+        f"{num_bytes / 1e6:.0f} MB of {options.dtype}, {options.engine}, {options.transport} on {options.device}, buckets of "
+        f"{options.bucket_mb or 'the size that a run takes'}"
     )
     return report.finish()

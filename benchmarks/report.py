@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,13 @@ def in_turns(variants: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield number, variant
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Seconds that `work` takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def time_in_turns(variants: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each variant in each round, in turns."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _, name in in_turns(list(variants), rounds):
-        found[name].append(seconds_of(variants[name]))
+        began = time.perf_counter()
+        variants[name]()
+        found[name].append(time.perf_counter() - began)
     return found
 
 
@@ -57,27 +53,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0)
     return parser
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured quantity: what was measured, its unit, every value."""
-
-    name: str
-    unit: str
-    values: tuple[float, ...]
-
-    def statistics(self) -> dict[str, float | int]:
-        """Median, quartiles, extremes and number of the values, in the row's unit."""
-        low, _, high = statistics.quantiles(self.values, n=4) if len(self.values) > 1 else self.values * 3
-        return {
-            "median": statistics.median(self.values),
-            "quartile_1": low,
-            "quartile_3": high,
-            "lowest": min(self.values),
-            "highest": max(self.values),
-            "n": len(self.values),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +73,6 @@ class Target:
         return f"{'met   ' if self.met else 'MISSED'}  {self.what}: {self.value:.4g} ({bound})"
 
 
-@dataclass(slots=True)
 class Report:
     """Collects rows, targets and notes of one benchmark; finish() prints and writes them.
 
@@ -107,19 +81,20 @@ class Report:
         settings: what was asked for; the seed is one of them
     """
 
-    benchmark: str
-    settings: argparse.Namespace
-    rows: list[Row] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
-    started: float = field(default_factory=time.time)
+    def __init__(self, benchmark: str, settings: argparse.Namespace) -> None:
+        self._benchmark, self._settings = benchmark, settings
+        self._load_before, self._started = os.getloadavg()[0], time.time()
+        self._notes: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.targets: list[Target] = []
 
     def row(self, name: str, values: Sequence[float], unit: str) -> None:
-        """Adds a quantity with all its values. Raises: ValueError if there are none."""
-        if not values:
-            raise ValueError(f"{name}: nothing was measured")
-        self.rows.append(Row(name, unit, tuple(float(value) for value in values)))
+        """Adds a quantity with all its values, one at least."""
+        low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+        self.rows.append({
+            "name": name, "unit": unit, "median": statistics.median(values), "quartile_1": low, "quartile_3": high,
+            "lowest": min(values), "highest": max(values), "n": len(values), "values": [float(value) for value in values],
+        })  # fmt: skip
 
     def target(self, what: str, value: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
         """Adds a bound; one of at_most and at_least."""
@@ -127,52 +102,37 @@ class Report:
 
     def note(self, text: str) -> None:
         """Adds a sentence below the table."""
-        self.notes.append(text)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "benchmark": self.benchmark,
-            "command": ["python", "-m", "benchmarks", self.benchmark, *sys.argv[2:]],
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started)),
-            "duration_s": time.time() - self.started,
-            "machine": machine(),
-            "load_average": {"before": self.load_before, "after": os.getloadavg()[0]},
-            "versions": versions(),
-            "settings": {key: value for key, value in vars(self.settings).items() if key != "json"},
-            "rows": [
-                {"name": row.name, "unit": row.unit, **row.statistics(), "values": row.values} for row in self.rows
-            ],
-            "targets": [{**asdict(target), "met": target.met} for target in self.targets],
-            "notes": self.notes,
-        }
-
-    def table(self) -> str:
-        about, packages = machine(), versions()
-        accelerators = "".join(f", {name}" for name in about["gpus"])
-        named = ", ".join(f"{name} {version}" for name, version in packages.items())
-        width = max([len(row.name) for row in self.rows] + [8])
-        lines = [
-            f"{about['processor']}, {about['cpus']} CPUs{accelerators}, {named}",
-            f"load average {self.load_before:.2f} before, {os.getloadavg()[0]:.2f} after",
-            "",
-            f"{'':<{width}}  {'median':>10}  {'quartiles':>21}  {'range':>21}  {'n':>4}  unit",
-        ]
-        for row in self.rows:
-            shown = row.statistics()
-            quartiles = f"{shown['quartile_1']:.4g} - {shown['quartile_3']:.4g}"
-            extremes = f"{shown['lowest']:.4g} - {shown['highest']:.4g}"
-            lines.append(
-                f"{row.name:<{width}}  {shown['median']:>10.4g}  {quartiles:>21}  {extremes:>21}  {shown['n']:>4}  {row.unit}"
-            )
-        for below in (self.notes, [target.line() for target in self.targets]):
-            lines += ["", *below] if below else []
-        return "\n".join(lines)
+        self._notes.append(text)
 
     def finish(self) -> int:
         """Prints the table, writes `settings.json` if it names a file. Returns 0, or 1 where a target is missed."""
-        print(self.table(), flush=True)
-        if (file := getattr(self.settings, "json", None)) is not None:
-            Path(file).write_text(json.dumps(self.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        about, packages, load_after = machine(), versions(), os.getloadavg()[0]
+        print(f"{about['processor']}, {about['cpus']} CPUs", *about["gpus"], *map(" ".join, packages.items()), sep=", ")
+        print(f"load average {self._load_before:.2f} before, {load_after:.2f} after\n")
+        width = max([len(row["name"]) for row in self.rows] + [8])
+        print(f"{'':<{width}}  {'median':>10}  {'quartiles':>21}  {'range':>21}  {'n':>4}  unit")
+        for row in self.rows:
+            quartiles = f"{row['quartile_1']:.4g} - {row['quartile_3']:.4g}"
+            extremes = f"{row['lowest']:.4g} - {row['highest']:.4g}"
+            numbers = f"{row['median']:>10.4g}  {quartiles:>21}  {extremes:>21}  {row['n']:>4}"
+            print(f"{row['name']:<{width}}  {numbers}  {row['unit']}")
+        for below in (self._notes, [target.line() for target in self.targets]):
+            print(*([""] if below else []), *below, sep="\n", flush=True)
+        if (file := getattr(self._settings, "json", None)) is not None:
+            written = {
+                "benchmark": self._benchmark,
+                "command": ["python", "-m", "benchmarks", self._benchmark, *sys.argv[2:]],
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
+                "duration_s": time.time() - self._started,
+                "machine": about,
+                "load_average": {"before": self._load_before, "after": load_after},
+                "versions": packages,
+                "settings": {key: value for key, value in vars(self._settings).items() if key != "json"},
+                "rows": self.rows,
+                "targets": [{**asdict(target), "met": target.met} for target in self.targets],
+                "notes": self._notes,
+            }
+            Path(file).write_text(json.dumps(written, indent=2, default=str) + "\n", encoding="utf-8")
         return 0 if all(target.met for target in self.targets) else 1
 
 
@@ -196,8 +156,6 @@ def versions() -> dict[str, str]:
     """Python, this package, and those of PACKAGES that are installed."""
     found = {"python": platform.python_version()}
     for package in ("grpo-async", *PACKAGES):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found

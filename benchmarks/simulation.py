@@ -20,7 +20,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks._models import SIZES, ModelSize, listed_peaks
 from benchmarks._simulated import (
@@ -87,8 +87,6 @@ class Scenario:
 
     size: str
     gpus: int
-    even: int
-    """GPUs that generate in the split that is asked about."""
     tensor_parallel: int = 1
     """GPUs of a server."""
     unit: int = 1
@@ -111,14 +109,12 @@ class Scenario:
 
 
 SCENARIOS = {
-    "7b": Scenario(size="7b", gpus=16, even=8, unit=2),
-    "32b": Scenario(size="32b", gpus=32, even=16, tensor_parallel=4, unit=4),
+    "7b": Scenario(size="7b", gpus=16, unit=2),
+    "32b": Scenario(size="32b", gpus=32, tensor_parallel=4, unit=4),
     # samples of 32768 tokens would need 87 GB on each of 32 trainers, and have room on 40
-    "70b": Scenario(size="70b", gpus=64, even=32, tensor_parallel=8, unit=8, longest=24576),
+    "70b": Scenario(size="70b", gpus=64, tensor_parallel=8, unit=8, longest=24576),
     # configs/math.yaml on one machine
-    "math": Scenario(
-        size="4b", gpus=8, even=4, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168
-    ),
+    "math": Scenario(size="4b", gpus=8, groups=16, group_size=8, prompt=300, tokens=4000, sigma=0.6, longest=7168),
 }
 
 
@@ -175,39 +171,8 @@ class Setup:
         return taken, sum(cost) / self.trainers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of a run in its steady state. Seconds are virtual, of a mean step."""
-
-    step_s: float
-    wait_s: float
-    trainer_idle: float
-    generator_idle: float
-    rows: float
-    stall: float
-    packing: float
-    overlap: float
-    staleness: float
-    staleness_max: float
-    thrown: float
-
-
-class _Tick(NamedTuple):
-    """After a step: the time; seconds so far of the trainer's waits, of servers generating and standing still, and of rows; seconds
-    of the step's forwards, and if they were even; staleness of its tokens."""
-
-    time_s: float
-    waited_s: float
-    busy_s: float
-    stood_s: float
-    row_s: float
-    trained_s: float
-    even_s: float
-    ages: Sequence[int]
-
-
-def simulate(setup: Setup) -> Outcome:
-    """Run `setup.steps` steps in virtual time.
+def simulate(setup: Setup) -> dict[str, float]:
+    """Run `setup.steps` steps in virtual time; what came of them in the steady state (COLUMNS).
 
     Raises:
         StandstillError: worker and trainer wait for each other forever.
@@ -259,8 +224,10 @@ def simulate(setup: Setup) -> Outcome:
         loop.call_soon(worker.on_version, version)
         ledger.advance(version)
 
-    ticks: list[_Tick] = []
-    waited_s = 0.0
+    # after each step: the time, and sums so far (of servers the mean)
+    ticks: list[dict[str, float]] = []
+    ages: list[list[int]] = []  # staleness of the tokens of each step
+    waited_s = trained_s = even_s = 0.0
     push(0)
     running = loop.create_task(worker.run())
     try:
@@ -269,47 +236,44 @@ def simulate(setup: Setup) -> Outcome:
             groups = buffer.take(setup.groups_per_step, trainer_version=step - 1, watch=watch)
             waited_s += loop.time() - began
             trained = [group for group in groups if group.samples]
-            trained_s, even_s = setup.training([length for group in trained for length in lengths_of(group)])
-            loop.run_for(setup.step_s + trained_s)
+            forwards_s, evenly_s = setup.training([length for group in trained for length in lengths_of(group)])
+            trained_s, even_s = trained_s + forwards_s, even_s + evenly_s
+            loop.run_for(setup.step_s + forwards_s)
             for group in groups:
                 status = GroupStatus.TRAINED if group.samples else GroupStatus.FILTERED
                 worker.close_group(group.group, status, scored=group, step=step, was_taken=True)
             push(step)
-            samples = [sample for group in trained for sample in group.samples]
-            ages = [step - 1 - int(version) for sample in samples for version in sample.policy_versions if version >= 0]
-            served = [(server.busy_s(), server.stood_s, server.row_s) for server in servers]
-            busy_s, stood_s, row_s = map(fmean, zip(*served, strict=True))
-            ticks.append(_Tick(loop.time(), waited_s, busy_s, stood_s, row_s, trained_s, even_s, ages))
+            versions = [sample.policy_versions for group in trained for sample in group.samples]
+            ages.append([step - 1 - int(version) for each in versions for version in each])
+            for server in servers:
+                server.catch_up()
+            of_servers = {
+                name: fmean(getattr(server, name) for server in servers) for name in ("busy_s", "stood_s", "row_s")
+            }
+            ticks.append(
+                {"wall_s": loop.time(), "waited_s": waited_s, "trained_s": trained_s, "even_s": even_s, **of_servers}
+            )
         assert is_closed(ledger.snapshot()), ledger.snapshot()
-        assert all(age <= setup.max_staleness for tick in ticks for age in tick.ages)
+        assert all(age <= setup.max_staleness for each in ages for age in each)
     finally:
         running.cancel()
         loop.run_for(0.0)
         loop.close()
     tokens = ledger.snapshot()["tokens"]
-    return _outcome(setup, ticks, thrown=tokens[GroupStatus.STALE] / max(1, tokens["started"]))
-
-
-def _outcome(setup: Setup, ticks: Sequence[_Tick], *, thrown: float) -> Outcome:
-    """Without the first steps, and the last ones, in which nothing is left to generate."""
+    # without the first steps, and the last ones, in which nothing is left to generate
     last = len(ticks) - 2 - setup.max_staleness
-    first, count = ticks[_SKIP - 1], last - _SKIP + 1
-    wall, waited, busy, stood, row_s = (b - a for a, b in zip(first[:5], ticks[last][:5], strict=True))
-    steady = ticks[_SKIP:]
-    ages = [tick.ages for tick in steady if tick.ages]
-    return Outcome(
-        step_s=wall / count,
-        wait_s=waited / count,
-        trainer_idle=waited / wall,
-        generator_idle=1.0 - busy / wall,
-        rows=row_s / wall / setup.speed.slots,
-        stall=stood / wall,
-        packing=sum(tick.even_s for tick in steady) / max(1e-9, sum(tick.trained_s for tick in steady)),
-        overlap=max(busy, wall - waited) / wall,
-        staleness=fmean(map(fmean, ages)),
-        staleness_max=max(map(max, ages)),
-        thrown=thrown,
-    )
+    spent = {name: value - ticks[_SKIP - 1][name] for name, value in ticks[last].items()}
+    wall = spent["wall_s"]
+    return {
+        "step s": wall / (last - _SKIP + 1),
+        "trainer idle": spent["waited_s"] / wall,
+        "servers idle": 1.0 - spent["busy_s"] / wall,
+        "rows": spent["row_s"] / wall / setup.speed.slots,
+        "stall": spent["stood_s"] / wall,
+        "packing": spent["even_s"] / max(1e-9, spent["trained_s"]),
+        "mean staleness": fmean(fmean(each) for each in ages[_SKIP:] if each),
+        "thrown": tokens[GroupStatus.STALE] / max(1, tokens["started"]),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------- what is asked
@@ -319,7 +283,6 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--scenario", nargs="+", choices=sorted(SCENARIOS), default=["7b", "32b", "70b"])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--servers", type=int, nargs="+", help="GPUs that generate (default: every split)")
     parser.add_argument("--filtered", type=float, default=0.2, help="fraction of groups with nothing to learn from")
     parser.add_argument("--steps", type=int, default=16)
     for name in ("gpus", "groups", "group-size", "tokens", "longest"):
@@ -337,19 +300,26 @@ def main(arguments: list[str]) -> int:
     return report.finish()
 
 
+COLUMNS = {
+    "step s": "8.1f", "trainer idle": "12.2f", "servers idle": "12.2f", "rows": "5.2f", "stall": "6.3f", "packing": "7.3f",
+    "mean staleness": "14.2f", "thrown": "6.3f",
+}  # fmt: skip
+
+
 def _answer(report: Report, name: str, scenario: Scenario, options: argparse.Namespace) -> None:
-    lines = [f"{name}, {scenario}; a push takes {scenario.push_s():.2f} s", _HEADER]
+    names = " ".join(f"{column:>{spec.partition('.')[0]}}" for column, spec in COLUMNS.items())
+    lines = [
+        f"{name}, {scenario}; a push takes {scenario.push_s():.2f} s",
+        f"{'train + generate':>16} {'max_staleness':>13} {names}",
+    ]
     best: tuple[float, str] | None = None
     for setup in _setups(scenario, options):
-        outcome = simulate(setup)
-        generating = setup.servers * scenario.tensor_parallel
-        split = f"{setup.trainers} + {generating}"
-        lines.append(_line(split, setup, outcome))
-        options.outcomes.append({"scenario": name, "generating": generating, **asdict(setup), **asdict(outcome)})
-        if best is None or outcome.step_s < best[0]:
-            best = outcome.step_s, f"{split}, max_staleness {setup.max_staleness}"
-        if generating == scenario.even:
-            report.row(f"{name}, {split}, max_staleness {setup.max_staleness}: step", [outcome.step_s], "s")
+        found = simulate(setup)
+        split = f"{setup.trainers} + {setup.servers * scenario.tensor_parallel}"
+        shown = " ".join(f"{found[column]:>{spec}}" for column, spec in COLUMNS.items())
+        lines.append(f"{split:>16} {setup.max_staleness:>13} {shown}")
+        options.outcomes.append({"scenario": name, **asdict(setup), **found})
+        best = min(best or (float("inf"), ""), (found["step s"], f"{split}, max_staleness {setup.max_staleness}"))
     if best is not None:
         report.row(f"{name}, fastest, {best[1]}: step", [best[0]], "s")
     report.note("\n".join([*lines, ""]))
@@ -364,10 +334,9 @@ def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
     # a row that is met at any moment is rather a long one, halfway
     context = scenario.prompt + sum(each**2 for each in drawn) / (2 * sum(drawn))
     flops = _H100.flops * _MFU
-    splits = options.servers or range(scenario.unit, scenario.gpus, scenario.unit)
-    for generating in (each for each in splits if each >= scenario.tensor_parallel):
+    for generating in range(scenario.unit, scenario.gpus, scenario.unit):
         trainers = scenario.gpus - generating
-        if scenario.trainer_bytes(trainers) > _GPU_BYTES:
+        if generating < scenario.tensor_parallel or scenario.trainer_bytes(trainers) > _GPU_BYTES:
             continue
         setup = Setup(
             trainers=trainers,
@@ -387,19 +356,3 @@ def _setups(scenario: Scenario, options: argparse.Namespace) -> Iterator[Setup]:
             seed=options.seed,
         )
         yield from (replace(setup, max_staleness=staleness) for staleness in options.staleness)
-
-
-_COLUMNS = {
-    "step s": "8.1f", "trainer idle": "12.2f", "servers idle": "12.2f", "rows": "5.2f", "stall": "6.3f", "packing": "7.3f",
-    "mean staleness": "14.2f", "thrown": "6.3f",
-}  # fmt: skip
-_HEADER = f"{'train + generate':>16} {'max_staleness':>13} " + " ".join(
-    f"{name:>{spec.partition('.')[0]}}" for name, spec in _COLUMNS.items()
-)
-
-
-def _line(split: str, setup: Setup, found: Outcome) -> str:
-    values = (found.step_s, found.trainer_idle, found.generator_idle, found.rows, found.stall, found.packing,
-              found.staleness, found.thrown)  # fmt: skip
-    shown = " ".join(f"{value:>{spec}}" for value, spec in zip(values, _COLUMNS.values(), strict=True))
-    return f"{split:>16} {setup.max_staleness:>13} {shown}"

@@ -1,8 +1,8 @@
 """The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, and what comes before the first forward.
 
     python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
-    python -m benchmarks step --device cuda --dtype bfloat16 --hidden 2048 --layers 28 --heads 16 --kv-heads 8 --head-dim 128
-                              --vocab 151936 --micro-batch-tokens 32768 --completion-tokens 4096 --chunk 4096
+    python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
+                              --chunk 4096
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
@@ -33,15 +33,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios, seconds_of
+from benchmarks._models import SIZES
+from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
 if TYPE_CHECKING:
     from benchmarks._step_sides import OurSide, PlainSide, StepOutcome
 
+PHASES = ("plan", "divide", "send", "pack")
 SAME = 1e-3  # relative, of losses and norms of the first step, which all compute from the same weights
 
 
@@ -52,20 +53,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--prompt-tokens", type=int, default=48)
     parser.add_argument("--completion-tokens", type=int, default=256)
     parser.add_argument("--micro-batch-tokens", type=int, default=2048, help="of one forward, padding included")
-    parser.add_argument("--minibatches", type=int, default=1, help="optimizer updates of a step")
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--shape", choices=sorted(SIZES), default="small", help="of the model")
     parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-sorted", action="store_true", help="leave `sorted` out")
     parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
     if options.ranks > 1 and "RANK" not in os.environ:
@@ -97,11 +91,9 @@ def _measure(options: argparse.Namespace) -> int:
     real = sum(len(sample.token_ids) for sample in samples)
     report = Report("step", options)
     with process_group(num_ranks, device):
-        rank = dist.get_rank()
-        ours = OurSide(options, device, rank=rank, num_ranks=num_ranks)
+        ours = OurSide(options, device)
         sides: dict[str, OurSide | PlainSide] = {"packed": ours}
-        for name in ("padded",) if options.no_sorted else ("padded", "sorted"):
-            sides[name] = PlainSide(options, device, rank=rank, num_ranks=num_ranks, is_sorted=name == "sorted")
+        sides |= {name: PlainSide(options, device, is_sorted=name == "sorted") for name in ("padded", "sorted")}
         # memory, threads and optimizer states are there when it counts
         outcomes = {name: side.step(samples) for name, side in sides.items()}
         wanted = outcomes["packed"]
@@ -114,11 +106,10 @@ def _measure(options: argparse.Namespace) -> int:
             side.step(samples)
             if kind == "cuda":
                 torch.cuda.synchronize()
-
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for _, name in in_turns(list(sides), options.rounds):
             dist.barrier()
-            seconds[name].append(seconds_of(partial(step_of, sides[name])))
+
+        seconds = time_in_turns({name: partial(step_of, side) for name, side in sides.items()}, options.rounds)
+        rank = dist.get_rank()
     _report_speed(report, seconds, outcomes, trained=trained, real=real)
     report.note(
         f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
@@ -139,31 +130,30 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(1)
     report = Report("step", options)
-    seconds: dict[str, list[float]] = {name: [] for name in ("plan", "divide", "send", "pack", "all")}
-    cpu_seconds: dict[str, list[float]] = {name: [] for name in seconds}
+    rounds: list[list[tuple[float, float]]] = []  # (wall, CPU) at the beginning, and after each of PHASES
 
-    def now() -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+    def lap() -> None:
+        rounds[-1].append((time.perf_counter(), time.process_time()))
 
     with process_group(options.ranks, torch.device("cpu")):
         is_leader = dist.get_rank() == 0
         samples = make_samples(options) if is_leader else []
         channel = CommandChannel(timeout_s=600.0)
-        for number in range(options.rounds + 1):  # the first warms up
+        for _ in range(options.rounds + 1):
             dist.barrier()
-            times = [now()]
+            rounds.append([])
+            lap()
             if is_leader:
-                lengths = [len(sample.token_ids) for sample in samples]
                 plan = plan_batch(
-                    lengths,
+                    [len(sample.token_ids) for sample in samples],
                     num_ranks=options.ranks,
                     micro_batch_tokens=options.micro_batch_tokens,
                     pack=True,
                 )
                 weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=1)
-                times.append(now())
+                lap()
                 parts = split_by_rank(samples, weights, plan, trainer_version=0)
-                times.append(now())
+                lap()
                 commands = [StepCommand(minibatches=[part], lr=0.0) for part in parts]
                 channel.send(commands)
                 command = commands[0]
@@ -171,22 +161,21 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
                 received = channel.receive()
                 assert isinstance(received, StepCommand)
                 command = received
-            times.append(now())
+            lap()
             command.pack()
-            times.append(now())
-            if is_leader and number > 0:
-                for name, (begin, end) in zip(seconds, [*pairwise(times), (times[0], times[-1])], strict=True):
-                    seconds[name].append(end[0] - begin[0])
-                    cpu_seconds[name].append(end[1] - begin[1])
+            lap()
     if not is_leader:
         return 0
-    for name in seconds:
-        report.row(name, seconds[name], "s on rank 0")
-        report.row(f"{name}, CPU", cpu_seconds[name], "s on rank 0")
+    for clock, suffix in enumerate(("", ", CPU")):
+        times = [[each[clock] for each in laps] for laps in rounds[1:]]  # the first round warms up
+        for number, name in enumerate(PHASES):
+            report.row(f"{name}{suffix}", [laps[number + 1] - laps[number] for laps in times], "s on rank 0")
+        whole = [laps[-1] - laps[0] for laps in times]
+        report.row(f"all{suffix}", whole, "s on rank 0")
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     report.note(f"{len(samples)} samples, {num_tokens} tokens, {options.ranks} ranks")
     if num_tokens >= 8_000_000:
-        report.target("CPU time of all, median", statistics.median(cpu_seconds["all"]), at_most=0.3)
+        report.target("CPU time of all, median", statistics.median(whole), at_most=0.3)
     return report.finish()
 
 

@@ -16,7 +16,7 @@ from benchmarks.report import Report, in_turns, ratios
 
 
 def _rows(report: Report) -> dict[str, tuple[float, ...]]:
-    return {row.name: row.values for row in report.rows}
+    return {row["name"]: row["values"] for row in report.rows}
 
 
 # -------------------------------------------------------------------------------------------------------------- the report
@@ -92,10 +92,10 @@ def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many(
     options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
     gpu._report_generation(report, {1: [0.5], 100: [4.0, 8.0]}, SMALL, PEAKS, options)
     rows = _rows(report)
-    assert rows["generate: 1 in flight"] == (4.0,)
-    assert rows["generate: 100 in flight"] == (50.0, 25.0)
-    assert rows["generate: 1 in flight, bound"] == pytest.approx((2 / bound_s,))
-    assert rows["generate: 1 in flight, of the bound"] == pytest.approx((bound_s / 0.5,))
+    assert rows["generate: 1 in flight"] == [4.0]
+    assert rows["generate: 100 in flight"] == [50.0, 25.0]
+    assert rows["generate: 1 in flight, bound"] == pytest.approx([2 / bound_s])
+    assert rows["generate: 1 in flight, of the bound"] == pytest.approx([bound_s / 0.5])
 
 
 def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
@@ -104,11 +104,11 @@ def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
     found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
     gpu._report_training(report, found, SMALL, PEAKS)
     rows = _rows(report)
-    assert rows["train: tokens of the samples"] == pytest.approx((180.0, 90.0))
-    assert rows["train: bound"] == pytest.approx((18 / 0.044064,))
-    assert rows["train: MFU"] == pytest.approx((0.44064, 0.22032))
-    assert rows["train: packing efficiency"] == pytest.approx((0.75, 0.75))
-    assert rows["train: memory, peak"] == (3.0,)
+    assert rows["train: tokens of the samples"] == pytest.approx([180.0, 90.0])
+    assert rows["train: bound"] == pytest.approx([18 / 0.044064])
+    assert rows["train: MFU"] == pytest.approx([0.44064, 0.22032])
+    assert rows["train: packing efficiency"] == pytest.approx([0.75, 0.75])
+    assert rows["train: memory, peak"] == [3.0]
 
 
 def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
@@ -139,7 +139,7 @@ def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp
     )
     file = tmp_path / "push.json"
     options = {"json": file, "seed": 0, "dtype": "float32", "engine": "vllm", "transport": "gloo", "device": "cpu",
-               "mode": "recompute", "bucket_mb": None}  # fmt: skip
+               "bucket_mb": None}  # fmt: skip
     assert push._report(measured, Namespace(**options)) == 0
     found = json.loads(file.read_text())
     values = {(row["name"], row["unit"]): row["values"] for row in found["rows"]}
@@ -160,15 +160,15 @@ def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None
     report = Report("step", Namespace())
     seconds = {"packed": [2.0, 2.0, 1.0], "padded": [3.0, 4.0, 0.5], "sorted": [1.0, 1.0, 1.0]}
     outcomes = {
-        name: StepOutcome(loss=0.0, grad_norm=1.0, computed_tokens=computed, num_micro_batches=number)
+        name: StepOutcome(0.0, 1.0, computed, number)
         for number, (name, computed) in enumerate([("packed", 200), ("padded", 400), ("sorted", 250)], 1)
     }
     step._report_speed(report, seconds, outcomes, trained=120, real=200)
     rows = _rows(report)
-    assert rows["packed: trained tokens/s"] == (60.0, 60.0, 120.0)
-    assert rows["packed over padded"] == (1.5, 2.0, 0.5)
-    assert rows["packed: needed / computed tokens"] == (1.0,)
-    assert rows["padded: needed / computed tokens"] == (0.5,)
+    assert rows["packed: trained tokens/s"] == [60.0, 60.0, 120.0]
+    assert rows["packed over padded"] == [1.5, 2.0, 0.5]
+    assert rows["packed: needed / computed tokens"] == [1.0]
+    assert rows["padded: needed / computed tokens"] == [0.5]
     (target,) = report.targets
     assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)
 
@@ -197,32 +197,32 @@ def test_the_steady_state_is_weighted_by_time() -> None:
         _line(4, 1.0, trainer_idle=0.0, generator_idle=1.0),
     ]
     found = asynchrony.statistics_of(lines, skip=1, last=1)
-    assert found.step_s == 3.0  # (2 + 4) / 2
-    assert found.wait_s == 0.5  # 2 x 0.5 / 2
-    assert found.work_s == 2.5
-    assert found.busy_s == 2.0  # (1.5 + 2.5) / 2
-    assert found.generator_idle == pytest.approx(1 / 3)
-    assert found.trainer_idle == pytest.approx(1 / 6)
-    assert found.overlap == pytest.approx(5 / 6)  # the trainer's 5 s of 6
-    assert found.tokens_per_s == pytest.approx((200 * 2 + 300 * 4) / 6)
-    assert found.training_s == pytest.approx(1.5)
-    assert found.push_s == pytest.approx(0.3)
-    assert found.wall_s == 16.0
+    expected = {
+        "step": 3.0,  # (2 + 4) / 2
+        "waiting for samples": 0.5,  # 2 x 0.5 / 2
+        "server busy": 2.0,  # (1.5 + 2.5) / 2
+        "generator idle": 1 / 3,
+        "trainer idle": 1 / 6,
+        "overlap efficiency": 5 / 6,  # the trainer's 5 s of 6
+        "trained tokens": (200 * 2 + 300 * 4) / 6,
+        "training": 1.5,
+        "push": 0.3,
+        "all steps": 16.0,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-def _run(**changed: float) -> asynchrony.RunStatistics:
-    known = {"step_s": 5.0, "wait_s": 2.0, "busy_s": 2.0, "training_s": 2.5, "push_s": 0.5, "tokens_per_s": 100.0,
-             "generator_idle": 0.6, "trainer_idle": 0.4, "overlap": 0.6, "staleness": 0.0, "ess": 1.0,
-             "wall_s": 60.0}  # fmt: skip
-    return asynchrony.RunStatistics(**{**known, **changed})
+def _run(step: float, waiting: float, *, tokens: float = 100.0, overlap: float = 0.6) -> dict[str, float]:
+    known = {"step": step, "waiting for samples": waiting, "trained tokens": tokens, "overlap efficiency": overlap}
+    return {**dict.fromkeys(asynchrony.UNITS, 0.0), **known}
 
 
 def test_the_median_of_the_pairs_decides_with_the_ideal_of_each_pair() -> None:
     """Pairs of 5 s (2 waiting) and of 4 s (1 waiting), whose ideals are 5/3 and 4/3."""
     runs = {
-        asynchrony.SYNCHRONOUS: [_run(), _run(step_s=4.0, wait_s=1.0), _run()],
+        asynchrony.SYNCHRONOUS: [_run(5.0, 2.0), _run(4.0, 1.0), _run(5.0, 2.0)],
         asynchrony.ASYNCHRONOUS: [
-            _run(step_s=seconds, tokens_per_s=150.0, overlap=overlap)
+            _run(seconds, 0.0, tokens=150.0, overlap=overlap)
             for seconds, overlap in ((4.0, 0.95), (4.0, 0.8), (3.0, 0.99))
         ],
     }

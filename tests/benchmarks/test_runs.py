@@ -95,8 +95,8 @@ def test_a_push_is_measured_beside_its_broadcast(run: Run) -> None:
 def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(run: Run) -> None:
     """What differs raises SystemExit."""
     sizes = (
-        "--samples 32 --group-size 8 --prompt-tokens 8 --completion-tokens 32 --micro-batch-tokens 128 --vocab 256 --hidden 32 "
-        "--layers 2 --heads 2 --kv-heads 1 --head-dim 16 --chunk 16 --rounds 2 --device cpu --minibatches 2"
+        "--samples 32 --group-size 8 --prompt-tokens 8 --completion-tokens 32 --micro-batch-tokens 128 --shape tiny --chunk 16 "
+        "--rounds 2 --device cpu"
     )
     found = _medians(run("step", sizes))
     for side in ("packed", "padded", "sorted"):
