@@ -89,11 +89,10 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """FLOPs/s of dense products in the compute dtype, bytes/s of the memory, and where the figures come from."""
+    """FLOPs/s of dense products in bfloat16, bytes/s of the memory: of the maker's data sheet."""
 
     flops: float
     memory: float
-    source: str
 
 
 # (name as torch says it, dense bfloat16 TFLOPS, memory GB/s): the makers' data sheets; the first that matches counts
@@ -114,7 +113,7 @@ def listed_peaks(device_name: str) -> Peaks | None:
     """Of the table; None: it does not know the device."""
     for pattern, tflops, memory in _TABLE:
         if re.search(pattern, device_name):
-            return Peaks(flops=tflops * 1e12, memory=memory * 1e9, source="data sheet")
+            return Peaks(flops=tflops * 1e12, memory=memory * 1e9)
     return None
 
 

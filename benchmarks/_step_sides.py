@@ -1,8 +1,7 @@
 """The two sides of benchmarks/step.py: a training step of ours, and a plain padded loop around the same Hugging Face model.
 
 Both get the same samples, the same loss (GRPO's clipped ratio with advantages), AdamW, and as many tokens in a micro-batch, padding
-included. The plain loop pads prompts on the left and completions on the right, computes logits of completions only, and wraps
-the model in DistributedDataParallel where there are several ranks.
+included. The plain loop pads prompts on the left and completions on the right, and computes logits of completions only.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def process_group(num_ranks: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What one step says of itself. `computed_tokens`: of all forwards on all ranks, padding included; `num_micro_batches`: of one
-    rank."""
+    """What one step says of itself. `computed_tokens`: of all forwards, padding included."""
 
     loss: float
     grad_norm: float
@@ -99,8 +97,7 @@ def make_samples(options: argparse.Namespace) -> list[RolloutSample]:
 
 
 class OurSide:
-    """plan -> pack -> train_step, as the trainer's loop does it, on the shards of FSDP; every rank plans for all and packs its own
-    part."""
+    """plan -> pack -> train_step, as the trainer's loop does it, on the shards of FSDP."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._options, self._device = options, device
@@ -108,22 +105,22 @@ class OurSide:
         model = _model(options)
         attention, _ = choose_attention("auto", device=device, dtype=dtype, config=model.config)
         self.policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
-        shard_policy(self.policy, make_mesh(device.type, world_size=dist.get_world_size()), compute_dtype=dtype)
+        shard_policy(self.policy, make_mesh(device.type, world_size=1), compute_dtype=dtype)
         self.optimizer = make_optimizer(self.policy, OptimizerSection(lr=LR))
         self._objective = Objective(ClippedLoss(type="dapo", epsilon=EPSILON, epsilon_high=EPSILON), num_updates=1)
 
     def step(self, samples: Sequence[RolloutSample]) -> StepOutcome:
-        """One update. A collective."""
+        """One update."""
         plan = plan_batch(
             [len(sample.token_ids) for sample in samples],
-            num_ranks=dist.get_world_size(),
+            num_ranks=1,
             micro_batch_tokens=self._options.micro_batch_tokens,
             pack=True,
         )
         weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=self._options.completion_tokens)
-        batches = split_by_rank(samples, weights, plan, trainer_version=0)[dist.get_rank()].pack()
+        (part,) = split_by_rank(samples, weights, plan, trainer_version=0)
         result = train_step(
-            self.policy, self.optimizer, [batches], objective=self._objective, reference=None, lr=LR, max_grad_norm=MAX_NORM,
+            self.policy, self.optimizer, [part.pack()], objective=self._objective, reference=None, lr=LR, max_grad_norm=MAX_NORM,
             device=self._device,
         )  # fmt: skip
         return StepOutcome(result.loss, result.grad_norm, plan.num_computed_tokens, plan.num_micro_batches)
@@ -138,54 +135,32 @@ class PlainSide:
 
     def __init__(self, options: argparse.Namespace, device: torch.device, *, is_sorted: bool) -> None:
         self._options, self._device, self._is_sorted = options, device, is_sorted
-        self._num_ranks = dist.get_world_size()
         self._dtype = getattr(torch, options.dtype)
-        self._plain = _model(options).to(device)
-        self._model = nn.parallel.DistributedDataParallel(self._plain) if self._num_ranks > 1 else self._plain
+        self._model = _model(options).to(device)
         section = OptimizerSection()
         self._optimizer = torch.optim.AdamW(
-            self._plain.parameters(), lr=LR, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
+            self._model.parameters(), lr=LR, betas=section.betas, eps=section.eps, weight_decay=section.weight_decay
         )
 
     def step(self, samples: Sequence[RolloutSample]) -> StepOutcome:
-        """One update. A collective."""
-        ranks = self._cut(samples)
-        computed = sum(rows * length for rows, length in map(_grid, (batch for batches in ranks for batch in batches)))
-        batches = ranks[dist.get_rank()]
-        loss, norm = self._update(batches, sum(sample.num_trained_tokens for sample in samples))
-        return StepOutcome(loss, norm, computed, len(batches))
-
-    def _cut(self, samples: Sequence[RolloutSample]) -> list[list[list[RolloutSample]]]:
-        """Micro-batches of each rank: every n-th sample, as many as fit with their padding. [num_ranks][any]"""
-        ordered = sorted(samples, key=lambda s: -len(s.token_ids)) if self._is_sorted else list(samples)
-        ranks = []
-        for rank in range(self._num_ranks):
-            batches: list[list[RolloutSample]] = [[]]
-            for sample in ordered[rank :: self._num_ranks]:
-                rows, length = _grid([*batches[-1], sample])
-                if batches[-1] and rows * length > self._options.micro_batch_tokens:
-                    batches.append([])
-                batches[-1].append(sample)
-            ranks.append(batches)
-        return ranks
-
-    def _update(self, batches: Sequence[Sequence[RolloutSample]], num_tokens: int) -> tuple[float, float]:
+        """One update; a micro-batch has as many samples as fit with their padding."""
+        batches: list[list[RolloutSample]] = [[]]
+        for sample in sorted(samples, key=lambda s: -len(s.token_ids)) if self._is_sorted else samples:
+            rows, length = _grid([*batches[-1], sample])
+            if batches[-1] and rows * length > self._options.micro_batch_tokens:
+                batches.append([])
+            batches[-1].append(sample)
+        num_trained = sum(sample.num_trained_tokens for sample in samples)
         total = torch.zeros((), device=self._device)
-        for number, samples in enumerate(batches):
-            tensors = [tensor.to(self._device) for tensor in pad(samples)]
-            is_last = number == len(batches) - 1
-            if self._num_ranks > 1:
-                self._model.require_backward_grad_sync = is_last  # what `no_sync` sets
-            loss = self._loss(*tensors) / num_tokens
-            # DistributedDataParallel averages over ranks
-            (loss * self._num_ranks).backward()  # type: ignore[no-untyped-call]
+        for batch in batches:
+            loss = self._loss(*(tensor.to(self._device) for tensor in pad(batch))) / num_trained
+            loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        if self._num_ranks > 1:
-            dist.all_reduce(total)
-        norm = nn.utils.clip_grad_norm_(self._plain.parameters(), MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return float(total), float(norm)
+        computed = sum(rows * length for rows, length in map(_grid, batches))
+        return StepOutcome(float(total), float(norm), computed, len(batches))
 
     def _loss(
         self, ids: torch.Tensor, mask: torch.Tensor, trained: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor

@@ -1,25 +1,23 @@
-"""What a GPU reaches against what it allows, and five parts of ten minutes that prove that all runs on one. For whoever has one.
+"""How fast a server generates on a GPU against what the card allows, and five parts of ten minutes that prove that all runs on one.
 
     python -m benchmarks gpu --part N                  # N of 1 to 5: one card, no network
-    python -m benchmarks gpu [--shape 0.6b] [--measure generate train] [--json FILE]
-    python -m benchmarks gpu --shape 1.7b --measure train --peak-tflops 989 --memory-gbs 4800
-    python -m benchmarks gpu --device cpu --measure generate train                  # the same code, as a test of itself
+    python -m benchmarks gpu [--shape 0.6b] [--json FILE]
+    python -m benchmarks gpu --device cpu                                           # the same code, as a test of itself
     python -m benchmarks gpu --device cpu --part N
 
-generate  tokens/s of a server with --in-flight completions at once, and fraction of the bound: prompts at the peak of FLOPs, then a
-          step for each token, which reads all weights and all KV, or computes: (weights + KV bytes) / bandwidth or FLOPs / peak
-train     tokens/s of a training step and MFU = tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize
+Without --part: tokens/s of a server with --in-flight completions at once, and, where the GPU is listed in _models.py, the fraction
+of the bound: prompts at the peak of FLOPs, then a step for each token, which reads all weights and all KV, or computes: (weights +
+KV bytes) / bandwidth or FLOPs / peak.
 
-part 1  doctor, the tests marked gpu of training and weights, train
+part 1  doctor, the tests marked gpu of training and weights, the trainer's step with its MFU (`step --device cuda`)
 part 2  preflight in float32, bfloat16 and float16, the latter two also with a float32 head; the quickstart with vLLM over ipc
 part 3  pushes over ipc, over gloo, and over nccl between two processes (of two NCCL_HOSTIDs, where there is one card)
-part 4  generate at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
+part 4  generation at 1, 64 and 256; a run with CUDA graphs whose weights are verified after every push
 part 5  whole runs: sleep mode, kill -9 of the engine in a push, --resume
 
 A part reports the seconds of each of its commands; exit codes of 0 are its targets. With --device cpu its sizes are tiny, the
-engine is the embedded one, and what needs a GPU is skipped. Weights are random, made here. Peaks: --peak-tflops, --memory-gbs; else
-a data sheet's, where the GPU is listed. Without a GPU and without --device cpu: exit code 2. `asynchrony --engine vllm` measures
-both sides of a run.
+engine is the embedded one, and what needs a GPU is skipped. Weights are random, made here. Without a GPU and without --device cpu:
+exit code 2. `asynchrony --engine vllm` measures both sides of a run.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _server
-from benchmarks._models import SIZES, ModelSize, Peaks, generation_bound_s, listed_peaks
+from benchmarks._models import SIZES, ModelSize, generation_bound_s, listed_peaks
 from benchmarks.report import ROOT, Report, parser_of
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -50,7 +48,6 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {  # on a GPU, on a CPU
     "in_flight": ([1, 16, 64, 256], [1, 4]),
     "prompt_tokens": (128, 8),
     "completion_tokens": (512, 16),
-    "samples": (256, 8),
 }
 _GPU_MEMORY = 0.8  # fraction of the GPU that a lone server takes
 _ROUND_TIMEOUT_S = 600.0
@@ -64,19 +61,14 @@ def _default(name: str) -> str:
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof, in place of --measure")
-    parser.add_argument("--measure", nargs="+", choices=["generate", "train"], default=["generate", "train"])
+    parser.add_argument("--part", type=int, choices=range(1, 6), help="of the proof")
     parser.add_argument("--shape", choices=sorted(SIZES), help=f"of the model; {_default('shape')}")
     parser.add_argument("--engine", choices=["vllm", "embedded"], help=_default("engine"))
     parser.add_argument("--dtype", choices=sorted(_ITEMSIZE), help=f"that computes; {_default('dtype')}")
     parser.add_argument("--in-flight", nargs="+", type=int, help=_default("in_flight"))
     parser.add_argument("--prompt-tokens", type=int, help=_default("prompt_tokens"))
     parser.add_argument("--completion-tokens", type=int, help=_default("completion_tokens"))
-    parser.add_argument("--samples", type=int, help=f"of a training step; {_default('samples')}")
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="of one forward")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peak-tflops", type=float, help="dense, in the dtype that computes")
-    parser.add_argument("--memory-gbs", type=float, help="bandwidth of the memory, GB/s")
     options = parser.parse_args(arguments)
     import torch
 
@@ -94,17 +86,20 @@ def main(arguments: list[str]) -> int:
     report = Report("gpu", options)
     if options.part is not None:
         return _prove(report, parts(options.device)[options.part], options)
-    size, peaks = SIZES[options.shape], _peaks(options)
-    report.note(
-        f"{size.num_parameters / 1e6:.2f} M parameters; peaks ({peaks.source}): {peaks.flops / 1e12:.4g} TFLOP/s, memory "
-        f"{peaks.memory / 1e9:.4g} GB/s"
-    )
+    size = SIZES[options.shape]
+    report.note(f"{size.num_parameters / 1e6:.2f} M parameters")
     if options.device == "cpu":
         report.note("on a CPU: this proves that the code runs, and says nothing of a GPU")
-    if "generate" in options.measure:
-        _report_generation(report, _generate(size, options), size, peaks, options)
-    if "train" in options.measure:
-        _report_training(report, _train(options), size, peaks)
+    peaks = listed_peaks(torch.cuda.get_device_name()) if options.device == "cuda" else None
+    for in_flight, seconds in _generate(size, options).items():
+        name, tokens = f"{in_flight} in flight", in_flight * options.completion_tokens
+        report.row(name, [tokens / each for each in seconds], "tokens/s")
+        if peaks is not None:
+            bound_s = generation_bound_s(
+                size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
+                itemsize=_ITEMSIZE[options.dtype],
+            )  # fmt: skip
+            report.row(f"{name}, of the bound", [bound_s / each for each in seconds], "fraction")
     return report.finish()
 
 
@@ -122,7 +117,10 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     run = f"-m grpo_async train {config} --quiet --set run.dir={{runs}} --set launch.device={device}"
     check = f"-m grpo_async preflight {config} --set launch.device={device}"
     sizes = "--dtype bfloat16 --shape 0.6b --rounds 5" if on_gpu else "--engine embedded --megabytes 4 --rounds 2"
-    tiny = "" if on_gpu else " --device cpu --rounds 1 --completion-tokens 4 --samples 2"
+    tiny = "" if on_gpu else " --device cpu --rounds 1 --completion-tokens 4"
+    train = (
+        "--device cuda --dtype bfloat16 --shape 0.6b --samples 256 --completion-tokens 512 --micro-batch-tokens 16384"
+    )
     graphs = " --set inference.vllm.enforce_eager=false --set training.max_steps=10" if on_gpu else short
     prepare = "-m grpo_async prepare-quickstart"
     dtypes = (
@@ -133,7 +131,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
         1: (
             f"-m grpo_async doctor{' --full' if on_gpu else ''}",
             "-m pytest -q -m gpu tests/training tests/weights",
-            f"-m benchmarks gpu --measure train{tiny}",
+            f"-m benchmarks step {train if on_gpu else '--device cpu --shape tiny --samples 8 --rounds 1'}",
         ),
         2: (
             prepare,
@@ -148,7 +146,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
             for transport in (("ipc", "gloo", "nccl") if on_gpu else ("gloo",))
         ),
         4: (
-            f"-m benchmarks gpu --measure generate --in-flight {'1 64 256' if on_gpu else '1 4'}{tiny}",
+            f"-m benchmarks gpu --in-flight {'1 64 256' if on_gpu else '1 4'}{tiny}",
             prepare,
             f"{run} --set weights.verify_every_pushes=1{graphs}",
         ),
@@ -177,22 +175,6 @@ def _prove(report: Report, commands: Sequence[str], options: argparse.Namespace)
             report.row(f"python {arguments}", [time.monotonic() - began], "s")
             report.target(f"exit code of python {arguments}", abs(code), at_most=0)
     return report.finish()
-
-
-def _peaks(options: argparse.Namespace) -> Peaks:
-    """Raises: SystemExit, the GPU is not listed and not both are given."""
-    import torch
-
-    flops, memory = (options.peak_tflops or 0) * 1e12, (options.memory_gbs or 0) * 1e9
-    if flops and memory:
-        return Peaks(flops=flops, memory=memory, source="given")
-    if options.device == "cpu":
-        return Peaks(flops=flops or 1e12, memory=memory or 1e11, source="assumed")
-    device = torch.cuda.get_device_name()
-    listed = listed_peaks(device)
-    if listed is None:
-        raise SystemExit(f"the peaks of {device} are not listed here; give --peak-tflops and --memory-gbs")
-    return Peaks(flops=flops or listed.flops, memory=memory or listed.memory, source=listed.source)
 
 
 # -------------------------------------------------------------------------------------------------------------- generation
@@ -253,57 +235,3 @@ async def _rounds(url: str, size: ModelSize, options: argparse.Namespace) -> dic
                     raise RuntimeError(f"completions of {sorted(lengths)} tokens, not {options.completion_tokens}")
             found[in_flight] = seconds[1:]
     return found
-
-
-def _report_generation(
-    report: Report, found: dict[int, list[float]], size: ModelSize, peaks: Peaks, options: argparse.Namespace
-) -> None:
-    for in_flight, seconds in found.items():
-        tokens = in_flight * options.completion_tokens
-        bound_s = generation_bound_s(
-            size, peaks, in_flight=in_flight, prompt=options.prompt_tokens, completion=options.completion_tokens,
-            itemsize=_ITEMSIZE[options.dtype],
-        )  # fmt: skip
-        report.row(f"generate: {in_flight} in flight", [tokens / each for each in seconds], "tokens/s")
-        report.row(f"generate: {in_flight} in flight, bound", [tokens / bound_s], "tokens/s")
-        report.row(f"generate: {in_flight} in flight, of the bound", [bound_s / each for each in seconds], "fraction")
-
-
-# ---------------------------------------------------------------------------------------------------------------- training
-
-
-def _train(options: argparse.Namespace) -> dict[str, Any]:
-    """{"seconds": [of each step], "tokens": [that a step computes, padding included], "lengths": [tokens of each sample],
-    "peak_bytes": on a GPU}."""
-    import torch
-
-    from benchmarks._step_sides import OurSide, make_samples, process_group
-
-    settings = argparse.Namespace(**vars(options), group_size=1, chunk=1024)
-    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    torch.set_num_threads(1)
-    seconds, tokens = [], []
-    with process_group(1, device):
-        side, samples = OurSide(settings, device), make_samples(settings)
-        for _ in range(options.rounds + 1):
-            began = time.perf_counter()
-            outcome = side.step(samples)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-            tokens.append(outcome.computed_tokens)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    lengths = [len(sample.token_ids) for sample in samples]  # the first step warms up
-    return {"seconds": seconds[1:], "tokens": tokens[1:], "lengths": lengths, "peak_bytes": peak}
-
-
-def _report_training(report: Report, found: dict[str, Any], size: ModelSize, peaks: Peaks) -> None:
-    lengths, seconds = found["lengths"], found["seconds"]
-    bound_s = sum(length * size.training_flops(length) for length in lengths) / peaks.flops
-    report.row("train: step", seconds, "s")
-    report.row("train: tokens of the samples", [sum(lengths) / each for each in seconds], "tokens/s")
-    report.row("train: bound", [sum(lengths) / bound_s], "tokens/s")
-    report.row("train: MFU", [bound_s / each for each in seconds], "fraction")
-    report.row("train: packing efficiency", [sum(lengths) / each for each in found["tokens"]], "fraction")
-    if found["peak_bytes"] is not None:
-        report.row("train: memory, peak", [found["peak_bytes"] / 2**30], "GiB")

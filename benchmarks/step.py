@@ -1,22 +1,22 @@
 """The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, and what comes before the first forward.
 
-    python -m benchmarks step [--ranks 2] [--rounds 9] [--json FILE]
+    python -m benchmarks step [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
                               --chunk 4096
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
 The same random Qwen3, ragged samples from a seed, GRPO's clipped loss, AdamW and tokens in a micro-batch, padding included, for all
-of them; they take turns in one process (with --ranks, under torchrun: ours sharded by FSDP, the loop under
-DistributedDataParallel):
+of them; they take turns in one process:
 
     packed    plan, pack, train_step: the trainer's
     padded    samples as they come, padded to the longest of their micro-batch
     sorted    the same loop, samples sorted by length before
 
-Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency; `gpu` says the MFU. Exit code 1 when the
-step is not as fast as the padded loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py;
-where the time of a step goes is in every run's timeline (`events.jsonl`).
+Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py the
+MFU is tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Exit code 1 when the step is not as fast as the padded
+loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time of a step goes is in
+every run's timeline (`events.jsonl`).
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
 them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmarks._models import SIZES
+from benchmarks._models import SIZES, listed_peaks
 from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
@@ -57,11 +57,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--chunk", type=int, default=1024, help="training.logprob_chunk_tokens")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the computation")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=0, help="of torch on each rank; 0 = cores / ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="with --before-forward: of torchrun")
+    parser.add_argument("--threads", type=int, default=usable_cpus(), help="of torch")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--before-forward", action="store_true", help="time planning, sending and packing only")
     options = parser.parse_args(arguments)
+    if options.ranks > 1 and not options.before_forward:
+        parser.error("--ranks is for --before-forward")
     if options.ranks > 1 and "RANK" not in os.environ:
         return _under_torchrun(options.ranks, arguments)
     return _measure_before_forward(options) if options.before_forward else _measure(options)
@@ -78,21 +80,18 @@ def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> int:
     import torch
-    import torch.distributed as dist
 
     from benchmarks._step_sides import OurSide, PlainSide, make_samples, process_group
 
-    num_ranks = options.ranks
-    torch.set_num_threads(options.threads or max(1, usable_cpus() // num_ranks))
+    torch.set_num_threads(options.threads)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+    device = torch.device(kind)
     samples = make_samples(options)
     trained = sum(sample.num_trained_tokens for sample in samples)
     real = sum(len(sample.token_ids) for sample in samples)
     report = Report("step", options)
-    with process_group(num_ranks, device):
-        ours = OurSide(options, device)
-        sides: dict[str, OurSide | PlainSide] = {"packed": ours}
+    with process_group(1, device):
+        sides: dict[str, OurSide | PlainSide] = {"packed": OurSide(options, device)}
         sides |= {name: PlainSide(options, device, is_sorted=name == "sorted") for name in ("padded", "sorted")}
         # memory, threads and optimizer states are there when it counts
         outcomes = {name: side.step(samples) for name, side in sides.items()}
@@ -106,16 +105,21 @@ def _measure(options: argparse.Namespace) -> int:
             side.step(samples)
             if kind == "cuda":
                 torch.cuda.synchronize()
-            dist.barrier()
 
         seconds = time_in_turns({name: partial(step_of, side) for name, side in sides.items()}, options.rounds)
-        rank = dist.get_rank()
     _report_speed(report, seconds, outcomes, trained=trained, real=real)
     report.note(
-        f"{len(samples)} samples, {real} tokens, {trained} of them trained; {num_ranks} ranks, {torch.get_num_threads()} threads "
-        f"each, {kind}; {sum(p.numel() for p in ours.policy.parameters()) / 1e6:.1f} M parameters"
+        f"{len(samples)} samples, {real} tokens, {trained} of them trained; {options.threads} threads, {kind}; "
+        f"{SIZES[options.shape].num_parameters / 1e6:.1f} M parameters"
     )
-    return report.finish() if rank == 0 else 0
+    if kind == "cuda":
+        if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
+            flops = sum(
+                len(each.token_ids) * SIZES[options.shape].training_flops(len(each.token_ids)) for each in samples
+            )
+            report.row("packed: MFU", [flops / peaks.flops / each for each in seconds["packed"]], "fraction")
+        report.row("memory of all three, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
+    return report.finish()
 
 
 def _measure_before_forward(options: argparse.Namespace) -> int:

@@ -70,6 +70,7 @@ class Timeline:
     def __init__(self, path: Path, *, max_mb: int = 256) -> None:
         self._events: deque[Event] = deque()
         self._num_lost = 0
+        self._lost_lock = threading.Lock()  # held for a few instructions only
         self._closing = threading.Event()
         self._file = EventWriter(path, max_bytes=max_mb << 20)
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
@@ -82,7 +83,8 @@ class Timeline:
     def add(self, name: str, track: str, start: float, end: float, **details: Any) -> None:
         """A span that is over, in unix seconds (`time.time()`). One that ends before its start (the clock was set) has length 0."""
         if self._closing.is_set() or len(self._events) >= _MAX_PENDING:
-            self._num_lost += 1
+            with self._lost_lock:
+                self._num_lost += 1
             return
         self._events.append(Event(name, track, start, max(start, end), details))
 
@@ -115,12 +117,13 @@ class Timeline:
         self._file.close()
 
     def _write(self) -> None:
-        while self._events:
+        while self._events or self._num_lost:
             batch = [self._events.popleft() for _ in range(min(_BATCH, len(self._events)))]
-            if self._num_lost:
+            with self._lost_lock:
+                num_lost, self._num_lost = self._num_lost, 0
+            if num_lost:
                 now = time.time()
-                batch.append(Event(LOST, "run", now, now, {"events": self._num_lost}))
-                self._num_lost = 0
+                batch.append(Event(LOST, "run", now, now, {"events": num_lost}))
             if not self._file.append("".join(map(event_line, batch))):
                 self._events.extendleft(reversed(batch))  # the disk is full, say: the next try is a second away
                 return

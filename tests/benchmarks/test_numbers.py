@@ -69,7 +69,7 @@ def test_variants_take_turns_and_ratios_are_within_a_round() -> None:
 # --------------------------------------------------------------------------------------------------------------------- gpu
 
 SMALL = _models.ModelSize(vocab=10, hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8)
-PEAKS = _models.Peaks(flops=1e6, memory=1e4, source="test")
+PEAKS = _models.Peaks(flops=1e6, memory=1e4)
 
 
 def test_parameters_and_flops_are_those_of_the_formula() -> None:
@@ -85,30 +85,9 @@ def test_generation_is_bound_by_bytes_with_few_in_flight_and_by_flops_with_many(
     bound_s = 2 * 0.0736 + 4 * 720 / 1e6
     one = _models.generation_bound_s(SMALL, PEAKS, in_flight=1, prompt=4, completion=2, itemsize=2)
     assert one == pytest.approx(bound_s)
-    fast_memory = _models.Peaks(flops=1e6, memory=1e12, source="test")
+    fast_memory = _models.Peaks(flops=1e6, memory=1e12)
     many = _models.generation_bound_s(SMALL, fast_memory, in_flight=100, prompt=4, completion=2, itemsize=2)
     assert many == pytest.approx(2 * 100 * 816 / 1e6 + 400 * 720 / 1e6)
-    report = Report("gpu", Namespace())
-    options = Namespace(completion_tokens=2, prompt_tokens=4, dtype="bfloat16")
-    gpu._report_generation(report, {1: [0.5], 100: [4.0, 8.0]}, SMALL, PEAKS, options)
-    rows = _rows(report)
-    assert rows["generate: 1 in flight"] == [4.0]
-    assert rows["generate: 100 in flight"] == [50.0, 25.0]
-    assert rows["generate: 1 in flight, bound"] == pytest.approx([2 / bound_s])
-    assert rows["generate: 1 in flight, of the bound"] == pytest.approx([bound_s / 0.5])
-
-
-def test_mfu_counts_the_tokens_of_samples_without_padding() -> None:
-    """Two samples of 9 tokens, 2448 FLOPs each: 44064 of 1e6 a second; in a step of 0.1 s 0.44064."""
-    report = Report("gpu", Namespace())
-    found = {"seconds": [0.1, 0.2], "tokens": [24, 24], "lengths": [9, 9], "peak_bytes": 3 << 30}
-    gpu._report_training(report, found, SMALL, PEAKS)
-    rows = _rows(report)
-    assert rows["train: tokens of the samples"] == pytest.approx([180.0, 90.0])
-    assert rows["train: bound"] == pytest.approx([18 / 0.044064])
-    assert rows["train: MFU"] == pytest.approx([0.44064, 0.22032])
-    assert rows["train: packing efficiency"] == pytest.approx([0.75, 0.75])
-    assert rows["train: memory, peak"] == [3.0]
 
 
 def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(

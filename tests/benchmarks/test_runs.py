@@ -55,12 +55,8 @@ def test_rollouts_and_turns_of_a_conversation_have_a_cost(run: Run) -> None:
 
 
 def test_the_code_for_gpus_runs_on_a_cpu(run: Run) -> None:
-    report = run("gpu", "--device cpu --rounds 1 --in-flight 2 --completion-tokens 4 --samples 2")
-    found = _medians(report)
-    assert found["generate: 2 in flight"] > 0
-    assert 0 < found["generate: 2 in flight, of the bound"] < 1
-    assert found["train: tokens of the samples"] > 0
-    assert 0 < found["train: MFU"] < 1
+    report = run("gpu", "--device cpu --rounds 1 --in-flight 2 --completion-tokens 4")
+    assert _medians(report)["2 in flight"] > 0
     assert any("says nothing of a GPU" in note for note in report["notes"])
 
 

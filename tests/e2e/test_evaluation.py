@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import GoldenRun
-from tests.e2e.support import REPOSITORY, finish, make_run, rows_of, run_command, serving_alone
+from tests.e2e.support import REPOSITORY, finish, make_run, rows_of, run_command
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -137,28 +137,6 @@ def test_a_checkpoint_becomes_a_model_folder(golden_run: GoldenRun, tmp_path: Pa
     wrong = run_command("export-model", run, "--checkpoint", "77")
     assert wrong.returncode == 2
     assert "latest, best, and the steps" in wrong.stderr
-
-
-@pytest.mark.nightly
-def test_servers_that_run_already_are_trained_on_and_evaluated_and_go_on_running(tmp_path: Path) -> None:
-    """`inference.urls`: serve alone in one terminal. Two runs, so that the weight group forms anew. An evaluation finds there the
-    base model, as with servers of its own."""
-    port, token = free_port(), {"GRPO_ASYNC_TOKEN": "a-token-of-the-user"}
-    small = (*SMALL, "evaluation.every_steps=1000", "evaluation.samples_per_prompt=1", "evaluation.temperature=0.0")
-    settings = (*small, "training.max_steps=2", f"inference.urls=[http://127.0.0.1:{port}]")
-    alone = make_run(tmp_path, "quickstart.yaml", small, name="alone")
-    own = _eval(alone.config)
-    assert own["evaluated"] == "base"
-    with serving_alone(alone.config, port, "a-token-of-the-user") as server:
-        served = _eval(alone.config, "--set", f"inference.urls=[http://127.0.0.1:{port}]", environment=token)
-        assert served["evaluated"] == "served"
-        assert {**served["metrics"], "duration_s": 0} == {**own["metrics"], "duration_s": 0}
-        assert served["by_group"] == own["by_group"]
-        for name in ("first", "second"):
-            make_run(tmp_path, "quickstart.yaml", settings, name=name).complete(environment=token)
-            assert server.poll() is None
-        server.terminate()
-        assert server.wait(timeout=30.0) in (0, -15)
 
 
 @pytest.mark.nightly

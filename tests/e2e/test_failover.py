@@ -158,27 +158,3 @@ def test_external_servers_may_join_late_hang_and_come_back(tmp_path: Path) -> No
     # whichever notices first: a heartbeat, or a push that it takes part in
     reason = summary["server_failures"][0]["reason"]
     assert "answer" in reason or "timed out" in reason, reason
-
-
-def test_serving_by_hand_starts_all_replicas_and_one_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """And they end with the command."""
-    port = free_port()
-    run = make_run(tmp_path, "quickstart.yaml", (*SETTINGS, "inference.replicas=2"))
-
-    def serve() -> bool:
-        try:
-            return all(httpx.get(f"http://127.0.0.1:{number}/health").is_success for number in (port, port + 1))
-        except httpx.HTTPError:
-            return False
-
-    with serving_alone(run.config, port, "a-token-of-the-user") as command:
-        assert eventually(serve, 120.0), "both servers"
-        children = psutil.Process(command.pid).children(recursive=True)
-        second = next(child for child in children if str(port + 1) in child.cmdline())
-        second.kill()
-        second.wait(timeout=30.0)
-        assert eventually(serve, 120.0), "the server that was killed"
-        command.terminate()
-        assert command.wait(timeout=60.0) == 143
-        assert not psutil.wait_procs(children, timeout=30.0)[1]
-        assert not serve()

@@ -81,16 +81,6 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_cause(tmp_path: Path)
 
 
 @pytest.mark.nightly
-def test_a_run_with_nothing_to_learn_stops_with_the_cause_and_a_checkpoint(tmp_path: Path) -> None:
-    run = _run(tmp_path, "rollout.max_rounds_without_signal=2", rewards("user_rewards:always_zero"))
-    error = run.fail()
-    assert "8 consecutive groups had nothing to learn from" in error
-    assert "rollout.max_rounds_without_signal (2; times rollout.groups_per_step, 4)" in error
-    assert "--resume" not in error
-    assert run.checkpoints() == [0]
-
-
-@pytest.mark.nightly
 def test_a_stop_before_the_server_is_ready_is_no_failure(tmp_path: Path) -> None:
     """Nothing listens there: the trainer waits for it."""
     run = _run(tmp_path, "inference.urls=[http://127.0.0.1:9]")

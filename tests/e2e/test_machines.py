@@ -183,32 +183,9 @@ def test_one_command_on_four_machines_trains_a_killed_server_is_restarted_and_a_
     _resume_to_the_end(cluster)
 
 
-def test_a_rank_that_is_killed_on_one_machine_ends_all_and_is_named(cluster: Cluster) -> None:
-    processes = cluster.start()
-    cluster.run.wait_for_step(2, processes[0], timeout_s=LIMIT_S)
-    (rank,) = [p for p in cluster.processes_on(1, "grpo_async.trainer.main") if "--nnodes" not in p.cmdline()]
-    rank.kill()
-    outputs = _ends(processes, 1, 1, 1, 1)
-    for output in outputs:
-        assert f"trainer rank 1 (pid {rank.pid}) was killed by SIGKILL" in output
-    assert "\non node 1 (" in outputs[0]
-    cluster.assert_nothing_is_left()
-
-
-@pytest.mark.parametrize("ranks", [[1], [3], [0, 1, 2, 3]])
-def test_sigterm_on_any_machine_or_all_is_one_stop_with_a_checkpoint(cluster: Cluster, ranks: list[int]) -> None:
-    """A scheduler sends it to all: it is no second signal, which would end the run without a checkpoint."""
-    processes = cluster.start()
-    cluster.run.wait_for_step(2, processes[0], timeout_s=LIMIT_S)
-    for rank in ranks:
-        processes[rank].send_signal(signal.SIGTERM)
-    _ends(processes, 143, 143, 143, 143)
-    assert cluster.run.checkpoints()[-1] == len(cluster.run.metrics())
-    assert cluster.run.summary()["status"] == "stopped"
-    cluster.assert_nothing_is_left()
-
-
-def test_a_machine_that_only_serves_may_be_lost(cluster: Cluster) -> None:
+def test_a_machine_that_only_serves_may_be_lost_and_sigterm_on_one_stops_all_with_a_checkpoint(
+    cluster: Cluster,
+) -> None:
     processes = cluster.start()
     cluster.run.wait_for(
         lambda: any(line["servers/serving"] == 2 for line in cluster.run.metrics()),
@@ -228,4 +205,7 @@ def test_a_machine_that_only_serves_may_be_lost(cluster: Cluster) -> None:
     cluster.run.wait_for_step(len(cluster.run.metrics()) + 2, processes[0], timeout_s=LIMIT_S)
     processes[0].send_signal(signal.SIGTERM)
     _ends(processes, 143, 143, -signal.SIGKILL, 143)
+    assert cluster.run.checkpoints()[-1] == len(cluster.run.metrics())
+    assert cluster.run.summary()["status"] == "stopped"
     assert cluster.run.summary()["ledger_closed"]
+    cluster.assert_nothing_is_left()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -32,14 +32,8 @@ MAX_MORE = 2
 """Of open files and threads, between the same medians: connections come and go with the keep-alive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One process at one moment. `rss` in bytes."""
-
-    step: int
-    rss: int
-    num_files: int
-    num_threads: int
+Sample = Mapping[str, int]
+"""One process at one moment: step, rss (bytes), num_fds, num_threads."""
 
 
 def _make(folder: Path) -> Run:
@@ -86,12 +80,8 @@ def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]
         if step < NUM_STEPS:  # then what is left is closed
             for role, each in roles.items():
                 try:
-                    sample = Sample(
-                        step=step,
-                        rss=each.memory_info().rss,
-                        num_files=each.num_fds(),
-                        num_threads=each.num_threads(),
-                    )
+                    counts = {"num_fds": each.num_fds(), "num_threads": each.num_threads()}
+                    sample = {"step": step, "rss": each.memory_info().rss, **counts}
                 except psutil.Error:  # it is ending
                     continue
                 samples.setdefault(role, []).append(sample)
@@ -103,8 +93,8 @@ def _watch(run: Run, process: subprocess.Popen[bytes]) -> dict[str, list[Sample]
 
 def _quarters(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     """The second and the last quarter of the steps."""
-    second = [sample for sample in samples if NUM_STEPS // 4 <= sample.step < NUM_STEPS // 2]
-    last = [sample for sample in samples if sample.step >= NUM_STEPS * 3 // 4]
+    second = [sample for sample in samples if NUM_STEPS // 4 <= sample["step"] < NUM_STEPS // 2]
+    last = [sample for sample in samples if sample["step"] >= NUM_STEPS * 3 // 4]
     assert len(second) >= 10
     assert len(last) >= 10
     return second, last
@@ -126,13 +116,12 @@ def test_a_long_run_does_not_grow_and_its_ledger_is_closed_at_every_step(tmp_pat
 
     for role, each in samples.items():
         second, last = _quarters(each)
-        kept = MAX_KEPT.get(role, 0) * (median(s.step for s in last) - median(s.step for s in second))
-        grown = (median(s.rss for s in last) - kept) / median(s.rss for s in second)
+        kept = MAX_KEPT.get(role, 0) * (median(s["step"] for s in last) - median(s["step"] for s in second))
+        grown = (median(s["rss"] for s in last) - kept) / median(s["rss"] for s in second)
         assert grown < MAX_GROWTH, f"{role}: memory grew by the factor {grown:.4f}"
-        files = median(s.num_files for s in last) - median(s.num_files for s in second)
-        threads = median(s.num_threads for s in last) - median(s.num_threads for s in second)
-        assert files <= MAX_MORE, f"{role}: {files} more open files"
-        assert threads <= MAX_MORE, f"{role}: {threads} more threads"
+        for name in ("num_fds", "num_threads"):
+            more = median(s[name] for s in last) - median(s[name] for s in second)
+            assert more <= MAX_MORE, f"{role}: {name} grew by {more}"
 
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))

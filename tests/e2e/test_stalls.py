@@ -1,4 +1,4 @@
-"""Runs that stand still, each for another reason, and one that is only slow."""
+"""Runs that stand still, each for another reason."""
 
 from __future__ import annotations
 
@@ -37,14 +37,6 @@ def test_a_reward_that_blocks_the_event_loop_ends_the_run_with_its_place(tmp_pat
     assert run.metrics(), "there was a run before it stood still"
     assert "thread rollout:" in run.logs()
     assert "in blocks_the_event_loop" in run.logs()
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_only_slow_goes_on(tmp_path: Path) -> None:
-    more = ("training.max_steps=4", "training.stall_timeout_s=12", "rollout.max_staleness=0")
-    summary, _ = _run(tmp_path, "user_rewards:is_slow_at_times", *more).complete(timeout_s=180.0)
-    assert summary["steps"] == 4
-    assert summary["wall_s"] > 24.0, "two stalls would have passed"
 
 
 def test_a_run_that_can_still_save_does_so_before_it_ends(tmp_path: Path) -> None:

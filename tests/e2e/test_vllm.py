@@ -23,21 +23,3 @@ def test_after_every_push_vllms_logprobs_are_the_trainers_and_a_killed_launcher_
     process.communicate(timeout=30.0)
     run.assert_nothing_is_left(within_s=20.0)
     assert_on_policy(run.metrics())
-
-
-@pytest.mark.nightly
-def test_with_vllm_the_weights_are_pushed_before_each_call_of_a_rollout_function(tmp_path: Path) -> None:
-    """R5.2: each call sees the version of its step, and its tokens have the trainer's own logprobs (test_interactions has it on
-    the embedded engine)."""
-    settings = (
-        *SYNCHRONOUS,
-        "training.max_steps=3",
-        "evaluation=null",
-        "rollout_function.function=tests.e2e.user_code:rollout_func",
-        "rewards=[{function: 'tests.e2e.user_code:step_is_known'}, {function: 'grpo_async.rewards.text:exact_match'}]",
-    )
-    run = make_run(tmp_path, "quickstart-vllm.yaml", settings)
-    summary, _ = run.complete(timeout_s=600.0)
-    assert summary["engine"] == "vllm"
-    assert [line["rewards/step_is_known/mean"] for line in run.metrics()] == [1.0, 1.0, 1.0]
-    assert_on_policy(run.metrics())

