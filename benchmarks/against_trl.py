@@ -182,7 +182,7 @@ def _run(inputs: Path, folder: Path, url: str, side: str, options: argparse.Name
 
 def steps_of(metrics: Sequence[Mapping[str, float]]) -> list[Step]:
     """Of our side."""
-    steps = []
+    steps: list[Step] = []
     trained = 0.0
     for line in metrics:
         lost = sum(line[f"ledger/groups/{status}"] for status in ("stale", "filtered", "failed"))
