@@ -1,10 +1,11 @@
-"""The preflight against a real embedded server and a real policy; faults are put in one by one."""
+"""The preflight: against a real embedded server and a real policy, with faults put in one by one; and each of its checks alone."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.chat.renderer import load_renderer
-from grpo_async.checks.preflight import PreflightContext, run_preflight
-from grpo_async.checks.report import Check
-from grpo_async.config import ExperimentConfig
+from grpo_async.chat.encoding import Encoder, Guarded
+from grpo_async.chat.renderer import ChatRenderer, load_renderer
+from grpo_async.checks import memory, preflight
+from grpo_async.checks.preflight import PreflightContext, check_chat_template, check_tokenizer, run_preflight
+from grpo_async.checks.report import Check, Found
+from grpo_async.errors import RequestRejectedError
+from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.records import Origin, Prompt, TaggedMessage
@@ -26,12 +30,24 @@ from grpo_async.training.reference import score_twice
 from grpo_async.weights.verify import TrainerScores, probe_sequences
 from tests.launcher.support import make_config
 from tests.servers.embedded_support import Live, live, load
+from tests.support.chat_families import family
+from tests.support.local_server import local_server
 from tests.support.tiny_model import build_tiny_model
 
 TOKEN = "preflight-token"
 NAMES = [
     "logprobs", "tokenizer", "token", "chat template", "dtypes", "weights host", "disk",
 ]  # fmt: skip
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,57 +67,53 @@ def _prompt(text: str) -> Prompt:
     return Prompt(prompt_id=0, messages=[TaggedMessage(role="user", content=text, origin=Origin.PROMPT)])
 
 
-def _config(folder: Path, model: Path, /, **sections: Any) -> ExperimentConfig:
-    base: dict[str, Any] = {
+def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
+    """Without servers; `sections` change the config, `prompt` is the text of the run's only one."""
+    renderer = ChatRenderer(tokenizer, end_of_turn_tokens=changes.pop("end_of_turn_tokens", []))
+    prompts = [_prompt(changes.pop("prompt", "hello world"))]
+    config = make_config(folder, **{"weights": {"timeout_s": 5.0}, **changes.pop("sections", {})})
+    fields: dict[str, Any] = {
+        "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts, "probes": [],
+        "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]), "parameter_shapes": {},
+        "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
+    }  # fmt: skip
+    return PreflightContext(**{**fields, **changes})
+
+
+def _live_context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightContext:
+    """Of a real policy and a server, where everything is as it should be but for `changes`; `info` changes what the server says of
+    itself."""
+    sections: dict[str, Any] = {
         "model": {"path": str(model)},
         "inference": {"engine": "embedded", "max_model_len": 512, "embedded": {"max_slots": 4}},
         "rollout": {"max_completion_tokens": 64},
         "weights": {"timeout_s": 30.0},
     }
-    for name, values in sections.items():
-        base[name] = {**base.get(name, {}), **values}
-    return make_config(folder, **base)
-
-
-def _context(folder: Path, model: Path, url: str, **changes: Any) -> PreflightContext:
-    """Everything as it should be but for `changes`; `info` changes what the server says of itself, `sections` the config."""
-    config = _config(folder, model, **changes.pop("sections", {}))
-    run_dir = RunDir(config.run_path)
-    run_dir.create()
+    for name, values in changes.pop("sections", {}).items():
+        sections[name] = {**sections.get(name, {}), **values}
+    config = make_config(folder, **sections)
+    RunDir(config.run_path).create()
     policy = load_policy(config.model, temperature=0.7, chunk_tokens=64, max_model_len=512)
     renderer = load_renderer(config)
-    token = changes.pop("server_token", TOKEN)
-    control = ServerControl(url, token=token, timeout_s=30.0, name="server 0")
+    control = ServerControl(url, token=TOKEN, timeout_s=30.0, name="server 0")
     rows = policy.model.get_input_embeddings().num_embeddings
-    said = changes.pop("info", {})
-    info = control.info().model_copy(update={"vocab_size": rows, **said})
+    info = control.info().model_copy(update={"vocab_size": rows, **changes.pop("info", {})})
     prompts = [_prompt("what is one and one?"), _prompt("hello world")]
+    rendered = [renderer.prompt_ids(prompt.messages) for prompt in prompts]
 
     def score(sequences: Sequence[Sequence[int]], rounding: str) -> TrainerScores:
-        return score_twice(
-            policy,
-            sequences,
-            device=torch.device("cpu"),
-            compute=torch.float32,
-            rounding=getattr(torch, rounding),
-        )
+        device, rounded = torch.device("cpu"), getattr(torch, rounding)
+        return score_twice(policy, sequences, device=device, compute=torch.float32, rounding=rounded)
 
     fields: dict[str, Any] = {
-        "config": config,
-        "run_dir": run_dir,
-        "renderer": renderer,
         "servers": [SimpleNamespace(name="server 0", url=url, info=info, control=control)],
         "prompts": prompts,
-        "probes": probe_sequences(
-            [renderer.prompt_ids(prompt.messages) for prompt in prompts], vocab_size=rows, max_model_len=512
-        ),
+        "probes": probe_sequences(rendered, vocab_size=rows, max_model_len=512),
         "score_on_trainer": score,
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},
         "num_embeddings": rows,
-        "policy_version": 0,
-        "token": TOKEN,
     }
-    return PreflightContext(**{**fields, **changes})
+    return _context(folder, renderer.tokenizer, sections=sections, **{**fields, **changes})
 
 
 def _run(context: PreflightContext) -> dict[str, Check]:
@@ -121,7 +133,7 @@ def _not_passed(checks: dict[str, Check]) -> dict[str, str]:
 def test_a_run_where_everything_fits_passes_every_check_and_writes_them(
     tmp_path: Path, tiny_model: Path, server: Live
 ) -> None:
-    context = _context(tmp_path, tiny_model, server.url)
+    context = _live_context(tmp_path, tiny_model, server.url)
     found = run_preflight(context)
     assert [check for check in found if check.status != "pass"] == []
     assert [check.name for check in found] == NAMES
@@ -142,7 +154,7 @@ def test_a_server_with_other_weights_fails_with_the_likely_cause(
 ) -> None:
     folder = build_tiny_model(tmp_path_factory.mktemp("other"), seed=9)
     with live(load(folder), max_model_len=512) as served:
-        checks = _run(_context(tmp_path, tiny_model, served.url))
+        checks = _run(_live_context(tmp_path, tiny_model, served.url))
     assert _not_passed(checks) == {"logprobs": "fail"}
     for part in ("mean by length: ", "in the probe of 300", "other weights", "model.path"):
         assert part in checks["logprobs"].detail
@@ -153,15 +165,15 @@ def test_a_small_difference_fails_unless_it_is_tolerated(tmp_path: Path, tiny_mo
     with torch.no_grad():
         other.model.norm.weight.mul_(1.02)
     with live(other, max_model_len=512) as served:
-        strict = _run(_context(tmp_path, tiny_model, served.url))["logprobs"]
+        strict = _run(_live_context(tmp_path, tiny_model, served.url))["logprobs"]
         assert strict.status == "fail"
         assert "weights.verify_tolerance" in strict.detail
         sections = {"weights": {"verify_tolerance": 0.5}}
-        assert _run(_context(tmp_path, tiny_model, served.url, sections=sections))["logprobs"].status == "pass"
+        assert _run(_live_context(tmp_path, tiny_model, served.url, sections=sections))["logprobs"].status == "pass"
 
 
 def test_a_server_of_another_version_fails(tmp_path: Path, tiny_model: Path, server: Live) -> None:
-    checks = _run(_context(tmp_path, tiny_model, server.url, policy_version=4))
+    checks = _run(_live_context(tmp_path, tiny_model, server.url, policy_version=4))
     assert _not_passed(checks) == {"logprobs": "fail"}
     assert "serves version [0] and not 4" in checks["logprobs"].detail
 
@@ -170,10 +182,161 @@ def test_a_served_dtype_that_was_not_sent_is_a_warning_and_widens_the_limit(
     tmp_path: Path, tiny_model: Path, server: Live
 ) -> None:
     compute = {"model": {"compute_dtype": "bfloat16"}}
-    checks = _run(_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}, sections=compute))
+    checks = _run(_live_context(tmp_path, tiny_model, server.url, info={"dtype": "bfloat16"}, sections=compute))
     assert _not_passed(checks) == {"dtypes": "warn"}
     assert "server 0 serves bfloat16 and gets float32 (inference.dtype)" in checks["dtypes"].detail
     assert "model.compute_dtype" in checks["dtypes"].detail
     limit = re.search(r"limit of the mean ([0-9.]+)", checks["logprobs"].detail)
     assert limit is not None
     assert 0.002 < float(limit[1]) < 0.1
+
+
+# ---- each check alone ----
+
+
+def _problems(found: list[Found]) -> list[Found]:
+    return [(status, detail) for status, detail in found if status != "pass"]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3", "chatml"])
+def test_usual_templates_pass(tmp_path: Path, name: str) -> None:
+    tokenizer = family(name)
+    checks = check_chat_template(_context(tmp_path, tokenizer))
+    assert _problems(checks) == []
+    assert f"turns end with {tokenizer.eos_token}" in checks[0][1]
+
+
+@pytest.mark.parametrize("template", ["no_tool_role", "chatml"])
+def test_a_template_without_tool_results_or_tools_fails(tmp_path: Path, template: str) -> None:
+    (problem,) = _problems(check_chat_template(_context(tmp_path, family(template), tool_sets=[[TOOL]])))
+    assert (problem[0], problem[1].startswith("tools (search, ...): ")) == ("fail", True)
+
+
+def test_a_template_that_ends_turns_with_another_token_is_a_warning(tmp_path: Path) -> None:
+    tokenizer = copy.deepcopy(family("chatml"))
+    tokenizer.eos_token = "<|endoftext|>"
+    problems = _problems(check_chat_template(_context(tmp_path, tokenizer)))
+    assert [status for status, _ in problems] == ["warn"]
+    assert "after an answer the chat template continues with ['<|im_end|>'" in problems[0][1]
+    assert _problems(check_chat_template(_context(tmp_path, tokenizer, end_of_turn_tokens=["<|im_end|>"]))) == []
+
+
+def test_foreign_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Encoder, "guard", lambda self, messages, foreign: Guarded(messages=messages, placeholders={}))
+    problems = _problems(check_chat_template(_context(tmp_path, family("chatml"))))
+    assert problems == [("fail", "the text '<|im_end|>' in a message of a tool or environment becomes a control token")]
+
+
+# Tokenizers of both sides.
+
+
+def _server(url: str = "", **info: Any) -> Any:
+    fields = {
+        "engine": "vllm", "engine_version": "1", "model": "m", "dtype": "float32", "max_model_len": 64, "policy_version": 0,
+    }  # fmt: skip
+    return SimpleNamespace(name="server 0", url=url, info=ServerInfo(**{**fields, **info}), control=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "rows", "status"),
+    [(0, 0, "pass"), (-1, 0, "fail"), (64, 0, "fail"), (267, 267, "pass"), (None, 0, "warn")],
+    ids=["equal", "fewer", "more", "spare rows as Qwen has", "unknown"],
+)
+def test_the_servers_vocabulary_must_be_the_trainers(tmp_path: Path, more: int | None, rows: int, status: str) -> None:
+    tokenizer = family("chatml")
+    size = 0 if more is None else len(tokenizer) + more
+    context = _context(
+        tmp_path,
+        tokenizer,
+        servers=[_server(engine="embedded", vocab_size=size)],
+        num_embeddings=len(tokenizer) + rows,
+    )
+    (server,) = context.servers
+    assert check_tokenizer(context, server)[0] == status
+
+
+def _ids(name: str) -> Callable[[str], list[int]]:
+    return lambda text: [int(token) for token in family(name)(text, add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "status", "words"),
+    [
+        (_ids("chatml"), "pass", "4 texts have the same ids on both sides"),  # three of ours and the prompt
+        (_ids("llama3"), "fail", "it has another tokenizer than model.path: 'What is 12 + 30"),
+        (lambda text: [*_ids("chatml")(text), *([0] if "weather" in text else [])], "fail", "weather"),
+        (None, "warn", "could not be asked"),
+    ],
+    ids=["same", "other", "other on the run's own prompts", "no such route"],
+)
+def test_vllm_must_have_the_same_tokenizer(
+    tmp_path: Path, tokenize: Callable[[str], list[int]] | None, status: str, words: str
+) -> None:
+    def refuse(text: str) -> list[int]:
+        raise RequestRejectedError(404, "no such route")
+
+    tokenizer = family("chatml")
+    server = _server(vocab_size=len(tokenizer))
+    server.control = SimpleNamespace(tokenize=tokenize or refuse)
+    found = check_tokenizer(_context(tmp_path, tokenizer, servers=[server], prompt="what is the weather?"), server)
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+# Addresses, disk.
+
+
+@pytest.mark.parametrize(
+    ("host", "status", "words"),
+    [
+        ("127.0.0.1", "pass", "is not reached from outside"),
+        ("192.0.2.1", "warn", "can be reached from other machines"),
+        ("0.0.0.0", "warn", "listens on every network"),
+    ],
+)
+def test_the_address_of_the_weight_group(tmp_path: Path, host: str, status: str, words: str) -> None:
+    (found,) = preflight.check_weights_host(_context(tmp_path, family("chatml"), sections={"weights": {"host": host}}))
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("host", "answer", "status", "words"),
+    [
+        ("127.0.0.1", 401, "pass", "is on loopback and wants the token"),
+        ("127.0.0.1", 404, "warn", "answers without a token"),
+        # inet_aton's spelling of 127.0.0.1, which is_loopback does not know: as an address on a network
+        ("127.1", 401, "warn", "without TLS"),
+        ("127.1", 404, "fail", "answers without a token"),
+    ],
+)
+def test_a_server_must_want_the_token(tmp_path: Path, host: str, answer: int, status: str, words: str) -> None:
+    with local_server(refuses={"/rollout/info": answer}) as answering:
+        server = _server(f"http://{host}:{answering.port}", engine="embedded")
+        found = preflight.check_token(_context(tmp_path, family("chatml"), servers=[server]), server)
+    assert (found[0], words in found[1]) == (status, True), found
+
+
+@pytest.mark.parametrize(("url", "status"), [("http://127.0.0.1:9", "warn"), ("http://10.1.2.3:9", "fail")])
+def test_a_run_without_a_token_is_for_loopback_only(tmp_path: Path, url: str, status: str) -> None:
+    found = preflight.check_token(_context(tmp_path, family("chatml"), token=None), _server(url))
+    assert found[0] == status
+
+
+NUMBER = 1_000_500
+
+
+# keep_last 2: three checkpoints of 3 x 4 bytes x N, and an export of 4 bytes x N
+@pytest.mark.parametrize(
+    ("num_there", "free", "status"),
+    [(0, 80 * NUMBER, "pass"), (0, 42 * NUMBER, "warn"), (0, 40 * NUMBER - 1, "fail"), (2, 32 * NUMBER, "pass")],
+)
+def test_disk_for_checkpoints_and_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_there: int, free: int, status: str
+) -> None:
+    context = _context(tmp_path, family("chatml"), parameter_shapes={"a": (NUMBER,)})
+    context.run_dir.create()
+    for step in range(num_there):
+        context.run_dir.checkpoint(step).mkdir(parents=True)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    (found,) = preflight.check_disk(context)
+    assert found[0] == status
+    assert found[1].startswith(f"{3 - num_there} checkpoint(s) of 11.4 MiB and the model of 3.8 MiB need")
