@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from grpo_async.checks import doctor
+from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.display.display import EVENTS
+from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
+from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.run_directory import RunDir
 from tests.cli.support import MINIMAL
 
@@ -206,3 +210,40 @@ def test_a_server_started_by_hand_is_never_without_a_token(
         assert token is not None
         assert len(token) >= 32
         assert f"export GRPO_ASYNC_TOKEN={token}" in result.stderr
+
+
+def test_the_preflight_gets_the_configuration_and_its_exit_code_is_that_of_the_command(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, str]] = []
+
+    def preflight(config: ExperimentConfig, *, output: Output) -> RunOutcome:
+        calls.append((config.run.name, output.mode))
+        return RunOutcome(exit_code=1, checks=[Check("disk", "fail", "full")])
+
+    monkeypatch.setattr("grpo_async.launcher.train.preflight", preflight)
+    assert _invoke("preflight", config, "--set", "run.name=other", "--quiet").exit_code == 1
+    assert calls == [("other", "quiet")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_the_doctor_prints_every_check_and_only_a_failed_one_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    checks = [Check("python", "pass", "CPython"), Check("disk", "warn", "nearly full")]
+    monkeypatch.setattr(doctor, "run_doctor", lambda: list(checks))
+    result = _invoke("doctor", *arguments)
+    assert result.exit_code == 0, result.output
+    if "--json" in arguments:
+        assert json.loads(result.stdout) == {
+            "status": "warn",
+            "checks": [
+                {"name": "python", "status": "pass", "detail": "CPython"},
+                {"name": "disk", "status": "warn", "detail": "nearly full"},
+            ],
+        }
+    else:
+        assert ["warn", "disk", "nearly", "full"] in [line.split() for line in result.stdout.splitlines()]
+        assert result.stdout.splitlines()[-1] == "1 passed, 1 warned, 0 failed"
+    checks.append(Check("torch", "fail", "not installed"))
+    assert _invoke("doctor", *arguments).exit_code == 1
