@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -123,16 +124,21 @@ def _run(
         except asyncio.CancelledError:
             return None
         finally:
-            for close in (inputs.components.aclose, client.aclose):
-                try:
-                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                        await close()
-                except Exception:  # the numbers are there, and the process ends
-                    logger.exception("connections or environments could not be closed")
+            await _close(inputs.components.aclose, client.aclose)
         baseline = {} if evaluator.majority_baseline is None else {"majority_baseline": evaluator.majority_baseline}
         return {"metrics": result.metrics, "by_group": result.by_group, "group_by": section.group_by, **baseline}
 
     return asyncio.run(run())
+
+
+async def _close(*closes: Callable[[], Awaitable[None]]) -> None:
+    """All of them, whatever becomes of the one before: the numbers are there, and the process ends."""
+    for close in closes:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await close()
+        except Exception:
+            logger.exception("connections or environments could not be closed")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_async.buffer.sample_buffer import SampleBuffer, Watch
-from grpo_async.errors import WeightPushError
+from grpo_async.errors import RunError, WeightPushError
 from grpo_async.records import GroupStatus, ScoredGroup
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.ranks import Command, GatherCommand, ScoreCommand, WaitCommand
@@ -99,19 +99,25 @@ def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_
     assert source.versions == [2, 3, 4]
 
 
-def test_the_steps_so_far_are_saved_before_a_push_that_fails_for_good_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("fails", ["push", "verify"])
+def test_the_steps_so_far_are_saved_before_a_push_or_its_verification_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     saved: list[int] = []
 
     class Failing(FakeSync):
         def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
-            if version == 2:
+            if version == 2 and fails == "push":
                 raise WeightPushError("it was refused")
             return super().push(version, before_gather=before_gather)
 
+        def verify(self, score: Any) -> dict[str, float]:
+            if self.pushed == [1, 2] and fails == "verify":
+                raise RunError("it was refused")
+            return {}
+
     monkeypatch.setattr(Leader, "save", lambda self, step, wait: saved.append(step))
-    with pytest.raises(WeightPushError, match="it was refused"):
+    with pytest.raises(RunError, match="it was refused"):
         _run(Failing(), _Source({}), steps=3)
     assert saved == [2]
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ class _Server:
     logprob: float = -1.0
     version: int = 0
     events: list[str] = field(default_factory=list)
-    fails: type[Exception] | None = None
+    fails: Callable[[str], Exception] | None = None
     instance_id: str = "a"
     state: ServerState = ServerState.READY
     answers_as: str = "a"
@@ -372,6 +373,15 @@ def test_a_server_that_was_restarted_or_dies_before_it_is_compared_is_no_reason_
     w.fleet.up[0].fails = ServerUnavailableError
     w.sync.verify(_score)
     assert w.fleet.suspected == [0]
+
+
+def test_a_server_that_refuses_to_score_ends_the_run(world: Any) -> None:
+    w = world(_server(0), weights={"verify_every_pushes": 1})
+    w.sync.push(0, before_gather=_nothing)
+    w.sync.push(1, before_gather=_nothing)
+    w.fleet.up[0].fails = partial(RequestRejectedError, 400)
+    with pytest.raises(RunError, match=r"server 0 does not score sequences for the verification: .*gone"):
+        w.sync.verify(_score)
 
 
 def test_servers_sleep_while_a_step_trains_and_wake_for_the_push_and_one_that_does_not_is_fenced(world: Any) -> None:
