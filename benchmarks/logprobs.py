@@ -5,7 +5,7 @@
 Full logits are (tokens, vocab). A chunk is a quarter of the tokens, as with the trainer's own training.logprob_chunk_tokens (1024)
 and training.micro_batch_tokens (4096). The loss is a sum over tokens, for which chunks make their gradients at once (dapo, grpo,
 bnpo, dr_grpo, cispo, sapo); with --any-loss it is not known to be one (gspo, weights of whole sequences, your own), and chunks
-compute their logits again for the backward pass.
+compute their logits again.
 
 Memory is measured of one step in a process of its own for each variant: what the step adds, at its peak, to the inputs that were
 there; on a GPU by torch's allocator, on the CPU by the process's resident memory (VmHWM, reset before the step). "beyond gradients"
@@ -140,20 +140,18 @@ def _make_step(
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy
 
-    def gradients(
-        logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return (logprobs * weights[rows]).sum(), weights[rows], None
+    def chunked() -> torch.Tensor | None:
+        by_token = not options.any_loss
+        return chunked_logprobs(
+            hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=loss_of, is_by_token=by_token
+        ).objective
+
+    def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        return (logprobs * weights[rows]).sum()
 
     def step() -> tuple[float, float]:
-        if variant == "full":
-            loss = (full()[0] * weights).sum()
-        else:
-            objective = None if options.any_loss else gradients
-            made = chunked_logprobs(
-                hidden, targets, head, temperature=0.9, chunk_tokens=options.chunk, objective=objective
-            )
-            loss = (made[0] * weights).sum() if made.objective is None else made.objective
+        loss: torch.Tensor | None = loss_of(*full(), slice(None)) if variant == "full" else chunked()
+        assert loss is not None
         loss.backward()  # type: ignore[no-untyped-call]
         norm = float(nn.utils.get_total_norm([tensor.grad.float() for tensor in inputs if tensor.grad is not None]))
         for tensor in inputs:

@@ -153,44 +153,33 @@ def _replacing(folder: Path, what: str) -> Iterator[Path]:
 
 def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, float] | None = None) -> str:
     """The card of the policy after `step` steps. `evaluation`: metrics on held-out data, if there are any."""
-    base, rollout = config.model.path, config.rollout
-    merged = []
-    if config.model.lora is not None:
-        rank = config.model.lora.rank
-        merged = [
-            "",
-            f"LoRA of rank {rank}, merged into these weights; the adapter alone is in the folder next to this one.",
-        ]
-    train = config.data.train
+    base, rollout, lora = config.model.path, config.rollout, config.model.lora
+    merged = (
+        ""
+        if lora is None
+        else f"LoRA of rank {lora.rank}, merged into these weights; the adapter is in the folder next to this one."
+    )
+    rows = [f"| {name} | {value:.6g} |" for name, value in (evaluation or {}).items() if isinstance(value, int | float)]
+    table = (
+        ["| metric | value |", "| --- | --- |", *rows] if rows else ["This policy was not evaluated on held-out data."]
+    )
     lines = [
         "---",
         "library_name: transformers",
         f"base_model: {json.dumps(base)}",
         "pipeline_tag: text-generation",
-        "tags:",
-        "- grpo",
-        "- reinforcement-learning",
+        "tags: [grpo, reinforcement-learning]",
         "---",
         "",
         f"# {config.run.name}",
         "",
         f"`{base}`, trained for {step} of {config.num_steps} steps by reinforcement learning (loss `{config.loss.type}`, "
         f"{rollout.groups_per_step} prompts with {rollout.group_size} completions per step, policies up to "
-        f"{rollout.max_staleness} steps old).",
-        *merged,
-        "",
-        "## Data and rewards",
-        "",
-        f"- data: `{train.type}: {_first_of(train, 'path', 'name', 'function', 'task')}`",
-        *(
-            f"- reward: `{_first_of(section, 'function', 'model')}`, weight {section.weight:g}"
-            for section in config.rewards
-        ),
-        *([f"- no reward function: {_source_of_rewards(config)}"] if not config.rewards else []),
+        f"{rollout.max_staleness} steps old). {merged}",
         "",
         "## Evaluation",
         "",
-        *_evaluation_lines(evaluation),
+        *table,
         "",
         "## Versions",
         "",
@@ -198,7 +187,7 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
         "## Configuration",
         "",
-        "Without servers, launch and trackers; values of arguments are omitted.",
+        "Data and rewards included; without servers, launch, trackers and values of arguments.",
         "",
         "```yaml",
         dump_values(public_config(config)).rstrip("\n").replace("```", "'''"),
@@ -206,22 +195,6 @@ def model_card(config: ExperimentConfig, *, step: int, evaluation: Mapping[str, 
         "",
     ]
     return "\n".join(lines)
-
-
-def _evaluation_lines(evaluation: Mapping[str, float] | None) -> list[str]:
-    if not evaluation:
-        return ["This policy was not evaluated on held-out data."]
-    rows = [f"| {name} | {value:.6g} |" for name, value in evaluation.items() if isinstance(value, int | float)]
-    return ["| metric | value |", "| --- | --- |", *rows]
-
-
-def _source_of_rewards(config: ExperimentConfig) -> str:
-    return "environments give the rewards" if config.rollout.agent is None else "the agent returns the reward"
-
-
-def _first_of(section: object, *names: str) -> str:
-    """The first of these fields that is set, which says what the section is about."""
-    return next((str(value) for name in names if (value := getattr(section, name, None)) is not None), "")
 
 
 def _versions() -> list[str]:

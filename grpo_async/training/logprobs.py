@@ -1,16 +1,16 @@
 """Log-probabilities and entropies of chosen tokens, in chunks: full logits (N, vocab) are never held.
 
-Logits live for one chunk only. Where the objective is a sum over tokens, its gradient with respect to the logprobs is known as
-soon as the logprobs of a chunk are, and the gradients of states and head are made from the chunk's logits at once: three matrix
-products, as with full logits. Else that gradient comes with the backward pass, which computes the logits again. Gradients are
-exact either way.
+Logits live for one chunk only. The gradients of states and head are made in the forward pass, from the chunk's logits and the
+gradient of the objective with respect to the logprobs. Where the objective is a sum over tokens, that is known as soon as the
+logprobs of a chunk are: three matrix products, as with full logits. Else it is known when the logprobs of all chunks are, and the
+logits are computed again. Gradients are exact either way.
 
     products, N tokens in C chunks:   logits N, states' gradient N, head's gradient N   [+ logits again, all chunks but the last]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -40,21 +40,31 @@ class LogitTransform:
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
+    def at(self, temperature: float) -> LogitTransform:
+        """This one, and its result divided by `temperature`."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return LogitTransform(scale=self.scale / temperature, softcap=softcap)
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        """In float32 or more, in the memory of `z` where it has that already."""
+        x = z if z.dtype == torch.float64 else z.float()
+        if self.softcap is None:
+            return x.mul_(self.scale)
+        return x.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+
 
 _IDENTITY = LogitTransform()
 
-TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
-"""From logprobs (n,) and entropies (n,) of the tokens in a slice: what they add to the objective, (), and its gradients with
-respect to both, (n,) each; None: it does not depend on the entropies."""
+TokenObjective = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+"""What the tokens in a slice add to the objective, (), with gradient; from their logprobs and entropies, (n,) each."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Of N tokens."""
+    """Of N tokens; only `objective` has a gradient."""
 
-    logprobs: torch.Tensor  # (N,); without gradient where `objective` has it
-    entropy: torch.Tensor  # (N,), nats; likewise
-    objective: torch.Tensor | None = None
-    """() float32, with gradient. None where none was given."""
+    logprobs: torch.Tensor  # (N,)
+    entropy: torch.Tensor  # (N,), nats
+    objective: torch.Tensor | None = None  # () float32; None where none was given
 
 
 def chunked_logprobs(
@@ -65,8 +75,8 @@ def chunked_logprobs(
     temperature: float,
     chunk_tokens: int,
     transform: LogitTransform = _IDENTITY,
-    entropy_gradient: bool = False,
     objective: TokenObjective | None = None,
+    is_by_token: bool = True,
     in_float32: bool = False,
     loss_scale: float = 1.0,
 ) -> TokenLogprobs:
@@ -79,44 +89,35 @@ def chunked_logprobs(
         target_ids: (N,)
         head: maps (n, H) to (n, vocab); see `is_plain_linear`.
         chunk_tokens: logits are computed for this many tokens at a time.
-        entropy_gradient: whether the entropies carry a gradient.
-        objective: a sum over tokens. It is computed, with the gradients of hidden states and head, in the forward pass, and allows
-            one backward pass.
+        objective: is computed, with the gradients of hidden states and head, in the forward pass, and allows one backward pass.
+        is_by_token: the objective is a sum over tokens, and is asked for the tokens of one chunk after the other. Else it is asked
+            for all at once.
         in_float32: a head of 16 bits gives logits of 32: its products, exact in float32, are added up there. Gradients
             are products in its own dtype.
-        loss_scale: by which the loss is multiplied before its backward pass; a 16-bit head keeps the gradients of `objective` so
-            scaled, or small ones would vanish in float16.
+        loss_scale: by which the loss is multiplied before its backward pass; a 16-bit head keeps its gradients so scaled, or small
+            ones would vanish in float16.
     """
-    logprobs, entropy, total = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden,
-        head.weight,
-        head.bias,
-        target_ids,
-        temperature,
-        transform,
-        chunk_tokens,
-        entropy_gradient,
-        objective,
-        in_float32,
-        loss_scale,
+    transform = transform.at(temperature)
+    chunks = _chunks(hidden.shape[0], chunk_tokens)
+
+    def logits(rows: slice) -> torch.Tensor:
+        return transform(_linear(hidden[rows], head.weight, head.bias, in_float32))
+
+    if objective is None:
+        with torch.no_grad():
+            logprobs, entropy, *_ = _first_pass(logits, target_ids, chunks)
+        return TokenLogprobs(logprobs, entropy)
+    groups = [[rows] for rows in chunks] if is_by_token else [chunks]
+    found = _Objective.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, target_ids, logits, transform, groups, objective, loss_scale
     )
-    if objective is not None:
-        return TokenLogprobs(logprobs, entropy, total)
-    return TokenLogprobs(logprobs, entropy if entropy_gradient else entropy.detach())
+    return TokenLogprobs(*found)
 
 
 def is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling the head does nothing but one matrix product. Subclasses (adapters, FSDP units) and hooks may do more."""
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     return type(head) is nn.Linear and not any(hooks)
-
-
-def _to_scaled_logits(logits: torch.Tensor, temperature: float, transform: LogitTransform) -> torch.Tensor:
-    """transform(logits) / temperature, in the memory of `logits` where the dtype allows. (n, vocab)"""
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    if transform.softcap is None:
-        return x.mul_(transform.scale / temperature)
-    return x.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap / temperature)
 
 
 def _block_rows(x: torch.Tensor) -> int:
@@ -148,25 +149,23 @@ def _logit_gradient_(
     entropy: torch.Tensor,
     logprob_gradient: torch.Tensor,
     entropy_gradient: torch.Tensor | None,
-    temperature: float,
     transform: LogitTransform,
-) -> torch.Tensor:
+) -> None:
     """Overwrites x (n, vocab) with the gradient with respect to the head's output z.
 
     With p = softmax(x), g of the logprob at target t, e of the entropy H:
         d/dx_v = g ([v = t] - p_v) - e p_v (log p_v + H)
-        d/dz_v = d/dx_v  scale / temperature  (1 - (temperature x_v / softcap)^2)     the last factor only with a softcap
+        d/dz_v = d/dx_v  scale  (1 - (x_v / softcap)^2)     the last factor only with a softcap
     """
-    factor = transform.scale / temperature
-    columns = [targets, normalizer, entropy, logprob_gradient * factor]
+    columns = [targets, normalizer, entropy, logprob_gradient * transform.scale]
     if entropy_gradient is not None:
-        columns.append(entropy_gradient * factor)
+        columns.append(entropy_gradient * transform.scale)
     size = _block_rows(x)
     splits = zip(*(torch.split(column, size) for column in columns), strict=True)
     for block, (ids, norm, block_entropy, g, *e) in zip(torch.split(x, size), splits, strict=True):
         derivative = None
         if transform.softcap is not None:
-            derivative = (block * (temperature / transform.softcap)).square_().neg_().add_(1.0)
+            derivative = (block / transform.softcap).square_().neg_().add_(1.0)
         block.sub_(norm[:, None])  # log p
         if e:
             outer = (block + block_entropy[:, None]).mul_(-e[0][:, None]).sub_(g[:, None])
@@ -176,16 +175,37 @@ def _logit_gradient_(
         block.scatter_add_(-1, ids[:, None], g[:, None])
         if derivative is not None:
             block.mul_(derivative)
-    return x
 
 
-class _LinearLogprobs(torch.autograd.Function):
-    """A linear head and what follows it.
+def _first_pass(
+    logits: Callable[[slice], torch.Tensor], targets: torch.Tensor, chunks: Sequence[slice]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_statistics` of all tokens of neighboring chunks, and the logits of the last chunk."""
+    found = []
+    x = None
+    for rows in chunks:
+        x = None  # before the next chunk's logits are made: one chunk at a time
+        x = logits(rows)
+        found.append(_statistics(x, targets[rows]))
+    assert x is not None
+    logprobs, entropy, normalizers = (torch.cat(column) for column in zip(*found, strict=True))
+    return logprobs, entropy, normalizers, x
 
-    With an objective the gradients are made in the forward pass, saved in place of everything else, and only scaled in the backward
-    pass. Without one it saves hidden and weight, both held anyway, two numbers a token, and the scaled logits of the last chunk:
-    the backward pass begins with that one, and needs the memory of one chunk at any time, too.
-    """
+
+def _differentiated(
+    objective: TokenObjective, logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Its value, and `scale` times its gradients with respect to both; None: it does not depend on the entropies."""
+    with torch.enable_grad():
+        logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        value = objective(logprobs, entropy, rows)
+        of_logprobs, of_entropy = torch.autograd.grad(value * scale, (logprobs, entropy), allow_unused=True)
+    return value.detach(), torch.zeros_like(logprobs) if of_logprobs is None else of_logprobs, of_entropy
+
+
+class _Objective(torch.autograd.Function):
+    """The objective of tokens behind a linear head. Gradients are made in the forward pass, saved in place of everything else, and
+    only scaled in the backward pass."""
 
     @staticmethod
     def forward(
@@ -194,66 +214,45 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        temperature: float,
+        logits: Callable[[slice], torch.Tensor],
         transform: LogitTransform,
-        chunk_tokens: int,
-        with_entropy: bool,
-        objective: TokenObjective | None,
-        in_float32: bool,
+        groups: Sequence[Sequence[slice]],
+        objective: TokenObjective,
         loss_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        gradients = None if objective is None else _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        """`groups`: chunks whose tokens the objective is asked for at once, in their order."""
+        gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        chunks = []
-        x = None
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            ids = targets[rows]
-            x = None  # before the next chunk's logits are made: one chunk at a time
-            x = _to_scaled_logits(_linear(hidden[rows], weight, bias, in_float32), temperature, transform)
-            logprobs, entropy, normalizer = _statistics(x, ids)
-            if objective is not None and gradients is not None:
-                value, of_logprobs, of_entropy = objective(logprobs, entropy, rows)
-                total += value
-                of_logprobs = of_logprobs * loss_scale
-                of_entropy = None if of_entropy is None else of_entropy * loss_scale
-                _logit_gradient_(x, ids, normalizer, entropy, of_logprobs, of_entropy, temperature, transform)
+        found = []
+        for chunks in groups:
+            x: torch.Tensor | None
+            logprobs, entropy, normalizer, x = _first_pass(logits, targets, chunks)
+            whole = slice(chunks[0].start, chunks[-1].stop)
+            value, of_logprobs, of_entropy = _differentiated(objective, logprobs, entropy, whole, loss_scale)
+            total += value
+            for rows in reversed(chunks):  # the last one's logits are there
+                x = logits(rows) if x is None else x
+                mine = slice(rows.start - whole.start, rows.stop - whole.start)
+                e = None if of_entropy is None else of_entropy[mine]
+                _logit_gradient_(x, targets[rows], normalizer[mine], entropy[mine], of_logprobs[mine], e, transform)
                 gradients.add(rows, hidden[rows], x)
-            chunks.append((logprobs, entropy, normalizer))
-        all_logprobs, all_entropies, normalizers = (torch.cat(column) for column in zip(*chunks, strict=True))
-        ctx.has_objective, ctx.gradients, ctx.loss_scale = objective is not None, gradients, loss_scale
-        if objective is not None:
-            ctx.mark_non_differentiable(all_logprobs, all_entropies)
-        else:
-            ctx.mark_non_differentiable(total)
-            ctx.last_chunk = x  # without a gradient ctx, and so this, ends with the call
-            ctx.save_for_backward(hidden, weight, bias, targets, normalizers, all_entropies)
-            ctx.settings = (temperature, transform, chunk_tokens, with_entropy, in_float32)
+                x = None  # before the next chunk's logits are made: one chunk at a time
+            found.append((logprobs, entropy))
+        all_logprobs, all_entropies = (torch.cat(column) for column in zip(*found, strict=True))
+        ctx.mark_non_differentiable(all_logprobs, all_entropies)
+        ctx.gradients, ctx.loss_scale = gradients, loss_scale
         return all_logprobs, all_entropies, total
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> tuple[Any, ...]:
-        nothing = (None,) * 8
-        if ctx.has_objective:
-            gradients, ctx.gradients = ctx.gradients, None
-            if gradients is None:
-                raise RuntimeError("an objective that is computed in chunks has only one backward pass")
-            return *gradients.result(upstream[2] / ctx.loss_scale), *nothing
-        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        temperature, transform, chunk_tokens, with_entropy, in_float32 = ctx.settings
-        gradients = _LinearGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for rows in reversed(_chunks(hidden.shape[0], chunk_tokens)):
-            x, ctx.last_chunk = ctx.last_chunk, None  # a second backward pass recomputes it
-            if x is None:
-                x = _to_scaled_logits(_linear(hidden[rows], weight, bias, in_float32), temperature, transform)
-            of_entropy = upstream[1][rows] if with_entropy else None
-            per_token = targets[rows], normalizer[rows], entropy[rows], upstream[0][rows], of_entropy
-            gradients.add(rows, hidden[rows], _logit_gradient_(x, *per_token, temperature, transform))
-            del x  # before the next chunk's logits are made: one chunk at a time
-        return *gradients.result(), *nothing
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("an objective that is computed in chunks has only one backward pass")
+        return *gradients.result(upstream[2] / ctx.loss_scale), *(None,) * 6
 
 
 def _chunks(num_tokens: int, chunk_tokens: int) -> list[slice]:
-    """The smaller one first, so that the last, which is held for the backward pass, is a whole one. 5 tokens in chunks of 2: 0 to
+    """The smaller one first, so that the last, whose logits are not computed again, is a whole one. 5 tokens in chunks of 2: 0 to
     1, 1 to 3, 3 to 5."""
     first = num_tokens % chunk_tokens or chunk_tokens
     stops = range(first, num_tokens + 1, chunk_tokens)
@@ -302,14 +301,11 @@ class _LinearGradients:
             block = slice(start, start + _VOCAB_BLOCK)
             self._weight[block] += logit_gradient[:, block].T @ states
 
-    def result(
-        self, factor: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def result(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """All three times `factor` (), in the dtypes of what they are of. Once: it works in place."""
-        if factor is not None:
-            for gradient in (self._hidden, self._weight, self._bias):
-                if gradient is not None:
-                    gradient.mul_(factor)
+        for gradient in (self._hidden, self._weight, self._bias):
+            if gradient is not None:
+                gradient.mul_(factor)
         return (
             self._hidden,
             None if self._weight is None else self._weight.to(self._head.dtype),

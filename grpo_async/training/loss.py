@@ -40,15 +40,15 @@ class LossInputs:
     """The N trained tokens of one micro-batch, one after another; N >= 1. This is what a loss of your own is given.
 
     Two samples of 2 and 1 trained tokens: sample_index = [0, 0, 1]. The loss of the minibatch is the sum of weights x loss over
-    all its micro-batches and ranks. A shipped loss that is a sum over tokens is given parts of a micro-batch with gradient (their
-    samples keep their numbers), and all of it without.
+    all its micro-batches and ranks. A loss is called with gradient (a shipped one that is a sum over tokens with parts of a
+    micro-batch, whose samples keep their numbers), and once more without, for the metrics.
     """
 
     logprobs: torch.Tensor  # (N,) float32, of the trained policy, with gradient
     old_logprobs: torch.Tensor  # (N,) float32, of the proximal policy (`loss.proximal`), no gradient
     sampler_logprobs: torch.Tensor  # (N,) float32, as the server that sampled reported them
     ref_logprobs: torch.Tensor | None  # (N,) float32, of `loss.reference`; None while loss.beta is 0
-    entropy: torch.Tensor  # (N,) float32, nats; with gradient where loss.entropy_bonus is set or the loss is your own
+    entropy: torch.Tensor  # (N,) float32, nats, with gradient
     advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample
     weights: torch.Tensor  # (N,) float32, the reduction: see batching.weights
     sample_index: torch.Tensor  # (N,) int64, which sample of the micro-batch: 0, 1, ... without gaps
@@ -357,10 +357,6 @@ class Objective:
         return self.section.proximal == "recomputed" and self._num_updates > 1
 
     @property
-    def needs_entropy_gradient(self) -> bool:
-        return self.section.entropy_bonus != 0.0 or isinstance(self.section, CustomLoss)
-
-    @property
     def clips(self) -> bool:
         """Whether the loss has a clip whose metrics mean something."""
         return not isinstance(self.section, SapoLoss | CustomLoss)
@@ -378,36 +374,22 @@ class Objective:
         is_by_token = section.correction is None or section.correction.level == "token"
         return is_by_token and section.off_policy_mask is None and not isinstance(section, GspoLoss | CustomLoss)
 
-    def token_objective(
-        self,
-        batch: MicroBatch,
-        *,
-        ref_logprobs: torch.Tensor | None = None,
-        old: torch.Tensor | None = None,
-    ) -> TokenObjective | None:
-        """For `Policy.forward`: what some of the trained tokens add, with its gradients; None where it is not a sum over tokens.
+    def of_tokens(
+        self, batch: MicroBatch, *, ref_logprobs: torch.Tensor | None = None, old: torch.Tensor | None = None
+    ) -> TokenObjective:
+        """What some of the trained tokens of `batch` add; all of them unless `is_sum_over_tokens`. For `Policy.forward`.
 
         Args:
             ref_logprobs, old: as those of the call.
         """
-        if not self.is_sum_over_tokens:
-            return None
 
-        def of(
-            logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-            with torch.enable_grad():
-                logprobs = logprobs.detach().requires_grad_()
-                entropy = entropy.detach().requires_grad_(self.needs_entropy_gradient)
-                total = self(
-                    PolicyOutput(logprobs=logprobs, entropy=entropy),
-                    batch.of_tokens(rows),
-                    ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
-                    old=None if old is None else old[rows],
-                ).total
-                wanted = [logprobs, entropy] if self.needs_entropy_gradient else [logprobs]
-                gradients = torch.autograd.grad(total, wanted)
-            return total.detach(), gradients[0], gradients[1] if self.needs_entropy_gradient else None
+        def of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+            return self(
+                PolicyOutput(logprobs=logprobs, entropy=entropy),
+                batch.of_tokens(rows),
+                ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows],
+                old=None if old is None else old[rows],
+            ).total
 
         return of
 
@@ -457,8 +439,6 @@ class Objective:
         total = policy_loss
         if section.entropy_bonus != 0.0:
             total = total - section.entropy_bonus * output.entropy.sum() / batch.minibatch_tokens
-        if output.objective is not None:
-            total = output.objective  # the same number, with the gradient
         return ObjectiveOutput(
             total=total,
             policy_loss=policy_loss.detach(),

@@ -51,10 +51,10 @@ _KEPT_NAMES = (
 class PolicyOutput:
     """What one forward says of the N trained tokens of its micro-batch."""
 
-    logprobs: torch.Tensor  # (N,) float32, with gradient unless `objective` has it
-    entropy: torch.Tensor  # (N,) float32, nats; with gradient only when asked for, and unless `objective` has it
-    objective: torch.Tensor | None = None  # () float32, with gradient: of its tokens, where it was made with them
-    anchor: torch.Tensor | None = None  # () zero that depends on every parameter; only without trained tokens
+    logprobs: torch.Tensor  # (N,) float32
+    entropy: torch.Tensor  # (N,) float32, nats
+    objective: torch.Tensor | None = None
+    """() float32, which alone has a gradient. Without trained tokens a zero that depends on every parameter."""
 
 
 class Policy(nn.Module):
@@ -103,16 +103,15 @@ class Policy(nn.Module):
         batch: MicroBatch,
         *,
         temperature: float | None = None,
-        entropy_gradient: bool = False,
-        token_objective: TokenObjective | None = None,
+        objective: TokenObjective | None = None,
+        is_by_token: bool = True,
         loss_scale: float = 1.0,
     ) -> PolicyOutput:
         """Log-probabilities and entropies of the trained tokens.
 
         Args:
             temperature: of the distribution; None = that of the run.
-            entropy_gradient: whether the loss depends on the entropy.
-            token_objective: where the loss is a sum over tokens: a plain linear head makes its gradients with the logprobs.
+            objective, is_by_token: see `chunked_logprobs`.
             loss_scale: by which the loss is multiplied before its backward pass.
 
         Raises:
@@ -125,21 +124,21 @@ class Policy(nn.Module):
         if batch.num_trained_tokens == 0:
             # a rank without trained tokens: every parameter, the head's too, still has to get a gradient (of zeros),
             # because FSDP reduces the same parameters on every rank
-            nothing = states.sum(-1).float()
-            return PolicyOutput(logprobs=nothing, entropy=nothing.detach(), anchor=head(flat[:1]).float().sum() * 0.0)
-        logprobs, entropy, objective = chunked_logprobs(
+            nothing = states.detach().sum(-1).float()
+            return PolicyOutput(logprobs=nothing, entropy=nothing, objective=head(flat[:1]).float().sum() * 0.0)
+        logprobs, entropy, total = chunked_logprobs(
             states,
             batch.target_ids,
             head,
             temperature=self._temperature if temperature is None else temperature,
             chunk_tokens=self._chunk_tokens,
             transform=self._transform,
-            entropy_gradient=entropy_gradient,
-            objective=token_objective,
+            objective=objective,
+            is_by_token=is_by_token,
             in_float32=self._head_in_float32,
             loss_scale=loss_scale,
         )
-        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=objective)
+        return PolicyOutput(logprobs=logprobs, entropy=entropy, objective=total)
 
     def _hidden(self, batch: MicroBatch) -> torch.Tensor:
         """States before the head, (R, T, H)."""

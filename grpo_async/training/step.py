@@ -110,17 +110,17 @@ def train_step(
                 with timeline.span("forward", "trainer", micro_batch=number):
                     output: PolicyOutput = policy(
                         batch,
-                        entropy_gradient=objective.needs_entropy_gradient,
-                        token_objective=objective.token_objective(batch, ref_logprobs=ref_logprobs, old=old),
+                        objective=objective.of_tokens(batch, ref_logprobs=ref_logprobs, old=old),
+                        is_by_token=objective.is_sum_over_tokens,
                         loss_scale=loss_scale,
                     )
-                if output.anchor is not None:
-                    with timeline.span("backward", "trainer", micro_batch=number):
-                        torch.autograd.backward(output.anchor)
-                    continue
-                terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
                 with timeline.span("backward", "trainer", micro_batch=number):
-                    torch.autograd.backward(terms.total * (world_size * loss_scale))
+                    assert output.objective is not None
+                    torch.autograd.backward(output.objective * (world_size * loss_scale))
+                if batch.num_trained_tokens == 0:
+                    continue
+                with torch.no_grad():
+                    terms = objective(output, batch, ref_logprobs=ref_logprobs, old=old)
                 sums.add(terms)
                 if collector is not None:
                     collector.add(terms)

@@ -49,8 +49,7 @@ def _one(
     shard_policy(policy, init_device_mesh("cpu", (dist.get_world_size(),)), compute_dtype=torch.float32)
     mine = rows[dist.get_rank()]
     batch = pack_rows(random_samples(LENGTHS), mine, 50) if mine else padding_only(50)
-    output = policy(batch, entropy_gradient=True)
-    loss = output.logprobs.sum() + output.entropy.sum() if output.anchor is None else output.anchor
+    loss = policy(batch, objective=lambda logprobs, entropy, _: (logprobs + entropy).sum()).objective
     (loss * dist.get_world_size()).backward()  # FSDP averages
     total = loss.detach().clone()
     dist.all_reduce(total)

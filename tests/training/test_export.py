@@ -83,8 +83,6 @@ def test_the_card_states_the_run() -> None:
     assert yaml.safe_load(front)["base_model"] == "base/model"
     assert "# my-run" in text
     assert f"trained for 7 of {config.training.max_steps} steps" in text
-    assert "jsonl: rows.jsonl" in text
-    assert "`mine:right`, weight 2" in text
     assert "| pass@1 | 0.25 |" in text
     assert "- torch " in text
     resolved = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])

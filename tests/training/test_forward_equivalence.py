@@ -26,9 +26,12 @@ def _policy(model: Any) -> Policy:
 
 def _backward(policy: Policy, lengths: list[int], rows: list[list[int]], row_tokens: int) -> PolicyOutput:
     policy.zero_grad()
-    output: PolicyOutput = policy(pack_rows(random_samples(lengths), rows, row_tokens), entropy_gradient=True)
-    loss = (output.logprobs * torch.linspace(-1.0, 1.0, len(output.logprobs))).sum() + output.entropy.sum()
-    loss.backward()
+    batch = pack_rows(random_samples(lengths), rows, row_tokens)
+    weights = torch.linspace(-1.0, 1.0, batch.num_trained_tokens)
+    output: PolicyOutput = policy(
+        batch, objective=lambda logprobs, entropy, at: (logprobs * weights[at] + entropy).sum()
+    )
+    torch.autograd.backward(output.objective)
     return output
 
 

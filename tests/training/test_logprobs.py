@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,45 +45,10 @@ def _case(dtype: torch.dtype = torch.float32, *, bias: bool = False) -> tuple[nn
     return head, torch.randn(N, H, dtype=dtype, requires_grad=True), torch.randint(0, VOCAB, (N,))
 
 
-def _assert_equals_full_logits(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **settings: Any) -> None:
-    chunk_tokens = settings.pop("chunk_tokens")
-    inputs = [hidden, *head.parameters()]
-    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1), dtype=hidden.dtype)
-    wanted = _full(hidden, targets, head, **settings)
-    found = chunked_logprobs(hidden, targets, head, chunk_tokens=chunk_tokens, entropy_gradient=True, **settings)[:2]
-    for value, right in zip(found, wanted, strict=True):
-        torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
-    # the gradient of each alone and of both together
-    for use in ([1.0, 0.0], [0.0, 1.0], [1.0, 1.0]):
-        sums = [sum(u * (w * v).sum() for u, w, v in zip(use, weights, of, strict=True)) for of in (found, wanted)]
-        gradients = [torch.autograd.grad(total, inputs, retain_graph=True) for total in sums]
-        for gradient, right in zip(*gradients, strict=True):
-            torch.testing.assert_close(gradient, right, atol=1e-5, rtol=1e-5)
-
-
-Sum = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
-
-
-def _objective(function: Sum, *, with_entropy: bool = True) -> TokenObjective:
-    """A sum over tokens as `chunked_logprobs` asks for it."""
-
-    def of(
-        logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        with torch.enable_grad():
-            logprobs, entropy = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
-            total = function(logprobs, entropy, rows)
-            gradients = torch.autograd.grad(total, [logprobs, entropy])
-        return total.detach(), gradients[0], gradients[1] if with_entropy else None
-
-    return of
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 100])
-def test_values_and_gradients_equal_those_of_full_logits(chunk_tokens: int, transform: LogitTransform) -> None:
-    head, hidden, targets = _case(bias=True)
-    _assert_equals_full_logits(head, hidden, targets, chunk_tokens=chunk_tokens, temperature=0.7, transform=transform)
+def _weighted(dtype: torch.dtype = torch.float32) -> TokenObjective:
+    """A sum over tokens that depends on both, differently on each."""
+    weights = torch.randn(N, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return lambda logprobs, entropy, rows: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()
 
 
 def test_a_large_vocabulary_costs_no_precision() -> None:
@@ -107,14 +71,18 @@ def test_certain_and_uniform_distributions() -> None:
         head.weight.zero_()
         head.weight[3] = 200.0
     hidden = torch.tensor([[1.0], [0.0]], requires_grad=True)
-    logprobs, entropy, _ = chunked_logprobs(
-        hidden, torch.tensor([3, 3]), head, temperature=1.0, chunk_tokens=1, entropy_gradient=True
+    found = chunked_logprobs(
+        hidden, torch.tensor([3, 3]), head, temperature=1.0, chunk_tokens=1, objective=_sum_of_both
     )
-    assert logprobs.tolist() == pytest.approx([0.0, -math.log(VOCAB)], abs=1e-6)
-    assert entropy.tolist() == pytest.approx([0.0, math.log(VOCAB)], abs=1e-4)
-    (logprobs.sum() + entropy.sum()).backward()
+    assert found.logprobs.tolist() == pytest.approx([0.0, -math.log(VOCAB)], abs=1e-6)
+    assert found.entropy.tolist() == pytest.approx([0.0, math.log(VOCAB)], abs=1e-4)
+    torch.autograd.backward(found.objective)
     assert torch.isfinite(hidden.grad).all()
     assert torch.isfinite(head.weight.grad).all()
+
+
+def _sum_of_both(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+    return (logprobs + entropy).sum()
 
 
 def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
@@ -124,9 +92,11 @@ def test_a_16_bit_head_is_summed_over_chunks_in_32_bits() -> None:
     hidden, targets = torch.randn(2048, H).to(torch.bfloat16), torch.randint(0, VOCAB, (2048,))
     found = {}
     for chunk_tokens in (2048, 4):
-        logprobs = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=chunk_tokens).logprobs
-        assert logprobs.dtype == torch.float32
-        found[chunk_tokens] = torch.autograd.grad(logprobs.sum(), [head.weight, head.bias])
+        made = chunked_logprobs(
+            hidden, targets, head, temperature=1.0, chunk_tokens=chunk_tokens, objective=_sum_of_both
+        )
+        assert made.logprobs.dtype == torch.float32
+        found[chunk_tokens] = torch.autograd.grad(made.objective, [head.weight, head.bias])
     for one, many in zip(found[2048], found[4], strict=True):
         assert many.dtype == torch.bfloat16
         torch.testing.assert_close(many, one, rtol=0.02, atol=0.1)  # bfloat16: 2 to 3 digits
@@ -144,26 +114,14 @@ class _Shapes(TorchDispatchMode):
         return output
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
-    """In forward and backward, with the entropy's gradient: 4 x vocab, not 40 x vocab. The head itself is smaller."""
-    torch.manual_seed(0)
-    head = nn.Linear(2, 1000, bias=False)
-    hidden, targets = torch.randn(40, 2, requires_grad=True), torch.randint(0, 1000, (40,))
-    with _Shapes() as shapes:
-        logprobs, entropy, _ = chunked_logprobs(
-            hidden, targets, head, temperature=1.0, chunk_tokens=4, entropy_gradient=True
-        )
-        (logprobs.sum() + entropy.sum()).backward()
-    assert shapes.largest == 4 * 1000
-
-
 @pytest.mark.parametrize("frozen", ["nothing", "hidden", "head"])
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("is_by_token", [True, False])
 @pytest.mark.parametrize(
     ("chunk_tokens", "dtype"), [(1, torch.float64), (3, torch.float64), (100, torch.float64), (3, torch.bfloat16)]
 )
-def test_an_objective_that_is_made_with_the_logprobs_has_the_gradients_of_full_logits(
-    chunk_tokens: int, dtype: torch.dtype, transform: LogitTransform, frozen: str
+def test_values_and_gradients_are_those_of_full_logits(
+    chunk_tokens: int, dtype: torch.dtype, is_by_token: bool, transform: LogitTransform, frozen: str
 ) -> None:
     """Of what wants them only; times 2, as what comes from above scales them."""
     head, hidden, targets = _case(dtype, bias=True)
@@ -172,21 +130,23 @@ def test_an_objective_that_is_made_with_the_logprobs_has_the_gradients_of_full_l
     elif frozen == "hidden":
         hidden = hidden.detach()
     trained = [tensor for tensor in (hidden, *head.parameters()) if tensor.requires_grad]
-    weights = torch.randn(N, generator=torch.Generator().manual_seed(1)).double()
-    total_of: Sum = lambda logprobs, entropy, rows: (weights[rows] * (torch.exp(logprobs) + entropy.square())).sum()  # noqa: E731
+    objective = _weighted(torch.float64)
     settings: dict[str, Any] = {"temperature": 0.7, "transform": transform}
-    right = chunked_logprobs(hidden, targets, head, chunk_tokens=N, entropy_gradient=True, **settings)
     if dtype == torch.float64:
-        right = _full(hidden, targets, head, **settings)  # type: ignore[assignment]
-    wanted = total_of(right[0], right[1], slice(None))
+        right = _full(hidden, targets, head, **settings)
+        wanted = objective(*right, slice(None))
+    else:  # full logits of 16 bits are rounded elsewhere: what one chunk gives
+        *right, wanted = chunked_logprobs(hidden, targets, head, chunk_tokens=N, objective=objective, **settings)
     found = chunked_logprobs(
-        hidden, targets, head, chunk_tokens=chunk_tokens, objective=_objective(total_of), **settings
+        hidden, targets, head, chunk_tokens=chunk_tokens, objective=objective, is_by_token=is_by_token, **settings
     )
     assert found.objective is not None
     near = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found.objective, wanted.float())
-    for value, expected in zip(found[:2], right[:2], strict=True):
+    alone = chunked_logprobs(hidden, targets, head, chunk_tokens=chunk_tokens, **settings)
+    for value, same, expected in zip(found[:2], alone[:2], right, strict=True):
         assert not value.requires_grad
+        assert torch.equal(value, same)
         torch.testing.assert_close(value, expected)
     gradients = [torch.autograd.grad(total * 2.0, trained) for total in (found.objective, wanted)]
     for gradient, expected in zip(*gradients, strict=True):
@@ -194,23 +154,26 @@ def test_an_objective_that_is_made_with_the_logprobs_has_the_gradients_of_full_l
         torch.testing.assert_close(gradient, expected, **near)
 
 
-def test_an_objective_computes_each_logit_once_holds_one_chunk_of_them_and_has_one_backward_pass(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("is_by_token", "computed"), [(True, 40), (False, 76)])
+def test_logits_are_held_for_one_chunk_and_computed_once_or_again_but_for_the_last_chunk(
+    monkeypatch: pytest.MonkeyPatch, is_by_token: bool, computed: int
 ) -> None:
+    """40 tokens in chunks of 4: no tensor is larger than 4 x vocab, the head itself is smaller."""
     torch.manual_seed(0)
     head = nn.Linear(2, 1000, bias=False)
     hidden, targets = torch.randn(40, 2, requires_grad=True), torch.randint(0, 1000, (40,))
-    computed = []
+    counts = []
     linear = logprobs_module._linear
     monkeypatch.setattr(
-        logprobs_module, "_linear", lambda states, *more: computed.append(len(states)) or linear(states, *more)
+        logprobs_module, "_linear", lambda states, *more: counts.append(len(states)) or linear(states, *more)
     )
-    objective = _objective(lambda logprobs, entropy, rows: logprobs.sum() + 0.0 * entropy.sum(), with_entropy=False)
     with _Shapes() as shapes:
-        total = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=4, objective=objective).objective
+        total = chunked_logprobs(
+            hidden, targets, head, temperature=1.0, chunk_tokens=4, objective=_sum_of_both, is_by_token=is_by_token
+        ).objective
         assert total is not None
         total.backward(retain_graph=True)
-    assert sum(computed) == 40
+    assert sum(counts) == computed
     assert shapes.largest == 4 * 1000
     with pytest.raises(RuntimeError, match="only one backward pass"):
         total.backward()
@@ -238,17 +201,13 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-@pytest.mark.parametrize("has_objective", [True, False])
 @pytest.mark.parametrize("is_autocast", [True, False])
-def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(
-    is_autocast: bool, has_objective: bool, device: str
-) -> None:
+def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(is_autocast: bool, device: str) -> None:
     """As vLLM's `head_dtype`; a GPU has a product of its own for it. Rounded to bfloat16 logits of about 16 would be off by up to
     0.03."""
     head, hidden, targets = _case(torch.bfloat16, bias=True)
     head, hidden, targets = head.to(device), (16.0 * hidden.detach()).to(device).requires_grad_(), targets.to(device)
-    objective = _objective(lambda logprobs, entropy, rows: (logprobs + entropy).sum()) if has_objective else None
-    settings: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 3, "objective": objective}
+    settings: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": 3, "objective": _sum_of_both}
     with torch.autocast(device, torch.bfloat16, enabled=is_autocast):
         found = chunked_logprobs(hidden, targets, head, in_float32=True, **settings)
         rounded = chunked_logprobs(hidden, targets, head, **settings)
@@ -260,18 +219,18 @@ def test_a_head_in_float32_adds_up_the_products_of_16_bit_numbers_there(
         assert (coarse - right).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("has_objective", [True, False])
-def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale(has_objective: bool) -> None:
+def test_small_gradients_of_a_float16_head_do_not_vanish_with_a_loss_scale() -> None:
     """Tokens of weight 1e-8: the gradient of a logit is less than half of the smallest number of float16, 6e-8."""
     head, hidden, targets = _case(torch.float16)
     exact_head, exact_hidden, _ = _case(torch.float64)
-    total_of: Sum = lambda logprobs, entropy, rows: 1e-8 * (logprobs + 0.1 * entropy).sum()  # noqa: E731
+
+    def total_of(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+        return 1e-8 * (logprobs + 0.1 * entropy).sum()
 
     def gradients(scale: float) -> list[torch.Tensor]:
-        objective = _objective(total_of) if has_objective else None
-        settings: dict[str, Any] = {"entropy_gradient": True, "objective": objective, "loss_scale": scale}
-        found = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3, **settings)
-        total = total_of(found[0], found[1], slice(None)) if found.objective is None else found.objective
+        settings: dict[str, Any] = {"objective": total_of, "loss_scale": scale}
+        total = chunked_logprobs(hidden, targets, head, temperature=1.0, chunk_tokens=3, **settings).objective
+        assert total is not None
         return [g.double() / scale for g in torch.autograd.grad(total * scale, [hidden, head.weight])]
 
     with torch.no_grad():

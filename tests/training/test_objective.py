@@ -50,24 +50,21 @@ def _gradient(output: ObjectiveOutput, tensor: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("values", "num_updates", "reference", "old", "entropy_gradient"),
+    ("values", "num_updates", "reference", "old"),
     [
-        ({}, 1, False, False, False),
-        ({"beta": 0.1}, 1, True, False, False),
-        ({"proximal": "recomputed"}, 1, False, False, False),  # the forward of the update is that of the start
-        ({"proximal": "recomputed"}, 2, False, True, False),
-        ({"proximal": "log_linear"}, 2, False, False, False),
-        ({"entropy_bonus": 0.01}, 1, False, False, True),
-        ({"type": "custom", "function": "tests.training.test_losses_user:reinforce"}, 1, False, False, True),
+        ({}, 1, False, False),
+        ({"beta": 0.1}, 1, True, False),
+        ({"proximal": "recomputed"}, 1, False, False),  # the forward of the update is that of the start
+        ({"proximal": "recomputed"}, 2, False, True),
+        ({"proximal": "log_linear"}, 2, False, False),
     ],
 )
 def test_the_needs_follow_from_the_settings(
-    values: dict[str, Any], num_updates: int, reference: bool, old: bool, entropy_gradient: bool
+    values: dict[str, Any], num_updates: int, reference: bool, old: bool
 ) -> None:
     objective = Objective(loss_section(**values), num_updates=num_updates)
     assert objective.needs_reference == reference
     assert objective.needs_old_policy == old
-    assert objective.needs_entropy_gradient == entropy_gradient
 
 
 def test_several_passes_over_the_samples_of_a_step_need_the_policy_before_the_first() -> None:
@@ -179,16 +176,13 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     known: dict[str, Any] = {"ref_logprobs": references, "old": old}
     total = objective(policy, batch, **known).total
     wanted = torch.autograd.grad(total, [policy.logprobs, policy.entropy], allow_unused=True)
-    of = objective.token_objective(batch, **known)
-    assert of is not None
-    parts = [of(policy.logprobs[rows], policy.entropy[rows], rows) for rows in _PARTS]
-    assert sum(part[0].item() for part in parts) == pytest.approx(total.item())
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), wanted[0])
-    for part, rows in zip(parts, _PARTS, strict=True):
-        if wanted[1] is None:
-            assert part[2] is None
-        else:
-            torch.testing.assert_close(part[2], wanted[1][rows])
+    assert objective.is_sum_over_tokens
+    of = objective.of_tokens(batch, **known)
+    together = sum(of(policy.logprobs[rows], policy.entropy[rows], rows) for rows in _PARTS)
+    assert isinstance(together, torch.Tensor)
+    assert together.item() == pytest.approx(total.item())
+    found = torch.autograd.grad(together, [policy.logprobs, policy.entropy], allow_unused=True)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +195,4 @@ def test_a_sum_over_tokens_is_the_sum_of_its_parts_and_so_are_its_gradients(valu
     ],
 )
 def test_what_looks_at_whole_samples_is_no_sum_over_tokens(values: dict[str, Any]) -> None:
-    batch = _batch([-1.0, -2.0], [1.0, 1.0])
-    assert Objective(loss_section(**values)).token_objective(batch) is None
-
-
-def test_what_the_head_has_made_of_the_objective_stands() -> None:
-    made = torch.tensor(-0.5, requires_grad=True)
-    policy = replace(_policy([-1.0, -2.0]), objective=made)
-    output = Objective(loss_section())(policy, _batch([-1.0, -2.0], [1.0, 1.0]))
-    assert output.total.item() == -0.5
-    assert torch.autograd.grad(output.total, made)[0].item() == 1.0
+    assert not Objective(loss_section(**values)).is_sum_over_tokens

@@ -15,7 +15,7 @@ from grpo_async.records import RolloutSample
 from grpo_async.training.model import Policy
 from tests.support.records import make_sample
 from tests.training.tiny_families import FAMILIES, build_family, pack_rows, padding_only, random_samples
-from tests.training.tiny_models import load_tiny
+from tests.training.tiny_models import load_tiny, sum_of_logprobs
 
 LENGTHS = [13, 30, 2, 24, 17]
 ROWS = [[0, 1], [2, 3, 4]]
@@ -46,9 +46,9 @@ def test_a_gpu_computes_what_the_cpu_does(family: str) -> None:
     found = {}
     for device in ("cpu", "cuda"):
         policy = Policy(copy.deepcopy(model).to(device), temperature=0.7, chunk_tokens=16)
-        logprobs = policy(pack_rows(samples, ROWS, ROW_TOKENS).to(torch.device(device))).logprobs
-        logprobs.sum().backward()
-        found[device] = [logprobs.cpu(), *(each.grad.cpu() for each in policy.model.parameters())]
+        output = policy(pack_rows(samples, ROWS, ROW_TOKENS).to(torch.device(device)), objective=sum_of_logprobs)
+        output.objective.backward()
+        found[device] = [output.logprobs.cpu(), *(each.grad.cpu() for each in policy.model.parameters())]
     for ours, wanted in zip(found["cuda"], found["cpu"], strict=True):
         torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
 
@@ -62,10 +62,12 @@ def test_packed_logprobs_and_gradients_are_those_of_each_sample_alone(family: st
     samples = random_samples(LENGTHS)
     order = [samples[index] for row in ROWS for index in row]
     expected = _alone(model, order, temperature=0.7)
-    packed = policy(pack_rows(samples, ROWS, ROW_TOKENS)).logprobs
-    torch.testing.assert_close(packed, expected, atol=2e-5, rtol=1e-5)
     weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(2))
-    (packed * weights).sum().backward()
+    packed = policy(
+        pack_rows(samples, ROWS, ROW_TOKENS), objective=lambda logprobs, _, rows: (logprobs * weights[rows]).sum()
+    )
+    torch.testing.assert_close(packed.logprobs, expected.detach(), atol=2e-5, rtol=1e-5)
+    packed.objective.backward()
     (expected * weights).sum().backward()
     for (name, ours), theirs in zip(policy.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(
@@ -89,8 +91,8 @@ def test_a_batch_without_trained_tokens_gives_every_parameter_a_gradient_of_zero
     policy = Policy(model, temperature=1.0, chunk_tokens=16)
     output = policy(padding_only(8))
     assert output.logprobs.shape == output.entropy.shape == (0,)
-    assert output.anchor is not None
-    output.anchor.backward()
+    assert output.objective is not None
+    output.objective.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any(), name

@@ -13,7 +13,7 @@ from grpo_async.training.model import shard_policy
 from grpo_async.training.reference import _one_row
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE
-from tests.training.tiny_models import load_tiny, save_model
+from tests.training.tiny_models import load_tiny, save_model, sum_of_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def _saved_bytes(model: Path, mode: str) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]))
+        output = policy(_one_row([5, 9, 200, 31, 7, 7, 8, 100, 3]), objective=sum_of_logprobs)
     with Count() as count:
-        torch.autograd.backward(output.logprobs.sum())
+        torch.autograd.backward(output.objective)
     return sum(kept.values()), count.number
 
 

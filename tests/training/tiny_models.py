@@ -51,3 +51,8 @@ def load_tiny(folder: Path | str, *, temperature: float = 1.0, **section: Any) -
     """The policy of a folder, in this process alone, with chunks of 16 tokens."""
     model = ModelSection(path=str(folder), **section)
     return load_policy(model, temperature=temperature, chunk_tokens=16, max_model_len=256)
+
+
+def sum_of_logprobs(logprobs: torch.Tensor, entropy: torch.Tensor, rows: slice) -> torch.Tensor:
+    """An objective for `Policy.forward`."""
+    return logprobs.sum()
