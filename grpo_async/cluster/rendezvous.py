@@ -7,11 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 
@@ -23,8 +22,10 @@ from grpo_async.config.base import EngineName
 from grpo_async.config.diff import differences
 from grpo_async.config.loader import read_values
 from grpo_async.errors import ConfigError, DeadlineError, RunError
+from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir, attempt_config
+from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.safe_text import plain
 
 _RUN = "run"
@@ -43,6 +44,12 @@ class NodeInfo(BaseModel):
     on_gpu: bool = False
     """Whether its servers work on GPUs."""
 
+    @classmethod
+    def of(cls, config: ExperimentConfig, node: Node, engine: EngineChoice) -> NodeInfo:
+        """This machine, which starts its servers soon: one for each of `inference.replicas`, unless others run them."""
+        urls = own_urls(config, node.own_address) if node.serves else ()
+        return cls(rank=node.rank, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+
     @property
     def name(self) -> str:
         """For messages: "node 2 (gpu-7)"."""
@@ -54,8 +61,12 @@ def versions() -> dict[str, str]:
     return {"grpo_async": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
-def _pause() -> None:
-    threading.Event().wait(HEARTBEAT_S)  # the store has nothing to wait for that also notices a signal
+def _ticks(ends_at: float) -> Iterator[None]:
+    """Every HEARTBEAT_S until then, at least once: the store has nothing to wait for that also notices a signal."""
+    yield
+    while time.monotonic() <= ends_at:
+        threading.Event().wait(HEARTBEAT_S)
+        yield
 
 
 # ---- node 0 ----
@@ -83,15 +94,12 @@ def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[Launch
 
 def deliver_last_messages(launchers: LauncherStore, ranks: range, *, timeout_s: float = _END_TIMEOUT_S) -> None:
     """Until the others have read the last message to them, or are gone: the store ends with this process."""
-    ends_at = time.monotonic() + timeout_s
     with contextlib.suppress(ForgedError):
-        launchers.exchange()
-        while time.monotonic() < ends_at:
+        for _ in _ticks(time.monotonic() + timeout_s):
+            launchers.exchange()
             gone = launchers.silent(ranks, longer_than_s=5.0)
             if all(launchers.has_read(rank) or rank in gone for rank in ranks):
                 return
-            _pause()
-            launchers.exchange()
 
 
 def gather(
@@ -114,26 +122,27 @@ def gather(
     timeout_s, count = config.launch.rdzv_timeout_s, assignment.node.count
     launchers.put(_RUN, {"attempt": assignment.attempt_dir.name, "versions": versions()})
     members: dict[int, NodeInfo] = {}
-    ends_at = time.monotonic() + timeout_s
-    say(f"waiting for {_nodes(range(1, count))} at {assignment.node.address}:{assignment.node.port}")
-    while missing := [rank for rank in range(1, count) if rank not in members]:
+    missing = list(range(1, count))
+    say(f"waiting for {_nodes(missing)} at {assignment.node.address}:{assignment.node.port}")
+    for _ in _ticks(time.monotonic() + timeout_s):
         for message in launchers.exchange():
             sender = NodeInfo.model_validate(message["member"])
             if message["kind"] == "refused":
                 raise RunError(f"{sender.name} cannot take part: {plain(str(message['reason']))}")
             members[sender.rank] = sender
-            left = [rank for rank in missing if rank not in members]
-            say(f"{sender.name} is here{f'; still missing: {_nodes(left)}' if left else ''}")
+            missing = [rank for rank in missing if rank != sender.rank]
+            say(f"{sender.name} is here{f'; still missing: {_nodes(missing)}' if missing else ''}")
         if gone := launchers.silent(list(members)):
             raise RunError(f"{members[gone[0]].name} is gone again: its launcher, the machine or the network failed")
-        if time.monotonic() > ends_at:
-            raise DeadlineError(
-                f"{_nodes(missing)} to join",
-                waited_s=timeout_s,
-                setting="launch.rdzv_timeout_s",
-                hint="On each machine: grpo-async train CONFIG, started by the scheduler or with --node-rank K.",
-            )
-        _pause()
+        if not missing:
+            break
+    else:
+        raise DeadlineError(
+            f"{_nodes(missing)} to join",
+            waited_s=timeout_s,
+            setting="launch.rdzv_timeout_s",
+            hint="On each machine: grpo-async train CONFIG, started by the scheduler or with --node-rank K.",
+        )
     found = [members[rank] for rank in sorted(members)]
     serving = [member for member in (own, *found) if member.urls]
     if len({(member.engine, member.on_gpu) for member in serving}) > 1:
@@ -151,29 +160,22 @@ def _nodes(ranks: Any) -> str:
 # ---- the others ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinedRun:
-    """This machine in the run of node 0. `assignment` is node 0's."""
+class JoinedRun(NamedTuple):
+    """This machine in the run of node 0. `assignment` is node 0's, but for `node`."""
 
     launchers: LauncherStore
-    node: Node
     token: str
     assignment: Assignment
 
 
 def join(
-    config: ExperimentConfig,
-    node: Node,
-    run_dir: RunDir,
-    *,
-    member: Callable[[Node], NodeInfo],
-    say: Callable[[str], None],
+    config: ExperimentConfig, node: Node, run_dir: RunDir, *, engine: EngineChoice, say: Callable[[str], None]
 ) -> JoinedRun:
     """Come to node 0, which may not be there yet, check that both mean the same run, and wait until all are there.
 
     Args:
         node: this machine; `address` may be a host name.
-        member: says what this machine has, when its address is known.
+        engine: of the servers here.
 
     Raises:
         DeadlineError: node 0, or another machine, did not come within `launch.rdzv_timeout_s`.
@@ -193,29 +195,26 @@ def join(
         launchers = LauncherStore(store, token, rank=node.rank, count=node.count)
         if not launchers.claim():
             raise ConfigError(f"node {node.rank} is here already; each machine needs its own --node-rank")
-        own = NodeInfo(rank=node.rank, host=socket.gethostname())
+        own = NodeInfo.of(config, node, engine).model_dump()
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
-            own = member(node)
-        except BaseException as error:
-            launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
+        except ConfigError as error:
+            launchers.post(0, "refused", member=own, reason=str(error))
             launchers.exchange()
-            if isinstance(error, ConfigError):
-                raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
-            raise
-        launchers.post(0, "ready", member=own.model_dump())
+            raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
+        launchers.post(0, "ready", member=own)
         say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors
         raise RunError(f"node 0 ({address}) is gone: its launcher has ended ({error})") from error
-    return JoinedRun(launchers=launchers, node=node, token=token, assignment=assignment)
+    return JoinedRun(launchers, token, assignment.model_copy(update={"node": node}))
 
 
 def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[str], None]) -> tuple[str, str]:
     """Address of node 0, and of this machine in the same network, as soon as somebody listens there. A name that is not known yet
     is one of a pod that has not started."""
     last: OSError | None = None
-    while True:
+    for _ in _ticks(ends_at):
         try:
             with socket.create_connection((node.address, node.port), timeout=_CONNECT_TIMEOUT_S) as connection:
                 return str(connection.getpeername()[0]), str(connection.getsockname()[0])
@@ -223,29 +222,25 @@ def _reach(config: ExperimentConfig, node: Node, ends_at: float, say: Callable[[
             if last is None:
                 say(f"waiting for node 0 at {node.address}:{node.port}")
             last = error
-        if time.monotonic() > ends_at:
-            raise DeadlineError(
-                f"node 0 to listen at {node.address}:{node.port}",
-                waited_s=config.launch.rdzv_timeout_s,
-                setting="launch.rdzv_timeout_s",
-                hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",
-            ) from last
-        _pause()
+    raise DeadlineError(
+        f"node 0 to listen at {node.address}:{node.port}",
+        waited_s=config.launch.rdzv_timeout_s,
+        setting="launch.rdzv_timeout_s",
+        hint=f"It is the machine with node rank 0 of the same command; the last attempt: {last}",
+    ) from last
 
 
 def _read_run(store: Any, run_dir: RunDir, where: str, ends_at: float) -> tuple[str, dict[str, Any]]:
     """The token of the run, and what node 0 has put there. The file may take a while to be seen through a network file system."""
-    while True:
+    for _ in _ticks(ends_at):
         if store.check([_RUN]) and run_dir.token.is_file():
             token = run_dir.token.read_text(encoding="utf-8")
             with contextlib.suppress(ForgedError):
                 return token, read_signed(token, _RUN, store.get(_RUN))
-        if time.monotonic() > ends_at:
-            raise ConfigError(
-                f"run.dir: {run_dir.root} has no token of the run that node 0 at {where} has begun; "
-                "it must be on a file system that all machines share, under the same path, and no other run may use that address"
-            )
-        _pause()
+    raise ConfigError(
+        f"run.dir: {run_dir.root} has no token of the run that node 0 at {where} has begun; "
+        "it must be on a file system that all machines share, under the same path, and no other run may use that address"
+    )
 
 
 def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str, str]) -> None:
@@ -267,7 +262,7 @@ def _compare(config: ExperimentConfig, attempt: Path, its_versions: Mapping[str,
 
 
 def _wait_for_start(launchers: LauncherStore, ends_at: float, config: ExperimentConfig) -> Assignment:
-    while True:
+    for _ in _ticks(ends_at):
         for message in launchers.exchange():
             match message:
                 case {"kind": "start", "assignment": dict(assignment)}:
@@ -276,11 +271,9 @@ def _wait_for_start(launchers: LauncherStore, ends_at: float, config: Experiment
                     raise RunError(f"node 0 has ended the run: {plain(str(message.get('error')))}")
         if launchers.silent([0]):
             raise RunError("node 0 is gone: the machine or the network failed")
-        if time.monotonic() > ends_at:
-            raise DeadlineError(
-                "all machines to join node 0",
-                waited_s=config.launch.rdzv_timeout_s,
-                setting="launch.rdzv_timeout_s",
-                hint="Node 0 says which ones are missing.",
-            )
-        _pause()
+    raise DeadlineError(
+        "all machines to join node 0",
+        waited_s=config.launch.rdzv_timeout_s,
+        setting="launch.rdzv_timeout_s",
+        hint="Node 0 says which ones are missing.",
+    )

@@ -9,12 +9,12 @@ outcome     node 0's exit code; 1 when the trainer here fails or node 0 is gone;
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
-from grpo_async.cluster.rendezvous import JoinedRun, NodeInfo, join
+from grpo_async.cluster.rendezvous import JoinedRun, join
 from grpo_async.cluster.store import HEARTBEAT_S, LauncherStore, Message
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
@@ -22,12 +22,11 @@ from grpo_async.display.output import Output
 from grpo_async.errors import RunError
 from grpo_async.launcher.hub import exchange
 from grpo_async.launcher.local import GRACE_S, LocalProcesses
-from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import RunOutcome
 from grpo_async.processes.assignment import Node
-from grpo_async.processes.heartbeat import to_json
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
 from grpo_async.utils.concurrency import in_background
@@ -48,17 +47,10 @@ def follow(
     Raises:
         ConfigError, DeadlineError, RunError: see rendezvous.join.
     """
-
-    def member(node: Node) -> NodeInfo:
-        urls = own_urls(config, node.own_address) if node.serves else ()
-        return NodeInfo(
-            rank=node.rank, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu
-        )
-
     with unwinding(), private_folder() as private:
-        joined = join(config, node, run_dir, member=member, say=output.say)
+        joined = join(config, node, run_dir, engine=engine, say=output.say)
         attempt = run_dir.logs / joined.assignment.attempt_dir.name
-        own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private, "node": joined.node}
+        own = {"run_dir": run_dir, "attempt_dir": attempt, "private": private}
         assignment = joined.assignment.model_copy(update=own)
         plan = plan_processes(config, engine=engine, assignment=assignment, token=joined.token)
         output.say(plan.describe())
@@ -148,7 +140,7 @@ class Follower:
         if status != 0:
             cause = liveness.explain()
             error = liveness.failure or (trainer.describe_end() if cause is None else cause.text)
-        reports = [to_json(each) for each in liveness.reports]
+        reports = [asdict(each) for each in liveness.reports]
         self._launchers.post(0, "exited", status=status, error=error, reports=reports)
         await self._local.wait(self._ended, for_trainer=False, timeout_s=self._end_timeout_s)
         outcome = self._outcome()

@@ -37,13 +37,12 @@ from grpo_async.launcher.gpus import (
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
+from grpo_async.processes.addresses import WILDCARDS, own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import host_in_url
-
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # to connect to instead
 
 Fact: TypeAlias = tuple[str, str]
 """A further line of a plan's description: a name and a text."""
@@ -169,24 +168,6 @@ def plan_dry(
     )
 
 
-def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
-    """Of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
-
-    Args:
-        host: address of the machine that the trainer reaches.
-        ports: None: from `launch.server_port` on, or free ones, which nothing holds.
-    """
-    inference, first = config.inference, config.launch.server_port
-    if inference.urls:
-        return ()
-    if ports is None and first is not None:
-        ports = range(first, first + inference.replicas)
-    if ports is None:
-        ports = machine_module.free_ports(host, inference.replicas)
-    host = host_in_url(_WILDCARDS.get(host, host))
-    return tuple(f"{inference.scheme}://{host}:{port}" for port in ports)
-
-
 def plan_processes(
     config: ExperimentConfig,
     *,
@@ -275,7 +256,7 @@ def _servers(
     overrides = ["inference.replicas=1"] if len(shares.servers) > 1 else []
     if memory.cache_mb is not None:
         overrides.append(f"inference.vllm.kv_cache_mb={memory.cache_mb}")
-    if not node.is_alone and config.inference.host not in _WILDCARDS:
+    if not node.is_alone and config.inference.host not in WILDCARDS:
         overrides.append(f"inference.host={node.own_address}")
     command = "serve-vllm" if engine.engine == "vllm" else "serve-embedded"
     is_alone = len(urls) == 1

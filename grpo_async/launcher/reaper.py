@@ -31,7 +31,8 @@ _KILL_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter (0700), removed at the end, and by the reaper where this process is killed.
+    """A new folder that only this user can enter (0700), removed at the end. Should this process be killed meanwhile, the reaper
+    removes it, and kills what carries the tag of this process.
 
     Raises:
         RunError: $TMPDIR is so long that a unix socket in it has no valid address.
@@ -39,24 +40,17 @@ def private_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="grpo-async-run-", ignore_cleanup_errors=True) as name:
         if len(os.fsencode(name)) + len("/heartbeat") > _SOCKET_PATH_BYTES:
             raise RunError(f"the path of the temporary folder is too long for a unix socket: {name}; set TMPDIR=/tmp")
-        with _reaped_after(os.getpid(), Path(name)):
+        command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(os.getpid()), name)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
             yield Path(name)
-
-
-@contextlib.contextmanager
-def _reaped_after(launcher: int, folder: Path) -> Iterator[None]:
-    """Should process `launcher`, the caller, be killed meanwhile: what carries its tag is killed, and `folder` is removed."""
-    command = (sys.executable, "-m", "grpo_async.launcher.reaper", str(launcher), str(folder))
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        yield
-    finally:
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
-            process.communicate(_DONE, timeout=_END_TIMEOUT_S)
-        process.kill()
-        process.wait(_END_TIMEOUT_S)
+        finally:
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):  # somebody has killed it
+                process.communicate(_DONE, timeout=_END_TIMEOUT_S)
+            process.kill()
+            process.wait(_END_TIMEOUT_S)
 
 
 def main(launcher: int, folder: Path) -> int:

@@ -16,9 +16,10 @@ from grpo_async.display.display import Display
 from grpo_async.display.output import Output
 from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.local import LocalProcesses
-from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, plan_processes
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
+from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice

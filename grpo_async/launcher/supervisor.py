@@ -16,9 +16,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, get_args
+from typing import Any
 
-from grpo_async.checks.report import Check, Status
+from grpo_async.checks.report import Check
 from grpo_async.cluster.rendezvous import NodeInfo
 from grpo_async.cluster.store import LauncherStore
 from grpo_async.config import ExperimentConfig
@@ -261,7 +261,7 @@ class Supervisor:
             case {"kind": "evaluation", "when": str(when), "metrics": dict(metrics)}:
                 self._display.evaluation(when, metrics)
             case {"kind": "preflight", "checks": list(checks)}:
-                self._checks = [_read_check(check) for check in checks]
+                self._checks = [Check(**check) for check in checks]
                 self._display.preflight(self._checks)
             case {"kind": "servers", "servers": list(servers)}:
                 self._display.servers([server for server in servers if isinstance(server, dict)])
@@ -276,13 +276,3 @@ class Supervisor:
                 self._summary = summary
             case _:
                 self._display.warning(f"the trainer sent an unknown message: {clipped(str(dict(message)), 200)}")
-
-
-def _read_check(content: Any) -> Check:
-    fields = content if isinstance(content, dict) else {}
-    status = fields.get("status")
-    return Check(
-        name=str(fields.get("name", "?")),
-        status=cast(Status, status) if status in get_args(Status) else "fail",
-        detail=str(fields.get("detail", content)),
-    )

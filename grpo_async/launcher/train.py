@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,12 +29,13 @@ from grpo_async.inference.token import token_from_environment
 from grpo_async.launcher.follower import follow
 from grpo_async.launcher.gpus import assumed_gpus, with_dtypes
 from grpo_async.launcher.lifecycle import end_with_report, report_end, run_with_display
-from grpo_async.launcher.plan import SERVERS_ELSEWHERE, own_urls, plan_dry, plan_processes
+from grpo_async.launcher.plan import SERVERS_ELSEWHERE, plan_dry, plan_processes
 from grpo_async.launcher.prepare import Start, check_start, lock, make_room, writing
 from grpo_async.launcher.reaper import private_folder
 from grpo_async.launcher.signals import unwinding
 from grpo_async.launcher.supervisor import Cluster, RunOutcome
 from grpo_async.processes import machine as machine_module
+from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import Assignment, Node, Purpose
 from grpo_async.run_directory import RunDir, write_atomically
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
@@ -195,14 +195,15 @@ def lead(
             node=node,
         )
         cluster = None
-        urls = own_urls(config, node.own_address or config.inference.host) if node.serves else ()
-        if not node.is_alone:
+        if node.is_alone:
+            urls = own_urls(config, config.inference.host)
+        else:
             assert token is not None
             launchers = stack.enter_context(hosting(config, node, token))
-            own = NodeInfo(rank=0, host=socket.gethostname(), urls=urls, engine=engine.engine, on_gpu=engine.on_gpu)
+            own = NodeInfo.of(config, node, engine)
             members = gather(launchers, config, assignment, own, output.say)
             cluster = Cluster(launchers=launchers, members=members)
-            urls = (*urls, *(url for member in members for url in member.urls))
+            urls = tuple(url for each in (own, *members) for url in each.urls)
             if (serving := next((m for m in members if m.urls), None)) is not None and engine is SERVERS_ELSEWHERE:
                 engine = EngineChoice(engine=serving.engine, reason=f"as on {serving.name}", on_gpu=serving.on_gpu)
         plan = plan_processes(

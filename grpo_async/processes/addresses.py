@@ -10,9 +10,12 @@ import psutil
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.utils.network import is_loopback, own_address_towards
+from grpo_async.processes.machine import free_ports
+from grpo_async.utils.network import host_in_url, is_loopback, own_address_towards
 
 _LOOPBACK = "127.0.0.1"
+WILDCARDS = {"0.0.0.0": _LOOPBACK, "::": "::1"}
+"""To connect to instead."""
 
 
 def resolve_host(host: str, setting: str) -> str:
@@ -27,18 +30,6 @@ def resolve_host(host: str, setting: str) -> str:
         raise ConfigError(f"{setting}: the host {host} is not known on this machine ({error})") from error
     addresses = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)
     return str(addresses[0][4][0])
-
-
-def reachable_address(address: str, port: int, setting: str) -> str:
-    """The address of this machine that the machine with `address` can reach.
-
-    Raises:
-        ConfigError: no route leads there; `setting` is the dotted path that it stands at.
-    """
-    try:
-        return own_address_towards(address, port)
-    except OSError as error:
-        raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
 
 
 def interface_of(address: str) -> str | None:
@@ -65,5 +56,27 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
         host = parts.hostname or ""
         if not is_loopback(host):
             setting = f"the server {url}"
-            return reachable_address(resolve_host(host, setting), parts.port or 80, setting)
+            address = resolve_host(host, setting)
+            try:
+                return own_address_towards(address, parts.port or 80)
+            except OSError as error:
+                raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
     return _LOOPBACK
+
+
+def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:
+    """Of the servers that a machine starts, one for each of `inference.replicas`; empty when others run them.
+
+    Args:
+        host: address of the machine that the trainer reaches.
+        ports: None: from `launch.server_port` on, or free ones, which nothing holds.
+    """
+    inference, first = config.inference, config.launch.server_port
+    if inference.urls:
+        return ()
+    if ports is None and first is not None:
+        ports = range(first, first + inference.replicas)
+    if ports is None:
+        ports = free_ports(host, inference.replicas)
+    host = host_in_url(WILDCARDS.get(host, host))
+    return tuple(f"{inference.scheme}://{host}:{port}" for port in ports)

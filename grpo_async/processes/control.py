@@ -30,8 +30,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from grpo_async.utils.files import parse_object
-
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 60.0
@@ -47,14 +45,6 @@ ServerListener = Callable[[Mapping[str, Any]], None]
 def encode(kind: str, content: Mapping[str, Any]) -> bytes:
     """A message as one line. Raises TypeError: `content` is not JSON."""
     return json.dumps({"kind": kind, **content}).encode() + b"\n"
-
-
-def decode(line: bytes) -> dict[str, Any]:
-    """The message of a line. Raises ValueError: it is none."""
-    message = parse_object(line)
-    if message is None or not isinstance(message.get("kind"), str):
-        raise ValueError(f"no object with a `kind`: {line[:200]!r}")
-    return message
 
 
 class ControlClient:
@@ -130,7 +120,7 @@ class ControlClient:
         try:
             with connection.makefile("rb") as lines:
                 for line in lines:  # until the connection ends; a daemon thread
-                    message = decode(line)
+                    message = json.loads(line)
                     if message["kind"] == "stop":
                         self.stop_requested.set()
                     elif message["kind"] == "server":
@@ -170,15 +160,15 @@ class ControlClient:
 class ControlServer:
     """Launcher end. `on_message` is called in the event loop for every message of the trainer, in order.
 
-    Use as an async context manager. `on_broken_line` gets a sentence about each line that is not a message.
+    Use as an async context manager. `on_broken` gets a sentence when the channel breaks.
     """
 
     def __init__(
-        self, path: Path, on_message: Callable[[Mapping[str, Any]], None], on_broken_line: Callable[[str], None]
+        self, path: Path, on_message: Callable[[Mapping[str, Any]], None], on_broken: Callable[[str], None]
     ) -> None:
         self._path = path
         self._on_message = on_message
-        self._on_broken_line = on_broken_line
+        self._on_broken = on_broken
         self._readers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._all_accepted = asyncio.Event()
         self._lines: list[bytes] = []  # all that was sent, for a trainer that connects later
@@ -232,16 +222,12 @@ class ControlServer:
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while line := await reader.readline():  # until the trainer hangs up, or cancelled with the run
-                try:
-                    message = decode(line)
-                except ValueError as error:
-                    self._on_broken_line(f"the trainer sent a line that is not a message: {error}")
+                message = json.loads(line)
+                if message["kind"] == _BARRIER:
+                    self._all_accepted.set()
                 else:
-                    if message["kind"] == _BARRIER:
-                        self._all_accepted.set()
-                    else:
-                        self._on_message(message)
-        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit
-            self._on_broken_line(f"the control channel broke: {error}")
+                    self._on_message(message)
+        except (ConnectionError, ValueError) as error:  # ValueError: a line over the limit, or half of one
+            self._on_broken(f"the control channel broke: {error}")
         finally:
             writer.transport.abort()

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from grpo_async.errors import message_of
 from grpo_async.utils.processes import describe_exit
@@ -31,6 +31,7 @@ class RankFailure:
     time: float
     error: str
     traceback: str
+    kind: Literal["failure"] = "failure"
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> RankFailure:
@@ -52,6 +53,7 @@ class RankExit:
     pid: int
     time: float
     exit_code: int
+    kind: Literal["exit"] = "exit"
 
 
 Report = RankFailure | RankExit

@@ -28,7 +28,6 @@ ELASTIC_AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
 MAX_DATAGRAM = 1 << 18
 _REPORT_TIMEOUT_S = 2.0
-_KINDS: Mapping[str, type[RankFailure] | type[RankExit]] = {"failure": RankFailure, "exit": RankExit}
 
 
 def stacks_file(heartbeat: Path, pid: int) -> Path:
@@ -43,17 +42,12 @@ def report(path: Path, *reports: Report) -> None:
         connection.settimeout(_REPORT_TIMEOUT_S)
         with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
             for each in reports:
-                connection.sendto(json.dumps(to_json(each)).encode(), str(path))
-
-
-def to_json(one: Report) -> dict[str, Any]:
-    """A report as a message: {"kind": "exit", "rank": 1, ...}."""
-    return {"kind": "failure" if isinstance(one, RankFailure) else "exit", **asdict(one)}
+                connection.sendto(json.dumps(asdict(each)).encode(), str(path))
 
 
 def from_json(message: Mapping[str, Any]) -> Report:
-    """What `to_json` made."""
-    return _KINDS[message["kind"]](**{name: value for name, value in message.items() if name != "kind"})
+    """A report that was sent: {"kind": "exit", "rank": 1, ...}."""
+    return (RankExit if message["kind"] == "exit" else RankFailure)(**message)
 
 
 class Heartbeat:

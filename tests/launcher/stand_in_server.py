@@ -5,7 +5,6 @@ It leaves FOLDER/NAME.pid and its life's token in FOLDER/NAME.token; SIGUSR1 mak
     serve             waits for a signal
     ignore-term       ... and ignores SIGTERM
     crash             says why and ends with status 3
-    slow-end          as serve, but server1 needs two seconds to end
     crash-again       serves in its first life, crashes in every other
     children          in its first life as ignore-term, with helpers that outlive it: NAME.child in its session,
                       without its environment; NAME.stray in a session of its own; NAME.bare, which has neither, but is
@@ -18,7 +17,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 
@@ -42,8 +40,6 @@ def main(mode: str, folder: Path, name: str) -> int:
     write_atomically(folder / f"{name}.token", os.environ["GRPO_ASYNC_TOKEN"])
     signal.signal(signal.SIGUSR1, _crash)
     signal.signal(signal.SIGTERM, _end)
-    if mode == "slow-end" and name == "server1":
-        signal.signal(signal.SIGTERM, _end_slowly)
     if mode == "ignore-term" or (mode == "children" and is_first_life):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "children" and is_first_life:
@@ -65,11 +61,6 @@ def main(mode: str, folder: Path, name: str) -> int:
 
 def _end(number: int, frame: FrameType | None) -> None:
     print("asked to end", flush=True)
-    sys.exit(0)
-
-
-def _end_slowly(number: int, frame: FrameType | None) -> None:
-    threading.Event().wait(2.0)
     sys.exit(0)
 
 

@@ -53,16 +53,17 @@ class ServedRun:
         self._control = control
         self._num_servers = num_servers
         self._news = (folder / "news").open("a", buffering=1)
-        self._finished = threading.Event()
+        self._is_finished = False
 
     def run(self) -> int:
         signal.signal(signal.SIGUSR1, lambda *_: self._ask_restart())
-        signal.signal(signal.SIGUSR2, lambda *_: self._finished.set())
+        signal.signal(signal.SIGUSR2, lambda *_: self._finish())
         for index in range(self._num_servers):
             self._control.send("server_serving", index=index)
         self._control.listen(self._take)
         self._control.send("phase", name="servers serve")
-        status = "finished" if wait_for_either(self._finished, self._control.stop_requested) else "stopped"
+        self._control.stop_requested.wait(LIMIT_S)
+        status = "finished" if self._is_finished else "stopped"
         failures = [{"server": "server 0", "reason": "killed", "recovery_s": 1.5}]
         self._control.send("summary", summary={**summary(status), "server_failures": failures})
         self._control.close()
@@ -73,22 +74,12 @@ class ServedRun:
         if message["event"] == "starting":
             self._control.send("server_serving", index=message["index"])
 
+    def _finish(self) -> None:
+        self._is_finished = True
+        self._control.stop_requested.set()
+
     def _ask_restart(self) -> None:
         self._control.send("restart_server", index=0, reason="it did not answer for 30 s")
-
-
-def wait_for_either(first: threading.Event, second: threading.Event) -> bool:
-    """Whether `first` was the one."""
-    either = threading.Event()
-
-    def wait_for(event: threading.Event) -> None:
-        event.wait(LIMIT_S)
-        either.set()
-
-    for event in (first, second):
-        threading.Thread(target=wait_for, args=(event,), daemon=True).start()
-    either.wait(LIMIT_S)
-    return first.is_set()
 
 
 def holds_the_interpreter() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from grpo_async.processes.assignment import Assignment, Node
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import EngineChoice
+from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.network import is_loopback
-from tests.launcher.support import LauncherProcess, make_config
+from tests.launcher.support import EMBEDDED, LauncherProcess, make_config
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -145,7 +146,7 @@ def test_the_weight_group_meets_at_the_address_that_the_first_server_elsewhere_r
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, urls: list[str], host: str | None, found: str
 ) -> None:
     routes = {("10.0.0.7", 8001): "10.0.0.1", ("10.9.0.7", 8002): "10.9.0.1"}
-    monkeypatch.setattr(addresses, "reachable_address", lambda address, port, setting: routes[address, port])
+    monkeypatch.setattr(addresses, "own_address_towards", lambda address, port: routes[address, port])
     assert weights_host(make_config(tmp_path, weights={"host": host}), urls) == found
 
 
@@ -243,47 +244,27 @@ class _Run:
             config or self.config,
             self.node.model_copy(update={"rank": rank, "address": "localhost"}),
             run_dir or self.run_dir,
-            member=lambda node: NodeInfo(rank=node.rank, host="h", urls=(f"http://h:{rank}",), engine="embedded"),
+            engine=EMBEDDED,
             say=lambda text: None,
         )
 
 
-class _Joining(threading.Thread):
-    """What `work` returned or raised, once it has."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self.work = work
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.result = self.work()
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-
-    def get(self) -> Any:
-        self.join(WAIT_S)
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
 def test_machines_join_in_any_order_start_with_node_0_and_hear_its_messages_and_its_end(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        run = _Run(_config(tmp_path, train=3), stack)
-        joining = [_Joining(lambda rank=rank: run.join(rank)) for rank in (2, 1)]
+        run = _Run(_config(tmp_path, train=3, server_port=4711), stack)
+        joining = [in_thread(partial(run.join, rank), name="join") for rank in (2, 1)]
         found = run.gather()
-        assert [(member.rank, member.urls) for member in found] == [(1, ("http://h:1",)), (2, ("http://h:2",))]
+        assert [(member.rank, member.urls) for member in found] == [
+            (1, ("http://127.0.0.1:4711",)),
+            (2, ("http://127.0.0.1:4711",)),
+        ]
         assert "waiting for nodes 1 and 2" in run.notes[0]
         for rank in (1, 2):
             run.launchers.post(rank, "start", assignment=run.assignment.model_dump(mode="json"))
         run.launchers.exchange()
-        second, first = (each.get() for each in joining)
-        assert first.assignment == run.assignment
-        assert (first.node.rank, first.node.own_address) == (1, "127.0.0.1")
+        second, first = (each.result(WAIT_S) for each in joining)
+        assert first.assignment.attempt_dir == run.assignment.attempt_dir
+        assert (first.assignment.node.rank, first.assignment.node.own_address) == (1, "127.0.0.1")
         first.launchers.post(0, "note", text="x" * 1_000_000)
         second.launchers.post(0, "note", text="b")
         first.launchers.exchange()
@@ -307,43 +288,39 @@ def test_a_machine_without_a_heartbeat_is_silent_and_one_that_has_it_is_not(tmp_
         assert run.launchers.silent([1, 2], longer_than_s=4 * launcher_store.HEARTBEAT_S) == [2]
 
 
-@pytest.mark.parametrize("what", ["configuration", "versions", "folder", "rank"])
-def test_what_cannot_be_part_of_the_run_is_refused_on_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def _with_lr(config: ExperimentConfig, lr: float) -> ExperimentConfig:
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": lr})})
+
+
+def test_another_configuration_is_refused_on_both_sides(tmp_path: Path) -> None:
     with ExitStack() as stack:
         run = _Run(_config(tmp_path), stack)
-        config, run_dir = run.config, run.run_dir
-        expected = r"other versions .*torch .* -> 1\.0"
-        if what == "configuration":
-            expected = rf"not that of node 0(.|\n)*optimizer\.lr: {config.optimizer.lr} -> 0\.5"
-            config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
-        elif what == "versions":
-            own = {**rendezvous.versions(), "torch": "1.0"}
-            run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": rendezvous.versions()})
-            monkeypatch.setattr(rendezvous, "versions", lambda: own)
-        elif what == "folder":
-            expected = r"run\.dir: .* must be on a file system that all machines share"
-            short = config.launch.model_copy(update={"rdzv_timeout_s": 2.0})
-            config, run_dir = config.model_copy(update={"launch": short}), RunDir(tmp_path / "a folder of its own")
-            run_dir.create("")
-            stack.enter_context(run_dir.new_token())
-        elif what == "rank":
-            expected = "node 1 is here already"
-            LauncherStore(
-                TCPStore("127.0.0.1", run.node.port, is_master=False, wait_for_workers=False),
-                TOKEN,
-                rank=1,
-                count=2,
-            ).claim()
-        gathering = _Joining(run.gather) if what != "versions" else None
-        with pytest.raises(ConfigError, match=expected):
-            run.join(1, config=config, run_dir=run_dir)
-        if what == "configuration" and gathering is not None:
-            with pytest.raises(
-                RunError, match=rf"node 1 \({socket.gethostname()}\) cannot take part: its configuration"
-            ):
-                gathering.get()
+        gathering = in_thread(run.gather, name="gather")
+        lr = run.config.optimizer.lr
+        with pytest.raises(ConfigError, match=rf"not that of node 0(.|\n)*optimizer\.lr: {lr} -> 0\.5"):
+            run.join(1, config=_with_lr(run.config, 0.5))
+        host = socket.gethostname()
+        with pytest.raises(RunError, match=rf"node 1 \({host}\) cannot take part: its configuration"):
+            gathering.result(WAIT_S)
+
+
+def test_other_versions_another_folder_and_a_rank_that_is_taken_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as stack:
+        run = _Run(_config(tmp_path, rdzv_timeout_s=5.0), stack)
+        found = rendezvous.versions()
+        run.launchers.put("run", {"attempt": run.assignment.attempt_dir.name, "versions": found})
+        own_folder = RunDir(tmp_path / "a folder of its own")
+        own_folder.create("")
+        stack.enter_context(own_folder.new_token())
+        with pytest.raises(ConfigError, match=r"run\.dir: .* must be on a file system that all machines share"):
+            run.join(1, run_dir=own_folder)
+        monkeypatch.setattr(rendezvous, "versions", lambda: {**found, "torch": "1.0"})
+        with pytest.raises(ConfigError, match=r"other versions .*torch .* -> 1\.0"):
+            run.join(1)
+        with pytest.raises(ConfigError, match="node 1 is here already"):
+            run.join(1)
 
 
 def test_what_a_stranger_puts_into_the_store_is_not_believed(tmp_path: Path) -> None:

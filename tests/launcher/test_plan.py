@@ -14,8 +14,9 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.gpus import GpuShares, plan_transport, share_gpus, with_dtypes
-from grpo_async.launcher.plan import ProcessPlan, own_urls, plan_dry, plan_processes
+from grpo_async.launcher.plan import ProcessPlan, plan_dry, plan_processes
 from grpo_async.processes import machine
+from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine, find_gpus, free_ports
 from grpo_async.run_directory import RunDir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -101,25 +100,6 @@ def test_a_stuck_launcher_does_not_block_the_sender(tmp_path: Path) -> None:
         sender.join(LIMIT_S)
         assert not sender.is_alive()
     assert client.stop_requested.wait(LIMIT_S)
-
-
-def test_a_line_that_is_no_message_is_reported_and_the_rest_is_heard(tmp_path: Path) -> None:
-    inbox = Inbox()
-
-    def talk() -> None:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(tmp_path / "control"))
-            connection.sendall(b"not json\n[1]\n" + json.dumps({"kind": "phase", "name": "training"}).encode() + b"\n")
-
-    async def main() -> None:
-        async with inbox.server(tmp_path / "control") as server:
-            talk()  # the loop stands still meanwhile: `read_the_rest` finds a connection that was not even accepted
-            await server.read_the_rest(LIMIT_S)
-
-    asyncio.run(main())
-    assert inbox.messages == [{"kind": "phase", "name": "training"}]
-    assert len(inbox.broken) == 2
-    assert "not json" in inbox.broken[0]
 
 
 def test_news_of_servers_reach_the_trainer_in_order_also_those_from_before_it_listened(tmp_path: Path) -> None:
