@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
@@ -24,9 +25,11 @@ from tests.viewer.report.support import steps, write_run
 FINISHED = RunOutcome(exit_code=0, summary={"status": "finished"})
 
 
-def _end(folder: Path, run_dir: RunDir, outcome: RunOutcome = FINISHED, *, report: bool = True) -> int:
-    config = make_config(folder, record={"report": report})
-    return end_with_report(outcome, config, run_dir, Output(console=Console(file=io.StringIO())))
+def _end(
+    folder: Path, run_dir: RunDir, outcome: RunOutcome = FINISHED, *, report: bool = True, stream: TextIO | None = None
+) -> int:
+    console = Console(file=stream or io.StringIO(), width=200)
+    return end_with_report(outcome, make_config(folder, record={"report": report}), run_dir, Output(console=console))
 
 
 def test_the_report_of_a_run_is_written_by_a_child(tmp_path: Path) -> None:
@@ -76,12 +79,7 @@ def test_a_signal_during_the_report_ends_it_after_the_summary_and_leaves_the_exi
     sender = threading.Thread(target=send)
     sender.start()
     before = signal.getsignal(signal.SIGTERM)
-    code = end_with_report(
-        RunOutcome(exit_code=0, summary={"status": "finished"}),
-        make_config(tmp_path, record={"report": True}),
-        run_dir,
-        Output(console=Console(file=stream, width=200)),
-    )
+    code = _end(tmp_path, run_dir, stream=stream)
     sender.join(timeout=20.0)
     assert code == 0
     assert str(run_dir.report) in printed[0].split("next:")[1]  # the summary was there before the report was
