@@ -164,28 +164,19 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         launch={"nodes": {"train": 2, "infer": 2}, "num_trainer_ranks": 2},
         inference={"engine": "vllm", "replicas": 2, "vllm": {"tensor_parallel_size": 2, "data_parallel_size": 2}},
     )
-    run_dir = RunDir(Path("/runs/x"))
     node = Node(rank=rank, num_train=2, num_infer=2, address="10.0.0.1", port=555, own_address=f"10.0.0.{rank + 1}")
+    folders = {"run_dir": RunDir(Path("/runs/x")), "attempt_dir": Path("/runs/x/logs/a"), "private": Path("/private")}
     plan = plan_processes(
         config,
         engine=EngineChoice(engine="vllm", reason="test", on_gpu=True) if rank != 1 else SERVERS_ELSEWHERE,
-        assignment=Assignment(
-            run_dir=run_dir,
-            attempt_dir=run_dir.logs / "attempt_1",
-            private=Path("/private"),
-            node=node,
-            server_urls=URLS,
-        ),
+        assignment=Assignment(**folders, node=node, server_urls=URLS),
         machine=Machine(num_cpus=16, gpus=tuple("01234567"), python="/py"),
         token=TOKEN,
     )
     text = plan.describe()
     assert "nodes      4, which meet at 10.0.0.1:555" in text
-    assert f"node {rank}     " in text
     assert "node 0     leads; trainer ranks 0-1 on GPU 0,1" in text
-    where = (
-        (" on GPU 0,1,2,3", " on GPU 4,5,6,7") if rank != 1 else ("", "")
-    )  # one that only trains knows no devices of others
+    where = (" on GPU 0,1,2,3", " on GPU 4,5,6,7") if rank != 1 else ("", "")  # one that only trains does not know them
     assert f"node 3     servers 2{where[0]}, 3{where[1]}" in text
     assert f"interface  eth7 (10.0.0.{rank + 1})" in text
     assert TOKEN not in text
@@ -200,8 +191,7 @@ def test_the_plan_of_each_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert plan.servers == ()
     assert plan.trainer is not None
     options = dict(pairwise(plan.trainer.command))
-    assert options["--nnodes"] == "2"
-    assert options["--rdzv-endpoint"] == "10.0.0.1:555"
+    assert (options["--nnodes"], options["--rdzv-endpoint"]) == ("2", "10.0.0.1:555")
     assert options["--rdzv-conf"].startswith(f"rank={rank},")
     assert options["--local-addr"] == f"10.0.0.{rank + 1}"
     assert names.items() <= plan.trainer.environment.items()
