@@ -45,7 +45,7 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
+from grpo_async.servers.requests import EngineDeadError, RequestTracker
 from grpo_async.utils.text import shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
@@ -193,7 +193,11 @@ class RolloutApp:
         if self._engine.failure is not None:
             raise EngineDeadError(self._engine.failure)
         known = {"instance_id": self._requests.instance_id, "policy_version": self._engine.policy_version}
-        counted = {"active_requests": self._requests.num_active, "busy_s": self._requests.busy_s}
+        counted = {
+            "active_requests": self._requests.num_active,
+            "generated_tokens": self._requests.num_generated_tokens,
+            "busy_s": self._requests.busy_s,
+        }
         return _json(self._engine.description.model_copy(update=known | counted | self._engine.load()))
 
     # ---- generation ----
@@ -264,6 +268,7 @@ class RolloutApp:
             async with self._lock:
                 self._requests.gate.close()  # a /resume may have come before this got the lock
                 await self._engine.pause(abort=wanted.mode == "abort", keep_cache=wanted.keep_cache)
+                self._requests.flush()
         except BaseException:
             if number == self._pause_number and not self._requests.is_paused:
                 self._requests.gate.open()

@@ -21,6 +21,7 @@ from grpo_async.servers.app import RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.main import bind_listener
 from grpo_async.servers.embedded.server import EmbeddedEngine
+from grpo_async.servers.requests import EngineOutput, TokenStream
 from tests.support.waiting import eventually
 
 
@@ -66,24 +67,29 @@ class Output:
     finish_reason: str | None = None
     stop_reason: str | None = None
     error: str | None = None
-    num_chunks: int = 0
 
-    def add(self, chunk: GenerateChunk) -> None:
+    def add(self, chunk: GenerateChunk | EngineOutput, version: int) -> None:
         assert len(chunk.token_ids) == len(chunk.logprobs)
         assert self.finish_reason is None, "a chunk after the last"
         assert self.error is None, "a chunk after the last"
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
-        self.versions += [chunk.policy_version] * len(chunk.token_ids)
+        self.versions += [version] * len(chunk.token_ids)
         self.finish_reason, self.stop_reason, self.error = chunk.finish_reason, chunk.stop_reason, chunk.error
-        self.num_chunks += 1
 
 
-def submit(engine: SlotEngine, request: GenerateRequest) -> tuple[RunningSequence, Output]:
-    output = Output()
-    sequence = RunningSequence(request, eos_ids=engine.eos_ids, sink=output.add)
+class Submitted(RunningSequence):
+    """A sequence with what it has got."""
+
+    def __init__(self, engine: SlotEngine, request: GenerateRequest) -> None:
+        super().__init__(request, eos_ids=engine.eos_ids, stream=TokenStream())
+        self.output = Output()
+
+
+def submit(engine: SlotEngine, request: GenerateRequest) -> Submitted:
+    sequence = Submitted(engine, request)
     engine.add(sequence)
-    return sequence, output
+    return sequence
 
 
 def step(engine: SlotEngine, times: int = 1) -> None:
@@ -93,8 +99,9 @@ def step(engine: SlotEngine, times: int = 1) -> None:
 
 
 def hand_out(engine: SlotEngine) -> None:
-    for sequence, chunk in engine.take_chunks():
-        sequence.sink(chunk)
+    for sequence, output in engine.take_outputs():
+        assert isinstance(sequence, Submitted)
+        sequence.output.add(output, engine.policy_version)
 
 
 def finish(engine: SlotEngine) -> None:
@@ -107,9 +114,9 @@ def finish(engine: SlotEngine) -> None:
 
 
 def generate(engine: SlotEngine, *requests: GenerateRequest) -> list[Output]:
-    outputs = [submit(engine, request)[1] for request in requests]
+    sequences = [submit(engine, request) for request in requests]
     finish(engine)
-    return outputs
+    return [sequence.output for sequence in sequences]
 
 
 @torch.no_grad()
@@ -181,7 +188,7 @@ class Live:
     def generate(self, request: GenerateRequest) -> Output:
         output = Output()
         for chunk in self.stream(request):
-            output.add(chunk)
+            output.add(chunk, chunk.policy_version)
         return output
 
     def stream(self, request: GenerateRequest) -> Iterator[GenerateChunk]:

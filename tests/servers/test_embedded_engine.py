@@ -64,14 +64,14 @@ def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any, monk
     monkeypatch.setattr(model, "forward", counting)
     requests = [make_request(prompt(30), seed=i, max_tokens=5 + i) for i in range(11)]
     outputs = generate(engine, *requests[:8])
-    outputs += [submit(engine, request)[1] for request in requests[8:10]]
+    late = [submit(engine, request) for request in requests[8:10]]
     step(engine, 3)
-    outputs.append(submit(engine, requests[10])[1])  # while the others run
+    late.append(submit(engine, requests[10]))  # while the others run
     finish(engine)
     monkeypatch.undo()
     # 29, rounded up: one for the group, then one for both late ones and none for the third
     assert prefills == [(1, 32), (1, 32)]
-    for request, output in zip(requests, outputs, strict=True):
+    for request, output in zip(requests, [*outputs, *(sequence.output for sequence in late)], strict=True):
         assert worst_error(model, request, output) < 1e-5
 
 
@@ -96,20 +96,18 @@ def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> 
 def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> None:
     engine = _engine(model, num_slots=3)
     requests = [make_request(prompt(4 + i, start=i), seed=i, max_tokens=20) for i in range(4)]
-    handles = [submit(engine, request) for request in requests]
+    aborted, *others = [submit(engine, request) for request in requests]
     step(engine, 5)
-    assert handles[3][1].num_chunks == 0  # no slot yet
+    assert others[-1].output.token_ids == []  # no slot yet
     for _ in range(2):  # the second time does nothing
-        engine.abort(handles[0][0])
+        engine.abort(aborted)
     hand_out(engine)
-    aborted = handles[0][1]
-    assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 5)
+    assert (aborted.output.finish_reason, len(aborted.output.token_ids)) == ("abort", 5)
     assert engine.num_active == 3
     finish(engine)
-    for request, (_, output) in zip(requests[1:], handles[1:], strict=True):
-        assert output.finish_reason == "length"
-        assert worst_error(model, request, output) < 1e-5
-    assert engine.num_generated_tokens == 5 + 3 * 20
+    for request, sequence in zip(requests[1:], others, strict=True):
+        assert (sequence.output.finish_reason, len(sequence.output.token_ids)) == ("length", 20)
+        assert worst_error(model, request, sequence.output) < 1e-5
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -119,7 +117,7 @@ def test_weights_that_are_not_finite_fail_the_requests_and_good_ones_repair_the_
     model = load(tiny_model)
     engine = _engine(model)
     good = {name: tensor.clone() for name, tensor in engine.parameters().items()}
-    running = submit(engine, make_request(prompt(6), max_tokens=50))[1]
+    running = submit(engine, make_request(prompt(6), max_tokens=50)).output
     step(engine, 3)
     engine.load_weights((name, torch.full_like(tensor, torch.nan)) for name, tensor in good.items())
     engine.serve(policy_version=1)
@@ -149,7 +147,7 @@ def test_scores_are_those_of_one_plain_forward_however_they_are_cut_and_touch_no
         return output
 
     engine, request = _engine(model), make_request(prompt(9), max_tokens=12)
-    running = submit(engine, request)[1]
+    running = submit(engine, request).output
     step(engine, 4)
     monkeypatch.setattr(model, "forward", counting)
     scores = {length: engine.score(prompt(length)) for length in (2, 8, 30)}
@@ -166,7 +164,7 @@ def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_diffe
     model = load(tiny_model)
     engine = _engine(model)
     check_against_model(engine, model)
-    assert (engine.num_generated_tokens, engine.num_active) == (0, 0)
+    assert engine.num_active == 0
     kind: Any = type(model)
 
     class ForgetsPositions(kind):

@@ -121,7 +121,7 @@ def request_body(token_ids: list[int], **fields: Any) -> dict[str, Any]:
 def join(chunks: Iterable[GenerateChunk]) -> Output:
     output = Output()
     for chunk in chunks:
-        output.add(chunk)
+        output.add(chunk, chunk.policy_version)
     return output
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.api import GenerateChunk
-from grpo_async.servers.request_tracker import EngineDeadError, Gate, RequestTracker
+from grpo_async.servers.requests import EngineDeadError, EngineOutput, Gate, RequestTracker, TokenStream
 from grpo_async.servers.vllm.patches import mark_asking, wait_until_handed_out
-from grpo_async.servers.vllm.token_stream import TokenStream
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -35,7 +34,8 @@ def _chunks(*added: tuple[list[int], list[float], int, str | None], flush_interv
     async def run() -> list[GenerateChunk]:
         stream, chunks = TokenStream(flush_interval_s=flush_interval_s), []
         for token_ids, logprobs, version, finish in added:
-            stream.add(token_ids, logprobs, version=version, finish=finish)
+            output = EngineOutput(token_ids=token_ids, logprobs=logprobs, finish_reason=finish)
+            stream.add(output, version=version)
         while not chunks or (chunks[-1].finish_reason is None and chunks[-1].error is None):
             chunk = await stream.next_chunk()
             assert chunk.first_token_s is None or (chunk.token_ids and not chunks), "of the first tokens only"
@@ -102,7 +102,7 @@ def test_a_gate_lets_through_only_while_it_is_open() -> None:
 def test_busy_time_is_the_union_of_running_requests_without_pauses() -> None:
     now = 0.0
     state = RequestTracker(clock=lambda: now)
-    first, second = object(), object()
+    first, second = TokenStream(), TokenStream()
     for time_s, change in [
         (0.0, lambda: state.enter(first)),
         (2.0, lambda: state.enter(second)),

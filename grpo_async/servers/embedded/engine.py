@@ -14,7 +14,6 @@ attention over another length, would round in another way, so a forward has at l
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,11 +25,12 @@ from transformers.cache_utils import DynamicCache
 
 from grpo_async.chat.renderer import eos_ids
 from grpo_async.errors import ConfigError
-from grpo_async.inference.api import GenerateChunk, GenerateRequest
+from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
 from grpo_async.servers.embedded.kv_slots import slot_cache_of
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
+from grpo_async.servers.requests import EngineOutput, TokenStream
 
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
@@ -42,19 +42,19 @@ _TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.5, torch.float16: 0.2}  # n
 
 
 class RunningSequence:
-    """State of one request. `tokens` is prompt + sampled; `sink` gets every chunk, the last has a reason or an error; `decode`
-    makes text of tokens for its stop strings."""
+    """State of one request. `tokens` is prompt + sampled; `decode` makes text of tokens for its stop strings; `stream` is where its
+    outputs go, which the engine leaves to its caller."""
 
     def __init__(
         self,
         request: GenerateRequest,
         *,
         eos_ids: Sequence[int],
-        sink: Callable[[GenerateChunk], None],
+        stream: TokenStream,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.request = request
-        self.sink = sink
+        self.stream = stream
         self.tokens = list(request.token_ids)
         self.prompt_len = len(self.tokens)
         self.limit = self.prompt_len + request.max_tokens
@@ -64,33 +64,23 @@ class RunningSequence:
         self.slot = -1  # -1: waiting or over
         # which weights (SlotEngine counts them) computed the keys and values of the prompt that are in the slot; None: none yet
         self.filled_by: int | None = None
-        self.flush_at = 0.0
-        self.arrived_at = time.monotonic()
-        self.first_token_s: float | None = None
-        self.pending_ids: list[int] = []
-        self.pending_logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | None = None
 
     @property
     def cache_key(self) -> tuple[int, ...]:
         """Sequences of equal key that the same weights fill have equal keys and values for tokens[:-1]."""
         return self.prompt_key if len(self.tokens) == self.prompt_len else tuple(self.tokens[:-1])
 
-    def append(self, token: int, logprob: float) -> bool:
-        """Add one sampled token; True when it was the last."""
-        if len(self.tokens) == self.prompt_len:
-            self.first_token_s = time.monotonic() - self.arrived_at
+    def append(self, token: int, logprob: float) -> EngineOutput:
+        """Add one sampled token."""
         self.tokens.append(token)
-        self.pending_ids.append(token)
-        self.pending_logprobs.append(logprob)
+        output = EngineOutput(token_ids=(token,), logprobs=(logprob,))
         if token in self.stop_ids:
-            self.finish_reason = FinishReason.STOP
+            output.finish_reason = FinishReason.STOP
         elif len(self.tokens) == self.limit:
-            self.finish_reason = FinishReason.LENGTH
+            output.finish_reason = FinishReason.LENGTH
         if self.request.stop and (stop := self._stop_string()):
-            self.finish_reason, self.stop_reason = FinishReason.STOP, stop
-        return self.finish_reason is not None
+            output.finish_reason, output.stop_reason = FinishReason.STOP, stop
+        return output
 
     def _stop_string(self) -> str:
         """The one that the last token has completed; "" if none. A string has at most as many tokens as bytes; more are decoded, so
@@ -100,21 +90,6 @@ class RunningSequence:
         text = self.decode(self.tokens[max(self.prompt_len, len(self.tokens) - num_bytes - _STOP_MARGIN) :])
         found = find_stop(text, self.request.stop)
         return "" if found is None else text[slice(*found)]
-
-    def take_chunk(self, policy_version: int, error: str | None = None) -> GenerateChunk:
-        """What was sampled since the last chunk, all of it by `policy_version`."""
-        chunk = GenerateChunk(
-            token_ids=self.pending_ids,
-            logprobs=self.pending_logprobs,
-            policy_version=policy_version,
-            finish_reason=self.finish_reason if error is None else None,
-            stop_reason=self.stop_reason,
-            error=error,
-            first_token_s=self.first_token_s,
-        )
-        self.first_token_s = None
-        self.pending_ids, self.pending_logprobs = [], []
-        return chunk
 
 
 class SlotEngine:
@@ -139,12 +114,11 @@ class SlotEngine:
             getattr(model.config, "eos_token_id", None)
         )
         self.policy_version = 0
-        self.num_generated_tokens = 0
         self._cache = slot_cache_of(model, max(num_slots, _MIN_ROWS), max_model_len)
         self._weights_number = 0  # of the weights that serve; versions may come again, this does not
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # index = slot
-        self._outbox: list[tuple[RunningSequence, GenerateChunk]] = []
+        self._outbox: list[tuple[RunningSequence, EngineOutput]] = []
         self._steps_since_admission = 0
         # The running rows as tensors; rebuilt when rows come or go, else advanced by the decode itself.
         self._rows_changed = True
@@ -171,7 +145,6 @@ class SlotEngine:
             "running_requests": len(self._running),
             "waiting_requests": len(self._waiting),
             "kv_usage": used / (self.num_slots * self.max_model_len),
-            "generated_tokens": self.num_generated_tokens,
         }
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -186,8 +159,7 @@ class SlotEngine:
         """End a sequence with reason "abort" and free its slot. Does nothing when it is over already."""
         if sequence.slot < 0 and sequence not in self._waiting:
             return
-        sequence.finish_reason = FinishReason.ABORT
-        self._emit(sequence)
+        self._outbox.append((sequence, EngineOutput(finish_reason=FinishReason.ABORT)))
         if sequence.slot >= 0:
             self._retire([sequence.slot])
         else:
@@ -199,23 +171,17 @@ class SlotEngine:
             self.abort(sequence)
 
     def fail_all(self, error: str) -> None:
-        """End every sequence with an error line; what was sampled before goes out with it. Touches no tensor."""
+        """End every sequence with an error. Touches no tensor."""
         for sequence in [*self._running, *self._waiting]:
-            self._emit(sequence, error=error)
+            self._outbox.append((sequence, EngineOutput(error=error)))
             sequence.slot = -1
         self._running.clear()
         self._waiting.clear()
 
-    def flush(self) -> None:
-        """Emit what was sampled and not emitted yet."""
-        for sequence in self._running:
-            if sequence.pending_ids:
-                self._emit(sequence)
-
-    def take_chunks(self) -> list[tuple[RunningSequence, GenerateChunk]]:
-        """Chunks since the last call, in order."""
-        chunks, self._outbox = self._outbox, []
-        return chunks
+    def take_outputs(self) -> list[tuple[RunningSequence, EngineOutput]]:
+        """Outputs since the last call, in order. Take them before `serve`: they are of the weights that served."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Served parameters by name; tied ones once, so lm_head is absent where it is the embedding."""
@@ -236,7 +202,6 @@ class SlotEngine:
             keep_cache: running sequences continue over the keys and values they have; else they are refilled with the new
                 weights before their next token. What has no slot yet starts on the new weights either way.
         """
-        self.flush()  # under the version that sampled it
         self.policy_version = policy_version
         self._weights_number += 1
         if keep_cache:
@@ -257,9 +222,6 @@ class SlotEngine:
         if self._running:
             self._decode()
 
-    def _emit(self, sequence: RunningSequence, error: str | None = None) -> None:
-        self._outbox.append((sequence, sequence.take_chunk(self.policy_version, error)))
-
     def _admit(self) -> None:
         self._steps_since_admission += 1
         num_new = min(len(self._waiting), self.num_slots - len(self._running))
@@ -269,11 +231,9 @@ class SlotEngine:
         if few and self._steps_since_admission < _ADMIT_EVERY_STEPS:
             return
         self._steps_since_admission = 0
-        now = time.monotonic()
         for _ in range(num_new):
             sequence = self._waiting.popleft()
             sequence.slot = len(self._running)
-            sequence.flush_at = now + sequence.request.flush_interval_s
             self._running.append(sequence)
         self._rows_changed = True
 
@@ -338,21 +298,16 @@ class SlotEngine:
         self._append_tokens(tokens.tolist(), logprobs.tolist())
 
     def _append_tokens(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Give every row its token, send what is due, and free the slots of rows that ended."""
-        now = time.monotonic()
+        """Give every row its token, and free the slots of rows that ended."""
         ended = []
         for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                self._emit(sequence, error="the model's logits are not finite; the pushed weights are broken")
+            if math.isfinite(logprob):
+                output = sequence.append(token, logprob)
+            else:
+                output = EngineOutput(error="the model's logits are not finite; the pushed weights are broken")
+            self._outbox.append((sequence, output))
+            if output.is_last:
                 ended.append(sequence.slot)
-                continue
-            self.num_generated_tokens += 1
-            if sequence.append(token, logprob):
-                self._emit(sequence)
-                ended.append(sequence.slot)
-            elif now >= sequence.flush_at:
-                self._emit(sequence)
-                sequence.flush_at = now + sequence.request.flush_interval_s
         if ended:
             self._retire(ended)
 
@@ -467,9 +422,8 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
             max_tokens=2,
             temperature=0.0,
             ignore_eos=True,
-            flush_interval_s=3600.0,  # one chunk per sequence
         )
-        engine.add(RunningSequence(request, eos_ids=(), sink=lambda _: None))
+        engine.add(RunningSequence(request, eos_ids=(), stream=TokenStream()))
     try:
         while engine.num_active:
             engine.step()
@@ -478,8 +432,10 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
             f"model.path: {model.config.model_type} does not run on the embedded engine ({type(error).__name__}: {error}); "
             "use `inference.engine: vllm`"
         ) from error
-    engine.num_generated_tokens = 0
-    errors = [_error_of(chunk, sequence, model) for sequence, chunk in engine.take_chunks()]
+    sampled: dict[RunningSequence, list[float]] = {}
+    for sequence, output in engine.take_outputs():
+        sampled.setdefault(sequence, []).extend(output.logprobs if output.error is None else [math.nan])
+    errors = [_difference(model, sequence.tokens, logprobs) for sequence, logprobs in sampled.items()]
     if not all(error <= _TOLERANCE[model.dtype] for error in errors):  # NaN fails this too
         raise ConfigError(
             f"model.path: logprobs of the embedded engine and of a plain forward of {model.config.model_type} differ by "
@@ -487,10 +443,11 @@ def check_against_model(engine: SlotEngine, model: Any) -> None:
         )
 
 
-def _error_of(chunk: GenerateChunk, sequence: RunningSequence, model: Any) -> float:
-    if chunk.error is not None:
-        return float("nan")
-    tokens = torch.tensor([sequence.tokens], device=model.device)
-    logprobs = model(tokens[:, :-1]).logits[0].float().log_softmax(-1)  # [length - 1, vocab]
-    expected = logprobs.gather(1, tokens[0, 1:, None])[-len(chunk.logprobs) :, 0]
-    return float((expected.cpu() - torch.tensor(chunk.logprobs)).abs().max())
+def _difference(model: Any, tokens: Sequence[int], last: Sequence[float]) -> float:
+    """Largest difference between the log-probabilities `last`, of the last of `tokens`, and those of a plain forward."""
+    if not all(map(math.isfinite, last)):
+        return math.nan
+    ids = torch.tensor([tokens], device=model.device)
+    logprobs = model(ids[:, :-1]).logits[0].float().log_softmax(-1)  # [length - 1, vocab]
+    expected = logprobs.gather(1, ids[0, 1:, None])[-len(last) :, 0]
+    return float((expected.cpu() - torch.tensor(last)).abs().max())

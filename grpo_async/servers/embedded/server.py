@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ from starlette.exceptions import HTTPException
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
-    GenerateChunk,
     GenerateRequest,
     ScoreAnswer,
     ServedParameters,
@@ -31,7 +31,7 @@ from grpo_async.inference.api import (
 )
 from grpo_async.servers.app import Engine, NextChunk
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
-from grpo_async.servers.request_tracker import EngineDeadError
+from grpo_async.servers.requests import EngineDeadError, EngineOutput, TokenStream
 from grpo_async.weights.receiver import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,10 @@ class EmbeddedEngine(Engine):
         self._receiver = WeightReceiver(device=engine.device)
         self._shapes = {name: list(tensor.shape) for name, tensor in engine.parameters().items()}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._changed = threading.Condition()
-        self._commands: list[tuple[Callable[[], object], Future[object]]] = []
-        self._is_stopping = False
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._failure: str | None = None  # why no further command will run; set once
-        # Of the engine, as of its last step or command: who reads it does not wait for the step that is being made.
-        self._version, self._load = engine.policy_version, engine.load()
-        # Of the newest pause; they belong to the thread.
-        self._is_paused = self._keeps_cache = False
+        # these belong to the thread
+        self._is_stopping = self._is_paused = self._keeps_cache = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -90,9 +86,12 @@ class EmbeddedEngine(Engine):
     async def stop(self, *, timeout_s: float) -> None:
         """End every request with reason "abort", and the thread; takes `timeout_s` at most."""
         self.requests.gate.break_down("the server is shutting down")
-        with self._changed:
+
+        def end() -> None:
+            self._engine.abort_all()
             self._is_stopping = True
-            self._changed.notify()
+
+        self._call(end)
         await asyncio.to_thread(self._thread.join, timeout_s)
 
     @property
@@ -101,67 +100,50 @@ class EmbeddedEngine(Engine):
 
     @property
     def policy_version(self) -> int:
-        return self._version
+        return self._engine.policy_version
 
     def load(self) -> dict[str, Any]:
-        return self._load
+        """Who asks does not wait for the step that is being made."""
+        return self._engine.load()
 
     # ---- the thread ----
 
     def _run(self) -> None:
-        """Waits for: commands, or work while not paused. Unblocked by: `_call`, `stop`."""
+        """Waits for: commands, where there is nothing to generate. Unblocked by: `_call`."""
         try:
             while not self._is_stopping:
-                self._run_commands()
-                if self._has_work():
+                can_step = self._engine.num_active > 0 and not self._is_paused
+                if can_step and self._commands.empty():
                     self._engine.step()
-                    self._publish_load()
-                self._send_chunks()
-            self._engine.abort_all()
-            self._send_chunks()
+                else:
+                    self._commands.get()()
+                self._hand_out()
             self._end("the server is shutting down")
         except Exception as error:
             logger.exception("the engine failed; every request fails")
             reason = f"the engine failed: {type(error).__name__}: {error}"
             self._end(reason)
             self._engine.fail_all(reason)
-            self._send_chunks()
+            self._hand_out()
             self._in_loop(self.requests.gate.break_down, reason)
             self._in_loop(self._on_failure)
 
-    def _has_work(self) -> bool:
-        return not self._is_paused and self._engine.num_active > 0
+    def _hand_out(self) -> None:
+        if outputs := self._engine.take_outputs():
+            self._in_loop(self._receive, outputs, self._engine.policy_version)
 
-    def _run_commands(self) -> None:
-        with self._changed:
-            while not (self._commands or self._is_stopping or self._has_work()):
-                self._changed.wait()
-            commands, self._commands = self._commands, []
-        for command, future in commands:
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = command()
-                self._publish_load()  # before the caller sees that the command was run
-                future.set_result(result)
-            except Exception as error:
-                future.set_exception(error)
-                raise  # a command that fails may have left the engine half changed
-
-    def _publish_load(self) -> None:
-        self._version, self._load = self._engine.policy_version, self._engine.load()
-
-    def _send_chunks(self) -> None:
-        if chunks := self._engine.take_chunks():
-            self._in_loop(_hand_out, chunks)
+    def _receive(self, outputs: Sequence[tuple[RunningSequence, EngineOutput]], version: int) -> None:
+        for sequence, output in outputs:
+            self.requests.receive(sequence.stream, output, version=version)
 
     def _end(self, reason: str) -> None:
-        with self._changed:
-            self._failure = reason
-            commands, self._commands = self._commands, []
-        for _, future in commands:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDeadError(reason))
+        self._failure = reason
+        self._run_commands_left()
+
+    def _run_commands_left(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
 
     def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
@@ -170,18 +152,29 @@ class EmbeddedEngine(Engine):
     # ---- commands, from the event loop ----
 
     def _call(self, command: Callable[[], Result]) -> Future[Result]:
-        """Run `command` in the thread, before the engine's next step.
+        """Run `command` in the thread, before the engine's next step. What it raises ends the engine, which it may have left half
+        changed; but not a GrpoAsyncError, which is about the trainer.
 
         Raises (in the future):
             EngineDeadError: the thread has ended.
         """
         future: Future[Result] = Future()
-        with self._changed:
-            if self._failure is None:
-                self._commands.append((command, future))  # type: ignore[arg-type]  # Future is invariant
-                self._changed.notify()
-                return future
-        future.set_exception(EngineDeadError(self._failure))
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None:
+                    raise EngineDeadError(self._failure)
+                future.set_result(command())
+            except Exception as error:
+                future.set_exception(error)
+                if not isinstance(error, GrpoAsyncError | EngineDeadError):
+                    raise
+
+        self._commands.put(run)
+        if self._failure is not None:  # the thread may have looked for the last time
+            self._run_commands_left()
         return future
 
     async def _command(self, command: Callable[[], Result]) -> Result:
@@ -200,19 +193,6 @@ class EmbeddedEngine(Engine):
                 setting="inference.heartbeat_timeout_s",
                 hint="It is stuck, or the machine is too slow for prompts of this length.",
             ) from error
-
-    async def _wait_for_trainer(self, command: Callable[[], None]) -> None:
-        """Run `command`, which has its own deadlines. What it raises as GrpoAsyncError is not a failure of the engine."""
-
-        def attempt() -> GrpoAsyncError | None:
-            try:
-                command()
-            except GrpoAsyncError as error:
-                return error
-            return None
-
-        if (error := await asyncio.wrap_future(self._call(attempt))) is not None:
-            raise error
 
     # ---- requests ----
 
@@ -244,26 +224,20 @@ class EmbeddedEngine(Engine):
             )
         if self.failure is not None:
             raise EngineDeadError(self.failure)
-        chunks: asyncio.Queue[GenerateChunk] = asyncio.Queue()
-
-        def take(chunk: GenerateChunk) -> None:
-            chunks.put_nowait(chunk)
-            if chunk.finish_reason is not None or chunk.error is not None:
-                self.requests.leave(sequence)
+        stream = TokenStream(flush_interval_s=request.flush_interval_s)
+        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, stream=stream, decode=self._decode)
 
         def fail_if_lost(added: Future[None]) -> None:
             """The engine ended before it took the request, so nobody else will answer."""
             if (error := added.exception()) is not None:
-                self._in_loop(take, GenerateChunk(error=str(error)))
+                self._in_loop(self._receive, [(sequence, EngineOutput(error=str(error)))], self.policy_version)
 
-        sequence = RunningSequence(request, eos_ids=self._engine.eos_ids, sink=take, decode=self._decode)
-        self.requests.enter(sequence)
+        self.requests.enter(stream)
         try:
             self._call(lambda: self._engine.add(sequence)).add_done_callback(fail_if_lost)
-            yield chunks.get
+            yield stream.next_chunk
         finally:
-            if sequence in self.requests.in_engine:  # the client left before the end
-                self.requests.leave(sequence)
+            if self.requests.leave(stream):  # the client left before the end
                 self._call(lambda: self._engine.abort(sequence))
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
@@ -277,7 +251,6 @@ class EmbeddedEngine(Engine):
         def freeze() -> None:
             if abort:
                 self._engine.abort_all()
-            self._engine.flush()  # a client that is lost during the pause has what was sampled before it
             self._is_paused, self._keeps_cache = True, keep_cache
 
         await self._command(freeze)
@@ -299,7 +272,7 @@ class EmbeddedEngine(Engine):
         return ServedParameters(shapes=self._shapes, base_digest=digest)
 
     async def join(self, info: WeightInitInfo) -> None:
-        await self._wait_for_trainer(lambda: self._receiver.join(info))
+        await asyncio.wrap_future(self._call(lambda: self._receiver.join(info)))  # which has its own deadline
 
     async def load_update(self, info: WeightUpdateInfo) -> None:
         def load() -> None:
@@ -313,12 +286,7 @@ class EmbeddedEngine(Engine):
             load_s = time.monotonic() - began - waited_s
             logger.info("loaded %d parameters in %.4f s, and waited %.4f s", len(info.names), load_s, waited_s)
 
-        await self._wait_for_trainer(load)
+        await asyncio.wrap_future(self._call(load))  # each bucket has a deadline
 
     async def serve(self, version: int) -> None:
         await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
-
-
-def _hand_out(chunks: Sequence[tuple[RunningSequence, GenerateChunk]]) -> None:
-    for sequence, chunk in chunks:
-        sequence.sink(chunk)

@@ -9,5 +9,4 @@ In all of vLLM's processes:
 In the API server:
     middleware.py    the token guard and the HTTP application (servers/app.py), in front of vLLM's own app
     engine.py        vLLM's engine client behind that application
-    token_stream.py  the tokens of one request, stamped on arrival
 """

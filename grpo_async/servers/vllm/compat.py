@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.inference.api import GenerateRequest, ServedParameters, ServerInfo, WeightInitInfo, WeightUpdateInfo
+from grpo_async.servers.requests import EngineOutput
 from grpo_async.servers.vllm.command import release
 from grpo_async.weights.adapters import BaseWeights
 from grpo_async.weights.receiver import UpdateFailedError, UpdateRefusedError, WeightReceiver
@@ -159,41 +159,23 @@ def _repack_experts(model: Any) -> None:
 # ---- API server ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOutput:
-    """Tokens that one request just got; `logprobs` is short when vLLM left some out. A `finish_reason` ends the request."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish_reason: str | None
-    stop_reason: str | None = None
-    """The stop string that ended it."""
-    scores: Sequence[float] = ()
-    """Of a score request only."""
-
-
-Deliver = Callable[[EngineOutput | Exception], None]
-
-
+Deliver = Callable[[EngineOutput], None]
 Abort = Callable[[], Awaitable[None]]
 """Takes a request out of the engine."""
 
 
 async def submit(engine: Any, request: GenerateRequest, deliver: Deliver) -> Abort:
-    """Start generating. `deliver` is called from the engine's output task, once per batch of tokens and in order, until it
-    got a finish_reason or an exception.
+    """Start generating. `deliver` is called from the engine's output task, once per batch of tokens and in order, until the last.
 
     Raises:
         VLLMClientError: the request is wrong. EngineDeadError: the engine is gone.
     """
-    prompt = tokens_input(list(request.token_ids))
-    return await _submit(
-        engine, request.request_id, prompt, _sampling_params(request), lambda output: deliver(_engine_output(output))
-    )
+    prompt, params = tokens_input(list(request.token_ids)), _sampling_params(request)
+    return await _submit(engine, request.request_id, prompt, params, lambda output: deliver(_generated(output)))
 
 
 async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) -> Abort:
-    """Start scoring: `deliver` gets one EngineOutput with `scores`, [num_tokens - 1], or an exception.
+    """Start scoring: `deliver` gets one output, the tokens after the first with their scores.
 
     The last token is not part of the prompt but asked for by its id, so that max_model_len tokens fit. vLLM does not read
     its prefix cache for prompt logprobs; a salt that nobody shares keeps it from being read for others.
@@ -212,7 +194,7 @@ async def submit_score(engine: Any, token_ids: Sequence[int], deliver: Deliver) 
     )
     name = f"score-{secrets.token_hex(8)}"
     prompt = tokens_input(list(token_ids[:-1]), cache_salt=name)
-    return await _submit(engine, name, prompt, params, lambda output: deliver(_score_output(output, last)))
+    return await _submit(engine, name, prompt, params, lambda output: deliver(_scored(output, last)))
 
 
 async def _submit(engine: Any, request_id: str, prompt: Any, params: Any, put: Callable[[Any], None]) -> Abort:
@@ -251,36 +233,34 @@ def _sampling_params(request: GenerateRequest) -> Any:
     )
 
 
-def _engine_output(output: Any) -> EngineOutput | Exception:
+def _generated(output: Any) -> EngineOutput:
     if not isinstance(output, RequestOutput):
-        return _error(output)
+        return _failed(output)
     (completion,) = output.outputs
     token_ids = list(completion.token_ids)
     entries = (completion.logprobs or [])[: len(token_ids)]  # an end without tokens repeats older logprobs
-    logprobs = [
-        entry[token_id].logprob for token_id, entry in zip(token_ids, entries, strict=False) if token_id in entry
-    ]
-    stop = completion.stop_reason if isinstance(completion.stop_reason, str) else None  # else a stop token
     return EngineOutput(
-        token_ids=token_ids, logprobs=logprobs, finish_reason=completion.finish_reason, stop_reason=stop
+        token_ids=token_ids,
+        logprobs=[entry[token].logprob for token, entry in zip(token_ids, entries, strict=False) if token in entry],
+        finish_reason=completion.finish_reason,
+        stop_reason=completion.stop_reason if isinstance(completion.stop_reason, str) else None,  # else a stop token
     )
 
 
-def _score_output(output: Any, last: int) -> EngineOutput | Exception:
+def _scored(output: Any, last: int) -> EngineOutput:
     if not isinstance(output, RequestOutput):
-        return _error(output)
+        return _failed(output)
     (completion,) = output.outputs
-    reason = completion.finish_reason
-    if reason == "abort":
-        return EngineOutput(token_ids=[], logprobs=[], finish_reason=reason)
-    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)  # the first has none
-    scores = [entry[token_id].logprob for token_id, entry in pairs]
-    scores.append(completion.logprobs[0][last].logprob)
-    return EngineOutput(token_ids=[], logprobs=[], finish_reason=reason, scores=scores)
+    if completion.finish_reason == "abort":
+        return EngineOutput(finish_reason="abort")
+    token_ids = [*output.prompt_token_ids[1:], last]
+    entries = [*output.prompt_logprobs[1:], completion.logprobs[0]]  # the first token has none
+    scores = [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
+    return EngineOutput(token_ids=token_ids, logprobs=scores, finish_reason=completion.finish_reason)
 
 
-def _error(output: Any) -> Exception:
-    return output if isinstance(output, Exception) else TypeError(f"unexpected output of vLLM: {type(output).__name__}")
+def _failed(output: Any) -> EngineOutput:
+    return EngineOutput(error=f"the engine failed: {type(output).__name__}: {output}")
 
 
 async def ask_workers(engine: Any, method: str, argument: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -22,10 +23,10 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
+from grpo_async.records import FinishReason
 from grpo_async.servers.app import Engine, NextChunk
-from grpo_async.servers.request_tracker import EngineDeadError, RequestTracker
+from grpo_async.servers.requests import EngineDeadError, EngineOutput, RequestTracker, TokenStream
 from grpo_async.servers.vllm import compat, patches
-from grpo_async.servers.vllm.token_stream import TokenStream
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.receiver import UpdateFailedError
 
@@ -47,8 +48,6 @@ class VllmEngine(Engine):
         self._is_asleep = False
         self._version = 0
         self._num_updates = 0
-        self._num_generated_tokens = 0
-        self._streams: set[TokenStream] = set()
         self._served: ServedParameters | None = None
         self._statistics = compat.watch_statistics(client)
         # the number of updates and not the version, which may come again (a trainer that went back to a checkpoint)
@@ -68,7 +67,7 @@ class VllmEngine(Engine):
         something is in it, also what users' code sends through vLLM's own routes. The fullest core is the first to be full."""
         every = list(self._statistics.values())
         is_idle = not self.requests.num_active and not self._client.output_processor.has_unfinished_requests()
-        load: dict[str, Any] = {"generated_tokens": self._num_generated_tokens}
+        load: dict[str, Any] = {}
         if every:
             load["kv_usage"] = 0.0 if is_idle else max(stats.kv_cache_usage for stats in every)
         if not is_idle:
@@ -84,76 +83,48 @@ class VllmEngine(Engine):
     @asynccontextmanager
     async def stream(self, request: GenerateRequest) -> AsyncIterator[NextChunk]:
         stream = TokenStream(flush_interval_s=request.flush_interval_s)
-
-        def deliver(output: compat.EngineOutput | Exception) -> None:
-            if isinstance(output, Exception):
-                stream.fail(f"the engine failed: {type(output).__name__}: {output}", version=self._version)
-                return
-            self._num_generated_tokens += len(output.token_ids)
-            stream.add(
-                output.token_ids,
-                output.logprobs,
-                version=self._version,
-                finish=output.finish_reason,
-                stop_reason=output.stop_reason,
-            )
-
-        self._streams.add(stream)
-        try:
-            async with self._entered(lambda put: compat.submit(self._client, request, put), deliver):
-                yield stream.next_chunk
-        finally:
-            self._streams.discard(stream)
+        async with self._entered(stream, lambda deliver: compat.submit(self._client, request, deliver)):
+            yield stream.next_chunk
 
     async def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
         """A pause that aborts what is in flight, or new weights, make it start over: it is of one version."""
         while True:
             await self.requests.gate.wait()
-            num_updates = self._num_updates
-            result: asyncio.Future[tuple[compat.EngineOutput, int]] = asyncio.get_running_loop().create_future()
-
-            def deliver(output: compat.EngineOutput | Exception, result: asyncio.Future[Any] = result) -> None:
-                if result.done():
-                    return
-                if isinstance(output, compat.EngineDeadError):
-                    result.set_exception(EngineDeadError(f"the engine is dead: {output}"))
-                elif isinstance(output, Exception):
-                    result.set_exception(HTTPException(500, f"the engine failed: {type(output).__name__}: {output}"))
-                elif output.finish_reason is not None:
-                    result.set_result((output, self._version))
-
-            async with self._entered(lambda put: compat.submit_score(self._client, token_ids, put), deliver):
-                output, version = await result  # the engine's answer or end, or the client's disconnect
-            if output.finish_reason != "abort" and num_updates == self._num_updates:
-                return ScoreAnswer(logprobs=list(output.scores), policy_version=version)
+            num_updates, stream = self._num_updates, TokenStream()
+            submit = partial(compat.submit_score, self._client, token_ids)
+            async with self._entered(stream, submit, is_generated=False):
+                scored = await stream.next_chunk()  # the engine's answer or end, or the client's disconnect
+            if scored.error is not None:
+                raise HTTPException(500, scored.error) if self.failure is None else EngineDeadError(_DEAD)
+            if scored.finish_reason is not FinishReason.ABORT and num_updates == self._num_updates:
+                return ScoreAnswer(logprobs=scored.logprobs, policy_version=scored.policy_version)
 
     @asynccontextmanager
     async def _entered(
         self,
+        stream: TokenStream,
         submit: Callable[[compat.Deliver], Awaitable[compat.Abort]],
-        deliver: Callable[[compat.EngineOutput | Exception], None],
+        *,
+        is_generated: bool = True,
     ) -> AsyncIterator[None]:
         """A request is in the engine from here until the engine has ended it, or until the block is left."""
-        request, abort = object(), None
+        abort = None
 
-        def receive(output: compat.EngineOutput | Exception) -> None:
-            if isinstance(output, Exception) or output.finish_reason is not None:
-                self.requests.leave(request)
-            deliver(output)
+        def deliver(output: EngineOutput) -> None:
+            self.requests.receive(stream, output, version=self._version, is_generated=is_generated)
 
-        self.requests.enter(request)
+        self.requests.enter(stream)
         try:
             try:
-                abort = await submit(receive)
+                abort = await submit(deliver)
             except compat.EngineDeadError as error:
                 raise EngineDeadError(f"the engine is dead: {error}") from error
             except (compat.VLLMClientError, ValueError) as error:
                 raise HTTPException(400, str(error)) from error
             yield
         finally:
-            has_ended = request not in self.requests.in_engine
-            self.requests.leave(request)
-            if abort is not None and not has_ended:  # the client has left, or the stream ended with an error of ours
+            # the client has left, or the stream ended with an error of ours
+            if self.requests.leave(stream) and abort is not None:
                 await abort()
 
     async def warm_up(self) -> None:
@@ -169,7 +140,6 @@ class VllmEngine(Engine):
         await self.score([0, 0, 0])
         # what is counted begins with the first request from outside
         self.requests = RequestTracker()
-        self._num_generated_tokens = 0
         logger.info("warmed up in %.1f s", time.monotonic() - began)
 
     async def _generate_once(self, name: str, **fields: Any) -> None:
@@ -246,8 +216,6 @@ class VllmEngine(Engine):
         await self._wait_until_handed_out()
         self._version = version
         self._num_updates += 1
-        for stream in self._streams:
-            stream.flush()
 
     async def _on_workers(self, method: str, info: WeightInitInfo | WeightUpdateInfo) -> None:
         """Raises UpdateFailedError with what the workers answer."""

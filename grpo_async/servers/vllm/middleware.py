@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from grpo_async.inference.guard import App, Receive, Scope, Send, TokenGuard
 from grpo_async.servers.app import RolloutApp
-from grpo_async.servers.request_tracker import EngineDeadError
+from grpo_async.servers.requests import EngineDeadError
 from grpo_async.servers.vllm.engine import VllmEngine
 
 logger = logging.getLogger("vllm.grpo_async")

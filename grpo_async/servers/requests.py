@@ -1,0 +1,226 @@
+"""What a server keeps of its requests, whichever engine it has: their tokens on the way to the HTTP answers, the gate of a pause,
+the requests inside the engine, busy time.
+
+Knows neither HTTP nor an engine. Used from one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from grpo_async.inference.api import GenerateChunk
+from grpo_async.records import FinishReason
+
+
+class EngineDeadError(Exception):
+    """The engine will not answer; the message says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOutput:
+    """Tokens that one request just got. A `finish_reason` or an `error` ends the request; `logprobs` may be short in a broken
+    engine."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+    """The stop string that ended it."""
+    error: str | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+class TokenStream:
+    """The tokens of one request. They are stamped with the policy version in `add`, at the moment they arrive: a slow client delays
+    `next_chunk`, not the stamping."""
+
+    def __init__(self, *, flush_interval_s: float = 0.0) -> None:
+        self._flush_interval_s = flush_interval_s
+        self._runs: list[GenerateChunk] = []  # each of one version; the lists in it still grow
+        self._end: GenerateChunk | None = None
+        self._arrived_at: float | None = time.monotonic()  # None: the first token is there
+        self._any = asyncio.Event()  # there is something to send
+        self._now = asyncio.Event()  # ... that must not wait for the interval
+        self._ready: deque[GenerateChunk] = deque()
+        self._sent_at = time.monotonic()
+
+    def add(self, output: EngineOutput, *, version: int) -> None:
+        """Add tokens of policy `version`. What comes after the end is ignored.
+
+        A token without a finite logprob cannot be trained on: it ends the stream with an error instead of a guess.
+        """
+        if self._end is not None:
+            return
+        token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish_reason
+        error = output.error
+        if len(logprobs) != len(token_ids) or not all(map(math.isfinite, logprobs)):
+            token_ids, error = (), f"the engine gave {len(token_ids)} tokens with the logprobs {list(logprobs)}"
+        elif finish is not None and finish not in set(FinishReason):
+            error = f"the engine ended the request with {finish!r}"
+        if token_ids:
+            if not self._runs or self._runs[-1].policy_version != version:
+                first_token_s = None if self._arrived_at is None else time.monotonic() - self._arrived_at
+                self._runs.append(GenerateChunk(policy_version=version, first_token_s=first_token_s))
+                self._arrived_at = None
+            self._runs[-1].token_ids.extend(token_ids)
+            self._runs[-1].logprobs.extend(logprobs)
+            self._any.set()
+        if error is not None:
+            self._close(GenerateChunk(policy_version=version, error=error))
+        elif finish is not None:
+            reason = FinishReason(finish)
+            self._close(GenerateChunk(policy_version=version, finish_reason=reason, stop_reason=output.stop_reason))
+
+    def flush(self) -> None:
+        """Send what is there without waiting for the interval."""
+        if self._runs:
+            self._now.set()
+
+    async def next_chunk(self) -> GenerateChunk:
+        """The next line of the answer; the last has a finish_reason or an error.
+
+        Worked example: tokens 5, 6 (version 3), 7 (version 4), end -> [5, 6] v3; [7] v4 "stop".
+        """
+        if not self._ready:
+            await self._any.wait()
+            try:
+                async with asyncio.timeout(max(0.0, self._sent_at + self._flush_interval_s - time.monotonic())):
+                    await self._now.wait()
+            except TimeoutError:
+                pass  # the interval is over
+            self._ready.extend(self._runs)
+            self._runs = []
+            self._any.clear()
+            self._now.clear()
+            self._sent_at = time.monotonic()
+            if self._end is not None:
+                if self._ready and self._end.error is None:
+                    end = {"finish_reason": self._end.finish_reason, "stop_reason": self._end.stop_reason}
+                    self._ready.append(self._ready.pop().model_copy(update=end))
+                else:
+                    self._ready.append(self._end)
+        return self._ready.popleft()
+
+    def _close(self, end: GenerateChunk) -> None:
+        self._end = end
+        self._any.set()
+        self._now.set()
+
+
+class Gate:
+    """Holds requests that arrive from the beginning of a pause until /resume, so that each enters the engine under the version that
+    is then served. Open, closed, or broken for good."""
+
+    def __init__(self) -> None:
+        self._opened = asyncio.Event()
+        self._opened.set()
+        self._failure: str | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def close(self) -> None:
+        if self._failure is None:
+            self._opened.clear()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def break_down(self, reason: str) -> None:
+        """Refuse all requests from now on, also those that wait."""
+        self._failure = reason
+        self._opened.set()
+
+    async def wait(self) -> None:
+        """Return in a moment in which the gate is open; nothing else runs between that moment and the caller's next line.
+
+        Raises:
+            EngineDeadError: the gate was broken down.
+        """
+        while not self._opened.is_set():
+            await self._opened.wait()  # ended by /resume, the end of the engine, or the client's disconnect
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+
+class RequestTracker:
+    """One for each server. `clock` gives monotonic seconds."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.instance_id = secrets.token_hex(8)
+        self.gate = Gate()
+        self.num_active = 0
+        """Requests that are being answered, including those that wait at the gate."""
+        self.num_generated_tokens = 0
+        self.in_engine: set[TokenStream] = set()
+        """Requests that the engine has not ended."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._is_paused = False
+        self._clock = clock
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine is frozen between two tokens."""
+        return self._is_paused
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was in the engine and the engine was not paused."""
+        return self._busy_s + (self._clock() - self._busy_since if self._busy_since is not None else 0.0)
+
+    def enter(self, stream: TokenStream) -> None:
+        """The request is in the engine from now on."""
+        self.in_engine.add(stream)
+        self._empty.clear()
+        self._update_busy()
+
+    def receive(self, stream: TokenStream, output: EngineOutput, *, version: int, is_generated: bool = True) -> None:
+        """What the engine made for a request, by the weights of `version`."""
+        if is_generated:
+            self.num_generated_tokens += len(output.token_ids)
+        if output.is_last:
+            self.leave(stream)
+        stream.add(output, version=version)
+
+    def leave(self, stream: TokenStream) -> bool:
+        """The engine has ended the request, or nobody waits for it anymore. False where it had ended before."""
+        was_in = stream in self.in_engine
+        self.in_engine.discard(stream)
+        if not self.in_engine:
+            self._empty.set()
+        self._update_busy()
+        return was_in
+
+    def flush(self) -> None:
+        """Send what every request has: a client that is lost during a pause has what was sampled before it."""
+        for stream in self.in_engine:
+            stream.flush()
+
+    def set_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._update_busy()
+
+    async def wait_until_empty(self) -> None:
+        """Return when no request is in the engine. The caller brings the deadline."""
+        await self._empty.wait()
+
+    def _update_busy(self) -> None:
+        is_busy = bool(self.in_engine) and not self._is_paused
+        if is_busy and self._busy_since is None:
+            self._busy_since = self._clock()
+        elif not is_busy and self._busy_since is not None:
+            self._busy_s += self._clock() - self._busy_since
+            self._busy_since = None
