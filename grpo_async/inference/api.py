@@ -85,9 +85,9 @@ class GenerateRequest(ApiModel):
     """The form of the output, under the name that vLLM's StructuredOutputsParams has for it; other engines refuse it. What was
     sampled before must not be among `token_ids`: the form begins with the first token."""
     seed: int = 0
-    """For engines with `per_request_seed`: a token depends on seed, context and weights, whatever else is in flight (to float
-    rounding). A continuation, which has the same seed and more context, goes on as the undisturbed request would have. Other
-    engines do not use it."""
+    """Of the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
+    continuation, which has the same seed and more context, goes on as the undisturbed request would have. vLLM does not use it: all
+    requests draw from one stream, that of the server."""
     stop_token_ids: list[int] = Field(default_factory=list)
     """Generation ends after sampling one of these; the token is part of the output."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
@@ -124,7 +124,6 @@ class ServerInfo(ApiModel):
     """What a server says of itself."""
 
     engine: EngineName
-    engine_version: str
     instance_id: str = ""
     """Random, new for every start of a server."""
     model: str
@@ -138,8 +137,6 @@ class ServerInfo(ApiModel):
     policy_version: int
     num_workers: int = 1
     """Processes that join the weight group (vLLM: tensor-parallel size)."""
-    per_request_seed: bool = True
-    """False where the engine does not use `seed`: all requests to vLLM draw from one stream, that of the server."""
     active_requests: int = 0
     """Requests that are not answered to their end; those that a pause holds back, or others, included."""
     running_requests: int = 0
@@ -164,7 +161,7 @@ class ServedParameters(ApiModel):
     optional: list[str] = Field(default_factory=list)
     """Names that may be left out or given: a head that is tied to the embedding."""
     base_digest: str | None = None
-    """Of the files that the server was started from (weights.checkpoint_files); null when it cannot add adapters to them."""
+    """Of the files that the server was started from (weights.adapters); null when it cannot add adapters to them."""
 
 
 class ScoreRequest(ApiModel):

@@ -122,8 +122,8 @@ class Engine(ABC):
         specs, served = parameter_specs(info), await self.parameters()
         if info.base is not None and served.base_digest != info.base.digest:
             raise UpdateRefusedError("these adapters have a different base model than this server")
-        find_problems = check_names if info.base is None else self.base.problems
-        if problems := find_problems(specs, served.shapes, served.optional):
+        problems = (check_names if info.base is None else self.base.problems)(specs, served.shapes, served.optional)
+        if problems:
             raise UpdateRefusedError(f"the update does not fit the served model: {shortlist(problems)}")
 
     @abstractmethod

@@ -335,7 +335,7 @@ def choose_parameters(
 def _check_adapted(source: NamedTensor, group: FusedTensors, base: BaseWeights) -> None:
     """Raises ConfigError when a server cannot add the adapter to what the files of the base hold."""
     target = next(iter(group.outputs))
-    spec = base.files.specs.get(target)
+    spec = base.specs.get(target)
     if spec is None or not group.is_renamed_only:
         raise ConfigError(f"model.lora.push: the files of model.path have no {target} to add an adapter to; set merged")
     if source.tensor.dtype.itemsize < spec.dtype.itemsize:

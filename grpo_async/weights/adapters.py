@@ -11,21 +11,29 @@ Worked example: rank 16 at a (4096, 4096) matrix: 2 x 16 x 4096 x 4 = 0.5 MB tra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from grpo_async.errors import ConfigError
-from grpo_async.weights.buckets import ParameterSpec, check_names
-from grpo_async.weights.checkpoint_files import CheckpointFiles
+from grpo_async.weights.buckets import ParameterSpec
+from grpo_async.weights.weight_files import find_weights, open_weights
 
 LEFT, RIGHT = ".left", ".right"
 
+_DTYPE_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_SAMPLED_ROWS = 3
+
 
 class BaseWeights:
-    """The model that adapters belong to, as its files hold it. Files are opened when they are first needed, and must be on this
-    machine by then: whoever asks has loaded the model.
+    """The model that adapters belong to, as its safetensors files hold it. Files are opened when they are first needed, and must be
+    on this machine by then: whoever asks has loaded the model. They are mapped: nothing is read before it is used.
 
     Args:
         path: folder or hub name.
@@ -35,14 +43,40 @@ class BaseWeights:
         self._path = path
 
     @cached_property
-    def files(self) -> CheckpointFiles:
-        """Raises ConfigError when there are no safetensors files."""
-        return CheckpointFiles.of(self._path, is_local=True)
+    def _handles(self) -> dict[str, Any]:
+        """The open file of each tensor. Raises ConfigError when there are none, or one is broken."""
+        files = [open_weights(file, "pt") for file in find_weights(self._path)]
+        return {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+    @cached_property
+    def specs(self) -> dict[str, ParameterSpec]:
+        """What the files hold, by name. Raises ConfigError as `digest`."""
+        specs = {}
+        for name, handle in self._handles.items():
+            part = handle.get_slice(name)
+            if (dtype := _DTYPE_NAMES.get(part.get_dtype())) is None:
+                raise ConfigError(f"model.path: {name} is held as {part.get_dtype()}, which cannot be loaded")
+            specs[name] = ParameterSpec(name=name, dtype_name=dtype, shape=tuple(part.get_shape()))
+        return specs
 
     @cached_property
     def digest(self) -> str:
-        """See `CheckpointFiles.digest`. Raises ConfigError as `files`."""
-        return self.files.digest()
+        """SHA-256 over names, shapes, dtypes, and three rows of every tensor. Two models that differ in anything that training
+        changes differ in it, without reading all of them.
+
+        Raises:
+            ConfigError: there are no safetensors files, or they are broken.
+        """
+        sha = hashlib.sha256()
+        for name, spec in sorted(self.specs.items()):
+            sha.update(f"{name} {spec.dtype_name} {spec.shape}\n".encode())
+            if not spec.shape or not spec.num_bytes:
+                continue
+            rows, last = self._handles[name].get_slice(name), spec.shape[0] - 1
+            for row in sorted({number * last // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}):
+                values = rows[row : row + 1].contiguous().reshape(-1)
+                sha.update(values.view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
 
     def digest_or_none(self) -> str | None:
         """None when there are no safetensors files, so that no adapters can be added."""
@@ -52,32 +86,23 @@ class BaseWeights:
             return None
 
     def problems(
-        self, specs: Sequence[ParameterSpec], shapes: Mapping[str, Sequence[int]], optional: Collection[str] = ()
+        self, specs: Sequence[ParameterSpec], shapes: Collection[str], optional: Collection[str] = ()
     ) -> list[str]:
-        """What keeps these adapters from being added, and base and adapters from being a whole update; see `check_names`.
+        """What keeps these adapters from being added, and base and adapters from being a whole update.
 
         Args:
             specs: of the factors.
-            shapes, optional: of what the server serves.
+            shapes, optional: the names that the server serves (api.ServedParameters).
         """
-        by_name = {spec.name: spec for spec in specs}
-        problems = [f"{spec.name} is sent twice" for spec in specs if by_name[spec.name] is not spec]
-        for name in by_name:
-            weight, _, side = name.rpartition(".")
-            served = self.files.specs.get(weight)
-            if f".{side}" not in (LEFT, RIGHT) or served is None:
-                problems.append(f"{name} is not a factor of a weight of {self._path}")
-                continue
-            left, right = by_name.get(weight + LEFT), by_name.get(weight + RIGHT)
-            if left is None or right is None:
-                problems.append(f"{weight} has only one of its factors")
-            elif not _fit(left, right, served.shape):
-                problems.append(
-                    f"the factors of {weight} are {left.dtype_name} {list(left.shape)} and {right.dtype_name} {list(right.shape)}, "
-                    f"but have to be float32 and make {list(served.shape)}"
-                )
-        whole = [self.files.specs[name] for name in self._names({*shapes, *optional} if shapes else ())]
-        return problems + check_names(whole, shapes, optional)
+        factors = {spec.name: spec for spec in specs}
+        problems = [f"{name} is missing" for name in shapes if name not in self.specs and name not in optional]
+        for weight in dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs):
+            served = self.specs.get(weight)
+            pair = [factors.pop(weight + side, None) for side in (LEFT, RIGHT)]
+            if served is None or not _fit(pair, served.shape):
+                wanted = "has no weight of this name" if served is None else f"has {list(served.shape)}"
+                problems.append(f"{weight} needs two float32 factors that make its shape, and the base {wanted}")
+        return problems + [f"{name} is no factor of a weight" for name in factors]
 
     def merge(
         self,
@@ -92,27 +117,27 @@ class BaseWeights:
 
         Args:
             factors: as received; all of them come first.
-            shapes: see `problems`; only the names matter.
+            shapes: names of what the server wants; empty: all that the files hold.
             dtype: of the merged weights.
             device: where the products are computed.
         """
         received = dict(factors)
-        for name in self._names(shapes):
-            tensor = self.files.read(name)
+        for name, handle in self._handles.items():
+            if shapes and name not in shapes:
+                continue
+            tensor: torch.Tensor = handle.get_tensor(name)
             if name + LEFT in received:
                 left, right = (received[name + side].to(device) for side in (LEFT, RIGHT))
                 tensor = torch.addmm(tensor.to(device).float(), left, right).to(dtype)
             yield name, tensor
 
-    def _names(self, shapes: Collection[str]) -> list[str]:
-        """Tensors of the files that the server wants; of a server that cannot say what it wants, all of them."""
-        return [name for name in self.files.specs if not shapes or name in shapes]
 
-
-def _fit(left: ParameterSpec, right: ParameterSpec, shape: Sequence[int]) -> bool:
-    if (left.dtype_name, right.dtype_name) != ("float32", "float32") or (len(left.shape), len(right.shape)) != (2, 2):
+def _fit(pair: Sequence[ParameterSpec | None], shape: Sequence[int]) -> bool:
+    left, right = pair
+    if left is None or right is None or left.dtype_name != "float32" or right.dtype_name != "float32":
         return False
-    return left.shape[1] == right.shape[0] and (left.shape[0], right.shape[1]) == tuple(shape)
+    (rows, *left_rank), (*right_rank, columns) = left.shape or (0,), right.shape or (0,)
+    return len(left_rank) == 1 and left_rank == right_rank and (rows, columns) == tuple(shape)
 
 
 def problems_with_base(own_digest: str, served_digest: str | None, path: str) -> list[str]:

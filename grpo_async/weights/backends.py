@@ -26,7 +26,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from grpo_async.config.base import TransportKind
 from grpo_async.inference.api import WeightInitInfo
@@ -116,7 +116,7 @@ def _form_group(info: WeightInitInfo, store: dist.Store, *, rank: int, device: t
             return NcclBackend(_nccl_group(store, info, rank, device), device=device, timeout_s=info.timeout_s)
         address = info.master_address if rank == 0 else own_address_towards(info.master_address, info.master_port)
         gloo = GlooBackend(store, rank=rank, world_size=info.world_size, address=address, timeout_s=info.timeout_s)
-        return IpcBackend(gloo, device=device) if info.transport == "ipc" else gloo
+        return IpcBackend(gloo, store, device=device) if info.transport == "ipc" else gloo
     except RuntimeError as error:
         raise RuntimeError(f"{NOT_FORMED}: {error}") from error
 
@@ -347,19 +347,15 @@ def _from_rank_0(timeout_s: float) -> Any:
 
 # ---- one GPU for both: CUDA IPC ----
 
-_MESSAGE_BYTES = 1 << 16
 _Number = Annotated[int, Field(ge=0, lt=1 << 48)]
 _Bytes = Annotated[bytes, Field(max_length=4096)]
 
 
-class _Message(BaseModel):
-    """What travels as JSON; bytes in hexadecimal."""
+class Handle(BaseModel):
+    """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in its order. Travels
+    as JSON; bytes in hexadecimal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_bytes="hex", val_json_bytes="hex")
-
-
-class Handle(_Message):
-    """What maps a buffer of another process: the UUID of its GPU, and the fields of torch's `_share_cuda_`, in its order."""
 
     gpu: str = Field(max_length=256)
     handle: _Bytes
@@ -371,46 +367,41 @@ class Handle(_Message):
     needs_event: bool
 
 
-class Signal(_Message):
-    """The trainer says that a bucket is in a buffer. `handles`: one for each worker, where the buffer is new."""
-
-    buffer: int = Field(ge=0, le=1)
-    num_bytes: int
-    handles: list[Handle] | None
+_Handles = TypeAdapter(list[Handle])
+"""One for each worker."""
 
 
 class IpcBackend(Backend):
     """Buckets from a trainer to a worker on the same GPU: two buffers of the trainer, which the worker maps into its own memory.
 
-        trainer   packs into buffer 0/1 - "bucket in 1, 8 MiB" ---------------- waits for all -> the buffer may be filled again
+        trainer   packs into buffer 0/1 - "it is there" ---------------- waits for all -> the buffer may be filled again
         worker                            maps the buffer once, copies it out - "taken" --'
 
-    Signals and handles go over a gloo group, as JSON; nothing is unpickled. A handle is sent when a buffer is new, and checked
-    before it is opened. The GPU is named by its UUID: its index may differ in the two processes.
+    Both signals are a barrier of a gloo group. Handles are in the group's store, as JSON; nothing is unpickled. A handle is written
+    when a buffer is new, and checked before it is opened. The GPU is named by its UUID: its index may differ in the two processes.
     """
 
     sends_in_place = False
 
-    def __init__(self, group: GlooBackend, *, device: torch.device) -> None:
+    def __init__(self, group: GlooBackend, store: dist.Store, *, device: torch.device) -> None:
         super().__init__(device)
         self._group = group
-        # trainer: buffers as they were shared; worker: mapped ones
+        self._store: dist.Store | None = store
+        # trainer: buffers as they were shared; worker: mapped ones, and the handles that they were mapped with
         self._known: list[torch.Tensor | None] = [None, None]
+        self._handles = [b"", b""]
 
     def send(self, bucket: torch.Tensor, *, timeout_s: float) -> Callable[[], None]:
         group, number = self._group, self._turn
         whole = self._buffers[number]
         assert whole is not None
         assert whole.data_ptr() == bucket.data_ptr(), "only the bucket that `buffer` returned last can be sent"
-        handles = None
         if self._known[number] is not whole:
             handles = [self._share(whole) for _ in range(1, group.world_size)]  # one for each worker
+            self._open().set(f"buffer {number}", _Handles.dump_json(handles).decode())
             self._known[number] = whole
-        signal = Signal(buffer=number, num_bytes=bucket.numel(), handles=handles).model_dump_json().encode()
         self._finish_copies()  # the bucket is packed before it is announced
-        # JSON may end in blanks
-        message = torch.frombuffer(bytearray(signal.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-        group.send(message, timeout_s=timeout_s)()
+        group.confirm(timeout_s=timeout_s)
         return lambda: group.confirm(timeout_s=timeout_s)  # all have copied it out
 
     def receive(self, num_bytes: int, *, timeout_s: float) -> Callable[[], torch.Tensor]:
@@ -418,19 +409,19 @@ class IpcBackend(Backend):
 
     def _receive(self, num_bytes: int, *, timeout_s: float) -> torch.Tensor:
         group = self._group
-        message = group.receive(_MESSAGE_BYTES, timeout_s=timeout_s)()
-        try:
-            signal = Signal.model_validate_json(message.numpy().tobytes())
-        except ValidationError as error:
-            raise RuntimeError(f"not a signal of the trainer: {problems_of(error)}") from error
-        if signal.handles is not None:
-            self._known[signal.buffer] = None  # the one before, if any, is unmapped first
-            self._known[signal.buffer] = self._map(signal.handles[group.rank - 1])
-        mapped = self._known[signal.buffer]
-        if signal.num_bytes != num_bytes or mapped is None or mapped.numel() < num_bytes:
-            raise RuntimeError(
-                f"the trainer announced {signal.num_bytes} bytes instead of {num_bytes}, or did not share them"
-            )
+        self._turn = number = 1 - self._turn
+        group.confirm(timeout_s=timeout_s)
+        handles = self._open().get(f"buffer {number}")  # was written before the signal
+        if handles != self._handles[number]:
+            self._known[number] = None  # the one before, if any, is unmapped first
+            try:
+                self._known[number] = self._map(_Handles.validate_json(handles)[group.rank - 1])
+            except ValidationError as error:
+                raise RuntimeError(f"these are no handles of the trainer: {problems_of(error)}") from error
+            self._handles[number] = handles
+        mapped = self._known[number]
+        if mapped is None or mapped.numel() < num_bytes:
+            raise RuntimeError(f"the trainer's buffer has less than the {num_bytes} bytes of this bucket")
         bucket = self._copy(mapped[:num_bytes])  # vLLM keeps what belongs to a layer until it has all of it
         self._finish_copies()
         group.confirm(timeout_s=timeout_s)
@@ -438,8 +429,14 @@ class IpcBackend(Backend):
 
     def close(self) -> None:
         self._group.close()
+        self._store = None
         self._buffers, self._known = [None, None], [None, None]
         self._release()
+
+    def _open(self) -> dist.Store:
+        if self._store is None:
+            raise GroupClosedError("this end of the weight group is closed")
+        return self._store
 
     def _share(self, buffer: torch.Tensor) -> Handle:
         """What one other process needs to map `buffer`. Call it once for each."""

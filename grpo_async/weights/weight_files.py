@@ -24,19 +24,35 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         return [folder / SINGLE] if (folder / SINGLE).is_file() else []
-    files = [folder / name for name in names_in(index)]
+    files = [folder / name for name in _names_in(index)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ConfigError(f"model.path: {index} names files that are not there: {missing[:5]}")
     return files
 
 
-def names_in(index: Path) -> list[str]:
-    """The names of files in an index.
+def find_weights(path: str) -> list[Path]:
+    """The safetensors files of a model's folder, or of a hub name that was fetched before.
 
     Raises:
-        ConfigError: it is broken.
+        ConfigError: there are none, or the index is broken.
     """
+    if (folder := Path(path)).is_dir():
+        if files := weight_files(folder):
+            return files
+        raise ConfigError(f"model.path: {no_weights(folder)}")
+    from transformers.utils.hub import cached_file  # slow import
+
+    try:
+        index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False, local_files_only=True)
+        names = [SINGLE] if index is None else _names_in(Path(index))
+        return [Path(cached_file(path, name, local_files_only=True)) for name in names]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: cannot find the weights of {path!r}: {error}") from error
+
+
+def _names_in(index: Path) -> list[str]:
+    """The names of files in an index. Raises ConfigError: it is broken."""
     try:
         return sorted({str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -226,7 +226,6 @@ def live(
     failed, started = threading.Event(), threading.Event()
     description = ServerInfo(
         engine="embedded",
-        engine_version="test",
         model=model_path,
         dtype="float32",
         max_model_len=max_model_len,

@@ -196,7 +196,7 @@ class LocalServer:
         if path != "/rollout/info":
             return self.answers.get(path, {})
         return {
-            "engine": "embedded", "engine_version": "fake", "instance_id": self.instance_id, "model": "fake",
+            "engine": "embedded", "instance_id": self.instance_id, "model": "fake",
             "dtype": "float32", "max_model_len": 1024, "policy_version": 0, "num_workers": 2,
             "generated_tokens": self.generated_tokens, "busy_s": self.busy_s,
         }  # fmt: skip

@@ -32,7 +32,7 @@ def test_the_launcher_hears_of_each_server_once_per_start(tmp_path: Path, caplog
 
     def is_up(index: int, life: str) -> None:
         info = ServerInfo(
-            engine="embedded", engine_version="1", instance_id=life, model="m", dtype="bfloat16",
+            engine="embedded", instance_id=life, model="m", dtype="bfloat16",
             max_model_len=config.inference.max_model_len, policy_version=0,
         )  # fmt: skip
         fleet.found(fleet.server(index), info)

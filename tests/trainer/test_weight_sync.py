@@ -76,7 +76,7 @@ class _Server:
 
 
 def _server(index: int = 0, **fields: Any) -> _Server:
-    info = {"engine": "embedded", "engine_version": "1", "model": "m", "dtype": "float32", "max_model_len": 2048}
+    info = {"engine": "embedded", "model": "m", "dtype": "float32", "max_model_len": 2048}
     return _Server(index, ServerInfo(**info | {"policy_version": 0} | fields.pop("info", {})), **fields)
 
 

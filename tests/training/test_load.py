@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from grpo_async.errors import ConfigError
 from grpo_async.training.parameters import list_sources
 from grpo_async.training.reference import score_sequences
-from grpo_async.weights.checkpoint_files import CheckpointFiles
+from grpo_async.weights.adapters import BaseWeights
 from tests.support.ranks import run_on_ranks
 from tests.training.shard_jobs import MODULE, SEQUENCES
 from tests.training.tiny_models import load_tiny, save_model
@@ -133,10 +133,10 @@ def test_broken_and_pickled_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_digest_tells_models_apart_and_not_how_they_are_cut_into_files(tmp_path: Path) -> None:
-    one = CheckpointFiles.of(str(save_model(tmp_path / "one", "qwen3")))
-    cut = CheckpointFiles.of(str(save_model(tmp_path / "cut", "qwen3", max_shard_size="60KB")))
-    other = CheckpointFiles.of(str(save_model(tmp_path / "other", "qwen3", seed=1)))
-    assert one.digest() == cut.digest() != other.digest()
+    one = BaseWeights(str(save_model(tmp_path / "one", "qwen3")))
+    cut = BaseWeights(str(save_model(tmp_path / "cut", "qwen3", max_shard_size="60KB")))
+    other = BaseWeights(str(save_model(tmp_path / "other", "qwen3", seed=1)))
+    assert one.digest == cut.digest != other.digest
 
 
 def test_a_revision_is_loaded_from_the_cache_of_the_hub_without_a_network(

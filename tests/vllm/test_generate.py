@@ -100,7 +100,6 @@ def test_info_counts_tokens_and_busy_time(vllm_server: VllmServer, version: int)
     assert after.engine == "vllm"
     assert after.num_workers == 1
     assert after.max_model_len == MAX_MODEL_LEN
-    assert not after.per_request_seed
 
 
 def test_a_busy_server_says_what_runs_what_waits_and_how_full_its_cache_is(vllm_server: VllmServer) -> None:

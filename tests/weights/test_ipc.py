@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.weights import backends
-from grpo_async.weights.backends import _MESSAGE_BYTES, GlooBackend, Handle, IpcBackend, Rendezvous, Signal, join_group
+from grpo_async.weights.backends import GlooBackend, Handle, IpcBackend, Rendezvous, join_group
 from grpo_async.weights.buckets import pack
 
 TIMEOUT_S = 60.0
@@ -29,7 +29,8 @@ class _Files(IpcBackend):
     """Memory that two ends share through files; records what is shared, mapped and released. A handle holds the file's path."""
 
     def __init__(self, group: GlooBackend, folder: Path) -> None:
-        super().__init__(group, device=CPU)
+        assert group._store is not None
+        super().__init__(group, group._store, device=CPU)
         self.events: list[str] = []
         self._folder = folder
         self._paths: dict[int, Path] = {}
@@ -107,36 +108,29 @@ def test_a_send_ends_only_when_the_bucket_was_copied_out(tmp_path: Path, monkeyp
     assert received.tolist() == list(range(8))  # a copy, not the buffer
 
 
-@pytest.mark.parametrize(
-    ("signal", "message"),
-    [
-        ({"buffer": 5, "num_bytes": 8, "handles": None}, "buffer"),
-        ({"buffer": 0, "num_bytes": 9, "handles": None}, "9 bytes instead of 8"),
-        ({"buffer": 0, "num_bytes": 8, "handles": None}, "did not share"),
-        ({"buffer": 0, "num_bytes": 8, "handles": [{}]}, "not a signal"),
-        (None, "not a signal"),
-    ],
-)
-def test_a_worker_refuses_signals_that_it_does_not_expect(tmp_path: Path, signal: Any, message: str) -> None:
-    group, other = _group_of_two()
-    worker = _Files(other, tmp_path)
-    receiving = in_thread(worker.receive(8, timeout_s=TIMEOUT_S), name="receive")
-    body = b"\x80pickle" if signal is None else json.dumps(signal).encode()
-    group.send(torch.frombuffer(bytearray(body.ljust(_MESSAGE_BYTES)), dtype=torch.uint8), timeout_s=TIMEOUT_S)()
-    with pytest.raises(RuntimeError, match=message):
-        receiving.result(TIMEOUT_S)
-    worker.close()
+def test_a_worker_refuses_handles_and_sizes_that_it_does_not_expect(tmp_path: Path) -> None:
+    for num_bytes, handles, message in ((8, "[{}]", "no handles of the trainer"), (9, None, "less than the 9 bytes")):
+        trainer, worker = (_Files(group, tmp_path) for group in _group_of_two())
+        receiving = in_thread(worker.receive(num_bytes, timeout_s=TIMEOUT_S), name="receive")
+        if handles is None:
+            trainer.send(trainer.buffer(8), timeout_s=TIMEOUT_S)
+        else:
+            trainer._open().set("buffer 1", handles)
+            trainer._group.confirm(timeout_s=TIMEOUT_S)
+        with pytest.raises(RuntimeError, match=message):
+            receiving.result(TIMEOUT_S)
+        worker.close()
+        trainer.close()
 
 
 def test_a_handle_is_checked_and_mapped_on_its_own_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
     handle = Handle.model_validate_json(json.dumps(HANDLE))
     assert (handle.handle, handle.counter) == (b"\x00\xff", b"/a")
-    signal = Signal(buffer=0, num_bytes=8, handles=[handle])
-    assert Signal.model_validate_json(signal.model_dump_json()) == signal
+    assert Handle.model_validate_json(handle.model_dump_json()) == handle
     for wrong in ({"size": "100"}, {"size": -1}, {"handle": "ff" * 5000}, {"handle": "zz"}, {"more": 1}):
         with pytest.raises(ValidationError, match=next(iter(wrong))):
             Handle.model_validate_json(json.dumps({**HANDLE, **wrong}))
     monkeypatch.setattr(backends, "_uuid", lambda device: "GPU-2")
-    backend = IpcBackend(None, device=CPU)  # type: ignore[arg-type]
+    backend = IpcBackend(None, None, device=CPU)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"on GPU-1, this worker's model is on GPU-2; set weights\.transport: nccl"):
         backend._map(handle)

@@ -86,7 +86,6 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
 def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
     """Serve until asked to end; False when the engine failed."""
-    import transformers
     import uvicorn
 
     from grpo_async.inference.guard import GuardedProtocol, TokenGuard
@@ -100,7 +99,6 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
 
     description = ServerInfo(
         engine="embedded",
-        engine_version=f"transformers {transformers.__version__}",
         model=str(config.model.path),
         dtype=inference.dtype_in_use,
         head_dtype=config.model.head_dtype,

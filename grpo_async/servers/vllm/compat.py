@@ -80,7 +80,7 @@ class WorkerExtension:
         weights = receiver.receive(info)
         if info.base is not None:
             base, dtype = BaseWeights(str(model_config.model)), getattr(torch, info.base.dtype_name)
-            weights = base.merge(weights, shapes=base.files.specs, dtype=dtype, device=receiver.device)
+            weights = base.merge(weights, shapes=base.specs, dtype=dtype, device=receiver.device)
         try:
             with set_current_vllm_config(self.vllm_config):
                 load_weights(self.model_runner.get_model(), model_config, weights)
@@ -303,7 +303,6 @@ def describe(engine: Any) -> ServerInfo:
     config = engine.vllm_config
     return ServerInfo(
         engine="vllm",
-        engine_version=vllm.__version__,
         model=str(config.model_config.model),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         # 0.25 takes it from models that pool only, and says the weights' dtype of others
@@ -312,7 +311,6 @@ def describe(engine: Any) -> ServerInfo:
         vocab_size=int(config.model_config.get_vocab_size()),
         policy_version=0,
         num_workers=config.parallel_config.world_size_across_dp,
-        per_request_seed=False,
         max_running_requests=config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size,
     )
 
@@ -334,9 +332,7 @@ def served_parameters(engine: Any, base: BaseWeights) -> ServedParameters:
     if digest is None or str(engine.vllm_config.load_config.load_format) == "dummy":
         return ServedParameters(shapes={}, base_digest=digest)
     # some old checkpoints hold rotary tables, which are not parameters
-    shapes = {
-        name: list(spec.shape) for name, spec in base.files.specs.items() if not name.endswith("rotary_emb.inv_freq")
-    }
+    shapes = {name: list(spec.shape) for name, spec in base.specs.items() if not name.endswith("rotary_emb.inv_freq")}
     if not getattr(model_config.hf_text_config, "tie_word_embeddings", False):
         return ServedParameters(shapes=shapes, base_digest=digest)
     heads = [name for name in shapes if name.endswith("lm_head.weight")]
