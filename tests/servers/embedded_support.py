@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,14 +14,20 @@ from typing import Any
 
 import httpx
 import torch
-import uvicorn
 
-from grpo_async.inference.api import GENERATE_PATH, GenerateChunk, GenerateRequest, ServerInfo
-from grpo_async.inference.guard import TokenGuard
-from grpo_async.servers.app import RolloutApp
+from grpo_async.inference.api import (
+    GENERATE_PATH,
+    PARAMETERS_PATH,
+    SCORE_PATH,
+    GenerateChunk,
+    GenerateRequest,
+    ScoreAnswer,
+    ServedParameters,
+    ServerInfo,
+)
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.embedded.main import bind_listener
-from grpo_async.servers.embedded.server import EmbeddedEngine
+from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer
 from grpo_async.servers.requests import EngineOutput, TokenStream
 from tests.support.waiting import eventually
 
@@ -161,20 +168,29 @@ def worst_error(model: Any, request: GenerateRequest, output: Output) -> float:
     return max((expected - torch.tensor(output.logprobs)).abs().tolist(), default=0.0)
 
 
-@dataclass
-class Live:
-    """A served engine. `engine` belongs to its thread: patch it, but call nothing on it."""
+def assert_exact(model: Any, request: GenerateRequest, output: Output, version: int, tolerance: float) -> None:
+    """Every token is of `version`, with the logprob that `model` has for it."""
+    assert set(output.versions) == {version}
+    assert worst_error(model, request, output) < tolerance
 
-    url: str
-    engine: SlotEngine
-    server: EmbeddedEngine
-    client: httpx.Client
-    pool: ThreadPoolExecutor
-    failed: threading.Event
-    stop: Callable[[], None]
+
+class Served:
+    """A server of either engine that runs, and a client of it. `tolerance`: of log-probabilities, against a plain forward."""
+
+    tolerance = 1e-4
+
+    def __init__(self, url: str, *, token: str | None = None, verify: ssl.SSLContext | bool = True) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.url, self.token, self.verify = url, token, verify
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=60.0, trust_env=False, verify=verify)
+        self.pool = ThreadPoolExecutor(32)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        self.client.close()
 
     def info(self) -> ServerInfo:
-        return ServerInfo.model_validate_json(self.client.get("/rollout/info").content)
+        return ServerInfo.model_validate_json(self.client.get("/rollout/info").raise_for_status().content)
 
     def wait_until(self, condition: Callable[[ServerInfo], bool]) -> None:
         assert eventually(lambda: condition(self.info()), 30.0), self.info()
@@ -185,17 +201,24 @@ class Live:
     def is_paused(self) -> bool:
         return bool(self.client.get("/is_paused").json()["is_paused"])
 
+    def parameters(self) -> ServedParameters:
+        return ServedParameters.model_validate_json(self.client.get(PARAMETERS_PATH).content)
+
     def generate(self, request: GenerateRequest) -> Output:
         output = Output()
         for chunk in self.stream(request):
             output.add(chunk, chunk.policy_version)
         return output
 
-    def stream(self, request: GenerateRequest) -> Iterator[GenerateChunk]:
+    def stream(self, request: GenerateRequest) -> Generator[GenerateChunk, None, None]:
         with self.client.stream("POST", GENERATE_PATH, content=request.model_dump_json()) as response:
             assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 yield GenerateChunk.model_validate_json(line)
+
+    def score(self, token_ids: Sequence[int]) -> ScoreAnswer:
+        response = self.post(SCORE_PATH, {"token_ids": list(token_ids)}).raise_for_status()
+        return ScoreAnswer.model_validate_json(response.content)
 
     def ask(self, *requests: GenerateRequest) -> list[Future[Output]]:
         """Send requests, and return when the server has them: in the engine, or held by a pause."""
@@ -203,6 +226,17 @@ class Live:
         answers = [self.pool.submit(self.generate, request) for request in requests]
         self.wait_until(lambda info: info.active_requests == wanted)
         return answers
+
+
+class Live(Served):
+    """An embedded engine that is served in this process. `engine` belongs to its thread: patch it, but call nothing on it."""
+
+    tolerance = 1e-5
+
+    def __init__(self, url: str, engine: SlotEngine, server: EmbeddedEngine, stop: Callable[[], None]) -> None:
+        super().__init__(url)
+        self.engine, self.server, self.stop = engine, server, stop
+        self.failed = threading.Event()
 
 
 def serves(server: Live, model: Any, version: int) -> bool:
@@ -223,7 +257,6 @@ def live(
 ) -> Iterator[Live]:
     """Serve `model` over HTTP on a free port, with a real engine thread. `model_path` is where it says that it comes from."""
     engine = SlotEngine(model, num_slots=num_slots, max_model_len=max_model_len)
-    failed, started = threading.Event(), threading.Event()
     description = ServerInfo(
         engine="embedded",
         model=model_path,
@@ -231,39 +264,24 @@ def live(
         max_model_len=max_model_len,
         policy_version=0,
     )
-    served = EmbeddedEngine(engine, description=description, on_failure=failed.set, timeout_s=engine_timeout_s)
+    served = EmbeddedEngine(
+        engine, description=description, on_failure=lambda: running.failed.set(), timeout_s=engine_timeout_s
+    )
     listener = bind_listener("127.0.0.1", 0)
 
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            served.start()
-            await super().startup(sockets)
-            started.set()
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            await served.stop(timeout_s=10.0)
-            await super().shutdown(sockets)
-
-    server = Server(
-        uvicorn.Config(
-            TokenGuard(RolloutApp(served).app), log_level="warning", lifespan="off", timeout_graceful_shutdown=5
-        )
-    )
+    server = EmbeddedServer(served)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="live-server")
     thread.start()
 
     def stop() -> None:
         server.should_exit = True
 
+    running = Live(f"http://127.0.0.1:{listener.getsockname()[1]}", engine, served, stop)
     try:
-        assert started.wait(30.0), "the server did not start"
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client, ThreadPoolExecutor(32) as pool:
-            try:
-                yield Live(url, engine, served, client, pool, failed, stop)
-            finally:
-                stop()  # ends open answers, for which the pool waits
+        assert eventually(lambda: server.started, 30.0), "the server did not start"
+        yield running
     finally:
-        stop()
+        stop()  # ends open answers, for which the pool waits
+        running.close()
         thread.join(30.0)
         assert not thread.is_alive(), "the server did not end"

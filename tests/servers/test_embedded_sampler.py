@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_async.inference.api import GenerateRequest
+from grpo_async.inference.sampling import find_stop
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 
 CPU = torch.device("cpu")
@@ -74,3 +75,9 @@ def test_a_row_draws_the_same_beside_rows_with_other_settings() -> None:
     # greedy: the best token under the unscaled and unfiltered distribution
     assert tokens[1] == logits[1].argmax()
     assert logprobs[1].item() == pytest.approx(logits[1].log_softmax(-1).max().item(), abs=1e-6)
+
+
+def test_of_several_strings_the_one_that_ends_first_counts() -> None:
+    assert find_stop("ab\nQ: c", ["c", "\nQ:", "b\n"]) == (1, 3)
+    assert find_stop("abc", ["bc", "c"]) == (1, 3)  # they end together: the one named first
+    assert find_stop("abc", ["x"]) is None

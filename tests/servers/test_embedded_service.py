@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP: generation, scores, refusals, load, disconnects, and the death of the engine."""
+"""The embedded engine over HTTP, beyond the contract: refusals, pauses and updates that go wrong, and the death of the engine."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from grpo_async.config.sections import InferenceSection
-from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, ScoreAnswer
-from grpo_async.inference.fleet import Fleet
-from tests.servers.embedded_support import Live, live, load, make_request, prompt, teacher_forced, worst_error
+from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, WeightInitInfo
+from grpo_async.weights.buckets import cut_into_buckets, pack
+from grpo_async.weights.receiver import parameter_specs
+from tests.servers.embedded_support import (
+    Live,
+    live,
+    load,
+    make_request,
+    perturbed,
+    prompt,
+    serves,
+    with_weights,
+    worst_error,
+)
+from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import eventually
+from tests.support.weight_push import WeightPusher, announcement, push_state_dict
 
 
 @pytest.fixture(scope="module")
@@ -28,28 +40,11 @@ def server(model: Any) -> Iterator[Live]:
         yield served
 
 
-def test_many_requests_over_http_are_exact_and_counted(server: Live, model: Any) -> None:
-    before = server.info()
-    requests = [make_request(prompt(2 + i, start=i), seed=i, max_tokens=10 + i) for i in range(20)]
-    for request, output in zip(requests, server.pool.map(server.generate, requests), strict=True):
-        assert worst_error(model, request, output) < 1e-5
-        assert set(output.versions) == {0}
-    after = server.info()
-    assert after.generated_tokens - before.generated_tokens == sum(request.max_tokens for request in requests)
-    assert (after.active_requests, after.running_requests, after.waiting_requests, after.kv_usage) == (0, 0, 0, 0.0)
-    assert before.busy_s < after.busy_s
-    assert server.info().busy_s == after.busy_s  # idle time does not count
-
-
-def test_a_client_that_disconnects_frees_its_slot(model: Any) -> None:
-    with live(model, num_slots=1) as server:
-        chunks = server.stream(make_request(prompt(4), max_tokens=500, flush_interval_s=0.0))
-        assert next(chunks).token_ids
-        server.post("/pause")  # else it might be over before the connection is
-        chunks.close()  # type: ignore[attr-defined]  # a generator: leaves `with client.stream`
-        server.wait_until(lambda info: info.active_requests == info.running_requests == 0)
-        server.post("/resume")
-        assert server.generate(make_request(prompt(4), max_tokens=2)).finish_reason == "length"
+@pytest.fixture
+def own(tiny_model: Path) -> Iterator[Live]:
+    """For tests that change its engine or its weights."""
+    with live(load(tiny_model)) as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -94,57 +89,6 @@ def test_a_request_for_another_instance_is_refused_with_503(server: Live) -> Non
     assert response.status_code == 503
     assert "0" * 16 in response.json()["error"]
     assert "restarted" in response.json()["error"]
-
-
-def test_scores_equal_a_plain_forward_also_while_others_generate_and_while_paused(server: Live, model: Any) -> None:
-    requests = [make_request(prompt(5, start=i), seed=i, max_tokens=300) for i in range(6)]
-    answers = server.ask(*requests)
-    for length in (2, 90, 512):
-        if length == 512:
-            server.post("/pause")
-        scored = ScoreAnswer.model_validate_json(server.post(SCORE_PATH, {"token_ids": prompt(length)}).content)
-        expected = teacher_forced(model, prompt(length)[:1], prompt(length)[1:])
-        assert scored.policy_version == 0
-        assert torch.allclose(expected, torch.tensor(scored.logprobs), atol=1e-5)
-    server.post("/resume")
-    for request, answer in zip(requests, answers, strict=True):
-        assert worst_error(model, request, answer.result(30.0)) < 1e-5
-
-
-def test_a_busy_engine_reports_its_load_and_the_fleet_makes_metrics_of_it(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with live(model, num_slots=2) as server:
-        step = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.005), step())[1])  # so that requests last
-        inference = InferenceSection(heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0)
-        fleet = Fleet([server.url], inference, token=None, control_timeout_s=10.0)
-        heard = threading.Semaphore(0)
-        fleet.subscribe_load(heard.release)
-        assert "servers/running" not in fleet.metrics(), "nobody has said anything yet"
-        fleet.start()
-        try:
-            assert fleet.wait_for_members(stop=threading.Event(), deadline_s=30.0, setting="x")
-            answers = server.ask(*(make_request(prompt(50, start=number), max_tokens=400) for number in range(3)))
-            server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (2, 1))
-            while heard.acquire(blocking=False):
-                pass
-            for _ in range(2):  # the first may have been asked before
-                assert heard.acquire(timeout=10.0)
-            fleet.metrics()  # what was heard until now is over
-            fleet.read()
-            metrics, known = fleet.metrics(), fleet.load(0)
-            assert (metrics["servers/running"], metrics["servers/waiting"]) == (2.0, 1.0)
-            assert 0.09 < metrics["servers/kv_usage"] < 0.9  # 100 to 900 of 2 x 512 positions
-            assert known is not None
-            assert known.max_running_requests == 2
-            for answer in answers:
-                answer.result(60.0)
-            fleet.fence(fleet.server(0), "for the test")
-            assert fleet.load(0) is None, "what a server said before it was lost is no news of it"
-            assert "servers/running" not in fleet.metrics()
-        finally:
-            fleet.close()
 
 
 def test_a_stuck_engine_is_answered_with_503_within_the_engine_timeout_while_health_stays_200(model: Any) -> None:
@@ -217,3 +161,132 @@ def test_stopping_the_server_ends_open_answers_with_abort_and_refuses_what_is_he
         server.stop()
         assert running.result(20.0).finish_reason == "abort"
         assert (held.result(20.0).status_code, "shutting down" in held.result().json()["error"]) == (503, True)
+
+
+# ---- pauses ----
+
+
+def _wait_for_closed_gate(server: Live) -> None:
+    assert eventually(lambda: not server.server.requests.gate.is_open)
+
+
+def test_a_drain_that_takes_too_long_is_answered_504_and_does_not_pause(own: Live, model: Any) -> None:
+    long_request, late_request = (make_request(prompt(4, start=number), max_tokens=500) for number in range(2))
+    step, may_step = own.engine.step, threading.Semaphore(3)
+
+    def slow_step() -> None:
+        if may_step.acquire(timeout=0.05):
+            step()
+
+    own.engine.step = slow_step  # type: ignore[method-assign]
+    [answer] = own.ask(long_request)
+    began = time.monotonic()
+    response = own.post("/pause", mode="drain", timeout_s="0.5")
+    assert (response.status_code, "drain_timeout_s" in response.json()["error"]) == (504, True)
+    assert 0.4 < time.monotonic() - began < 10.0
+    assert not own.is_paused()
+    [late] = own.ask(late_request)
+    own.engine.step = step  # type: ignore[method-assign]
+    assert worst_error(model, long_request, answer.result(60.0)) < 1e-5
+    assert worst_error(model, late_request, late.result(60.0)) < 1e-5  # nobody called /resume
+
+
+def test_a_drain_ends_with_409_when_a_resume_comes_and_503_when_the_engine_fails(own: Live) -> None:
+    own.engine.step = lambda: time.sleep(0.01)  # type: ignore[method-assign]
+    [answer] = own.ask(make_request(prompt(4), max_tokens=500))
+    drain = own.pool.submit(own.post, "/pause", mode="drain", timeout_s="2")
+    _wait_for_closed_gate(own)
+    assert own.post("/resume").status_code == 200
+    assert (drain.result(10.0).status_code, "/resume" in drain.result().json()["error"]) == (409, True)
+    drain = own.pool.submit(own.post, "/pause", mode="drain")
+    _wait_for_closed_gate(own)
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    own.engine.step = fail  # type: ignore[method-assign]
+    assert (drain.result(10.0).status_code, "out of luck" in drain.result().json()["error"]) == (503, True)
+    assert "out of luck" in str(answer.result(10.0).error)
+
+
+def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
+    for query in ({"mode": "sleep"}, {"keep_cache": "maybe"}, {"timeout_s": "0"}, {"timeout_s": "nan"}, {"level": "1"}):
+        response = server.post("/pause", **query)
+        assert (response.status_code, next(iter(query)) in response.json()["error"]) == (400, True)
+    assert server.post("/sleep", level="1").status_code == 409, "this engine cannot"
+    assert not server.is_paused()
+    assert server.generate(make_request(prompt(4), max_tokens=2)).finish_reason == "length"
+
+
+# ---- weights ----
+
+
+def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path, tie_word_embeddings=False)
+    with live(load(folder)) as server:
+        weights = perturbed(load(folder), seed=1)
+        assert "lm_head.weight" in weights
+        push_state_dict(server.url, None, weights, 1)
+        assert serves(server, with_weights(folder, weights), version=1)
+
+
+def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
+    began = time.monotonic()
+    membership = WeightInitInfo(
+        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, timeout_s=60.0, key="weights/0a"
+    ).model_dump()
+    cases = [
+        ({"rank_offset": 2}, 400, "rank_offset 2"),
+        ({"rank_offset": 0}, 400, "rank_offset 0"),
+        ({"timeout_s": -1.0}, 400, "timeout_s"),
+        ({"transport": "nccl"}, 500, "nccl"),
+        ({"transport": "pigeon"}, 400, "transport"),
+        ({"key": "AAAA me@home"}, 400, "key"),
+        ({"master_port": 0}, 400, "master_port"),
+    ]
+    for change, status, words in cases:
+        info = membership | change
+        response = server.client.post("/init_weight_transfer_engine", json={"init_info": info})
+        assert (response.status_code, words in response.json()["error"]) == (status, True)
+    assert time.monotonic() - began < 15.0
+
+
+def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_one(
+    own: Live, tiny_model: Path
+) -> None:
+    """The trainer goes on living, but sends no more: the server's own deadline ends it, and another trainer mends it."""
+    weights = perturbed(load(tiny_model), seed=1)
+    with WeightPusher(own.url, None, timeout_s=3.0) as stuck, WeightPusher(own.url, None) as pusher:
+        stuck.connect()
+        group = stuck.group
+        assert group is not None
+        [frozen] = own.ask(make_request(prompt(10), seed=2, max_tokens=400))
+        own.wait_until(lambda info: info.generated_tokens > 0)
+        stuck.post("/pause")
+        stuck.start(weights, bucket_bytes=20_000)
+        unsent = own.pool.submit(own.post, "/update_weights")
+        first = next(cut_into_buckets(parameter_specs(announcement(weights)), 20_000))
+        into = group.buffer(sum(spec.num_bytes for spec in first))
+        group.send(pack([weights[spec.name] for spec in first], into=into), timeout_s=10.0)()
+        answer = unsent.result(30.0)
+        assert (answer.status_code, "did not arrive (bucket 1)" in answer.json()["error"]) == (500, True)
+        refused = own.post("/resume")
+        assert (refused.status_code, "part of a weight update" in refused.json()["error"]) == (409, True)
+        assert own.is_paused()
+        [held] = own.ask(make_request(prompt(12), seed=3, max_tokens=10))
+        scored = own.pool.submit(own.post, SCORE_PATH, {"token_ids": prompt(9)})
+        own.wait_until(lambda info: info.active_requests == 3)
+        assert own.post("/start_weight_update", {"update_info": announcement(weights).model_dump()}).status_code == 400
+        assert own.post("/finish_weight_update", {"weight_version": "0"}).status_code == 409
+        assert not held.done()
+        assert not scored.done()
+        pusher.connect()
+        pusher.push(weights, 5, mode="drain")  # what waits can never drain, and what is frozen must not go on before
+        output = held.result(30.0)
+        assert set(output.versions) == {5}
+        going_on = frozen.result(30.0).versions
+        num_old = going_on.count(0)
+        assert 0 < num_old < 400
+        assert going_on == [0] * num_old + [5] * (400 - num_old)
+        assert scored.result(30.0).json()["policy_version"] == 5
+    assert serves(own, with_weights(tiny_model, weights), version=5)

@@ -12,30 +12,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from grpo_async.inference.api import (
-    GENERATE_PATH,
-    INFO_PATH,
-    SCORE_PATH,
-    GenerateChunk,
-    ScoreAnswer,
-    ServerInfo,
-)
-from tests.servers.embedded_support import Output, make_request
+from tests.servers.embedded_support import Served
 from tests.support.ports import free_port
 
 START_TIMEOUT_S = 300.0
 MAX_MODEL_LEN = 1024
-MAX_NUM_SEQS = 4
-"""Requests that the shared server runs at once; more wait in vLLM's queue."""
 
 _MAIN = """
 import json, sys
@@ -58,48 +47,14 @@ def experiment(model: str, **vllm: Any) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True, kw_only=True)
-class VllmServer:
-    """One running server."""
+class VllmServer(Served):
+    """`ca_certs`: PEM file of the certificates to trust; None over plain HTTP."""
 
-    process: subprocess.Popen[bytes]
-    url: str
-    token: str
-    log: Path
-    ca_certs: str | None = None
-    """PEM file of the certificates to trust; None over plain HTTP."""
-    client: httpx.Client = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.client = httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=60.0, verify=self.verify
-        )
-
-    @property
-    def verify(self) -> ssl.SSLContext | bool:
-        """For httpx."""
-        return True if self.ca_certs is None else ssl.create_default_context(cafile=self.ca_certs)
-
-    def info(self) -> ServerInfo:
-        return ServerInfo.model_validate_json(self.client.get(INFO_PATH).raise_for_status().content)
-
-    def chunks(self, token_ids: list[int], **fields: Any) -> Generator[GenerateChunk, None, None]:
-        """Stream one completion; fields are those of GenerateRequest."""
-        body = request_body(token_ids, **fields)
-        with self.client.stream("POST", GENERATE_PATH, json=body) as response:
-            if response.is_error:
-                response.read()
-                raise AssertionError(f"generate answered {response.status_code}: {response.text}")
-            assert response.headers["content-type"] == "application/x-ndjson"
-            for line in response.iter_lines():
-                yield GenerateChunk.model_validate_json(line)
-
-    def generate(self, token_ids: list[int], **fields: Any) -> Output:
-        return join(self.chunks(token_ids, **fields))
-
-    def score(self, token_ids: list[int]) -> ScoreAnswer:
-        response = self.client.post(SCORE_PATH, json={"token_ids": token_ids}).raise_for_status()
-        return ScoreAnswer.model_validate_json(response.content)
+    def __init__(
+        self, url: str, *, token: str, process: subprocess.Popen[bytes], log: Path, ca_certs: str | None
+    ) -> None:
+        super().__init__(url, token=token, verify=ssl.create_default_context(cafile=ca_certs) if ca_certs else True)
+        self.process, self.log = process, log
 
     def engine_core(self) -> psutil.Process:
         """The process that runs the model's steps (with one worker, also the worker)."""
@@ -110,19 +65,6 @@ class VllmServer:
         """The server's process and all below it."""
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
-
-
-def request_body(token_ids: list[int], **fields: Any) -> dict[str, Any]:
-    """A request in full: every sampling field is sent."""
-    defaults = {"request_id": secrets.token_hex(4), "max_tokens": 16, "seed": 7, "flush_interval_s": 0.02}
-    return make_request(token_ids, **{**defaults, **fields}).model_dump()
-
-
-def join(chunks: Iterable[GenerateChunk]) -> Output:
-    output = Output()
-    for chunk in chunks:
-        output.add(chunk, chunk.policy_version)
-    return output
 
 
 @contextmanager
@@ -140,11 +82,10 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
             stderr=subprocess.STDOUT,
         )
     tls = config["inference"].get("tls")
-    scheme = "https" if tls else "http"
     server = VllmServer(
-        process=process,
-        url=f"{scheme}://127.0.0.1:{port}",
+        f"{'https' if tls else 'http'}://127.0.0.1:{port}",
         token=token,
+        process=process,
         log=log,
         ca_certs=tls["ca_certs"] if tls else None,
     )
@@ -154,7 +95,6 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
         below = server.processes()
         yield server
     finally:
-        server.client.close()
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
@@ -164,6 +104,7 @@ def running_server(config: Mapping[str, Any], folder: Path) -> Iterator[VllmServ
                 process.wait()
         for survivor in psutil.wait_procs(below, timeout=10)[1]:
             survivor.kill()
+        server.close()
         shutil.rmtree(sockets, ignore_errors=True)
 
 

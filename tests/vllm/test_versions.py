@@ -8,18 +8,21 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from grpo_async.training.parameters import to_checkpoint
 from scripts.check_vllm_versions import Sources, in_folder, problems
+from tests.servers.contract import scores_of, weights_of
+from tests.servers.embedded_support import assert_exact, load, make_request
 from tests.support.tiny_model import build_tiny_model
 from tests.support.weight_push import WeightPusher
-from tests.vllm.reference import Reference, assert_exact, largest_difference
-from tests.vllm.server import experiment, running_server
+from tests.vllm.server import VllmServer, experiment, running_server
 
 ROOT = Path(__file__).parents[2]
 COMPAT = ROOT / "grpo_async/servers/vllm/compat.py"
@@ -160,42 +163,29 @@ def test_the_check_of_versions_finds_what_we_use_in_the_installed_vllm_and_what_
 # ---- tied heads: their kernel keeps a copy of its own; experts: vLLM fuses those of a layer ----
 
 
-class _Llama(Reference):
-    """Its head is a module of its own in every vLLM version; Qwen's is the embeddings themselves before 0.28."""
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08}
 
-    def __init__(self, folder: Path, *, seed: int) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-        build_tiny_model(folder)  # for its tokenizer
+def _models(tmp_path: Path, kind: Any, config: Any, **settings: Any) -> tuple[Any, Any]:
+    """Two of a kind with other weights, in the folders 0 and 1, each with a tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = []
+    for seed in range(2):
+        folder = build_tiny_model(tmp_path / str(seed))
         vocab_size = len(PreTrainedTokenizerFast.from_pretrained(folder))
         torch.manual_seed(seed)
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-        config = LlamaConfig(
-            vocab_size=vocab_size, initializer_range=0.08, tie_word_embeddings=True, pad_token_id=0, **shape, **heads
-        )
-        self.module = LlamaForCausalLM(config).eval()
-        self.module.save_pretrained(folder)
+        kind(config(vocab_size=vocab_size, **SHAPE, **HEADS, **settings)).save_pretrained(folder)
+        made.append(load(folder))
+    return made[0], made[1]
 
 
-class _Mixture(Reference):
-    """Its checkpoint has a matrix for each expert, under a name of its own."""
-
-    def __init__(self, folder: Path, *, seed: int) -> None:
-        from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        build_tiny_model(folder)
-        vocab_size = len(PreTrainedTokenizerFast.from_pretrained(folder))
-        torch.manual_seed(seed)
-        shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.08}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-        config = Qwen3MoeConfig(vocab_size=vocab_size, tie_word_embeddings=False, **shape, **heads, **experts)
-        Qwen3MoeForCausalLM(config).save_pretrained(folder)
-        super().__init__(folder)
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        return to_checkpoint(self.module, super().parameters())
+@contextmanager
+def _served(config: dict[str, Any], folder: Path) -> Iterator[tuple[VllmServer, WeightPusher]]:
+    with running_server(config, folder) as server, WeightPusher(server.url, server.token) as pusher:
+        pusher.connect()
+        yield server, pusher
 
 
 @pytest.mark.nightly
@@ -205,23 +195,24 @@ class _Mixture(Reference):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_push_reaches_fused_experts_whose_parts_arrive_in_several_buckets(tmp_path: Path, workers: int) -> None:
     """In bfloat16: vLLM 0.27 on a CPU with AMX has no other kernel for them. Rounding moves a log-probability by 0.05 at most,
-    other weights by 1 and more."""
-    first, second = _Mixture(tmp_path / "first", seed=0), _Mixture(tmp_path / "second", seed=1)
+    other weights by 1 and more. The checkpoint has a matrix for each expert, under a name of its own."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    models = _models(tmp_path, Qwen3MoeForCausalLM, Qwen3MoeConfig, tie_word_embeddings=False, **experts)
     tokens = [20 + position % 200 for position in range(40)]
-    config = experiment(str(tmp_path / "first"), tensor_parallel_size=workers)
+    config = experiment(str(tmp_path / "0"), tensor_parallel_size=workers)
     config["inference"]["dtype"] = "bfloat16"
-    with running_server(config, tmp_path) as server, WeightPusher(server.url, server.token) as pusher:
-        pusher.connect()
-        for version, model in enumerate((first, second, first)):
+    with _served(config, tmp_path) as (server, pusher):
+        for version in range(3):
+            model, other = models[version % 2], models[1 - version % 2]
             if version > 0:
-                weights = {name: tensor.bfloat16() for name, tensor in model.parameters().items()}
-                pusher.push(weights, version, bucket_bytes=20_000)
-            expected = model.logprobs(tokens[:1], tokens[1:], temperature=1.0)
-            other = {first: second, second: first}[model].logprobs(tokens[:1], tokens[1:], temperature=1.0)
+                weights = to_checkpoint(model, weights_of(model))
+                pusher.push({name: each.bfloat16() for name, each in weights.items()}, version, bucket_bytes=20_000)
             answer = server.score(tokens)
             assert answer.policy_version == version
-            assert largest_difference(answer.logprobs, expected) < 0.25
-            assert largest_difference(answer.logprobs, other) > 1.0
+            assert answer.logprobs == pytest.approx(scores_of(model, tokens), abs=0.25)
+            assert answer.logprobs != pytest.approx(scores_of(other, tokens), abs=1.0)
         assert "Failed to load weights" not in server.log.read_text()  # of tables, which no update brings
 
 
@@ -230,38 +221,35 @@ def test_a_push_reaches_fused_experts_whose_parts_arrive_in_several_buckets(tmp_
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
 def test_a_push_reaches_a_head_that_shares_the_embeddings_but_computes_with_a_packed_copy(tmp_path: Path) -> None:
-    first, second = _Llama(tmp_path / "first", seed=0), _Llama(tmp_path / "second", seed=1)
-    prompt = [20 + position % 200 for position in range(40)]
-    with (
-        running_server(experiment(str(tmp_path / "first")), tmp_path) as server,
-        WeightPusher(server.url, server.token) as pusher,
-    ):
-        pusher.connect()
-        for version, model in enumerate((first, second, first)):
+    """Llama's is a module of its own in every vLLM version; Qwen's is the embeddings themselves before 0.28."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    models = _models(tmp_path, LlamaForCausalLM, LlamaConfig, tie_word_embeddings=True, pad_token_id=0)
+    request = make_request([20 + position % 200 for position in range(40)])
+    with _served(experiment(str(tmp_path / "0")), tmp_path) as (server, pusher):
+        for version in range(3):
             if version > 0:
-                pusher.push(model.parameters(), version)
-            assert_exact(model, prompt, server.generate(prompt, max_tokens=8), version)
+                pusher.push(weights_of(models[version % 2]), version)
+            assert_exact(models[version % 2], request, server.generate(request), version, server.tolerance)
 
 
 @pytest.mark.nightly
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_vllm")
-def test_with_data_parallelism_every_engine_core_serves_what_is_pushed(tmp_path: Path) -> None:
+def test_with_data_parallelism_every_engine_core_serves_what_is_pushed(
+    tmp_path: Path, tiny_model: Path, model_a: Any, model_b: Any
+) -> None:
     """vLLM gives a request to the engine core with the fewest, so of eight at once both get some."""
-    first, second = (Reference(build_tiny_model(tmp_path / name, seed=seed)) for seed, name in enumerate("ab"))
-    config = experiment(str(first.folder), data_parallel_size=2)
-    prompts = [[20 + number, *range(30, 70)] for number in range(8)]
-    with running_server(config, tmp_path) as server, WeightPusher(server.url, server.token) as pusher:
+    config = experiment(str(tiny_model), data_parallel_size=2)
+    requests = [make_request([20 + number, *range(30, 70)], max_tokens=64) for number in range(8)]
+    with _served(config, tmp_path) as (server, pusher):
         assert server.info().num_workers == 2
-        pusher.connect()
-        for version, model in enumerate((first, second, first)):
+        for version, model in enumerate((model_a, model_b, model_a)):
             if version > 0:
-                pusher.push(model.parameters(), version)
-            with ThreadPoolExecutor(len(prompts)) as pool:
-                outputs = list(pool.map(lambda prompt: server.generate(prompt, max_tokens=64), prompts))
-            for prompt, output in zip(prompts, outputs, strict=True):
-                assert_exact(model, prompt, output, version)
+                pusher.push(weights_of(model), version)
+            for request, output in zip(requests, server.pool.map(server.generate, requests), strict=True):
+                assert_exact(model, request, output, version, server.tolerance)
         metrics = server.client.get("/metrics").raise_for_status().text
         counts = re.findall(r'vllm:generation_tokens_total{engine="(\d)".*} ([\d.]+)', metrics)
         assert {core for core, tokens in counts if float(tokens) > 0} == {"0", "1"}, counts

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from grpo_async.servers.embedded.engine import SlotEngine
 
 _EXIT_DELAY_S = 1.0  # between the engine's failure and the exit, so that clients and the launcher see why
-_STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
 
 
 def serve_embedded(config: ExperimentConfig, port: int) -> None:
@@ -86,17 +85,9 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
 
 def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
     """Serve until asked to end; False when the engine failed."""
-    import uvicorn
+    from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer
 
-    from grpo_async.inference.guard import GuardedProtocol, TokenGuard
-    from grpo_async.servers.app import RolloutApp
-    from grpo_async.servers.embedded.server import EmbeddedEngine
-
-    inference, tls = config.inference, config.inference.tls
-
-    def end_soon() -> None:
-        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True)
-
+    inference = config.inference
     description = ServerInfo(
         engine="embedded",
         model=str(config.model.path),
@@ -108,44 +99,15 @@ def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket
     served = EmbeddedEngine(
         engine,
         description=description,
-        on_failure=end_soon,
+        on_failure=lambda: asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True),
         timeout_s=inference.heartbeat_timeout_s,
         tokenizer_options={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
     )
-    has_failed = False
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            served.start()
-            await super().startup(sockets)
-            host, port = listener.getsockname()[:2]
-            address = f"{inference.scheme}://{host_in_url(host)}:{port}"
-            print(f"serving {Path(config.model.path).name} on {address}", flush=True)
-
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            nonlocal has_failed
-            has_failed = served.failure is not None
-            await served.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
-            await super().shutdown(sockets)  # within timeout_graceful_shutdown
-
-    server = Server(
-        uvicorn.Config(
-            TokenGuard(RolloutApp(served).app),
-            http=GuardedProtocol,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=600,  # clients pool connections; closing an idle one races with its next request
-            timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
-            ssl_certfile=tls.certificate if tls is not None else None,
-            ssl_keyfile=tls.key if tls is not None else None,
-        )
-    )
+    host, port = listener.getsockname()[:2]
+    address = f"{inference.scheme}://{host_in_url(host)}:{port}"
+    server = EmbeddedServer(served, tls=inference.tls, greeting=f"serving {Path(config.model.path).name} on {address}")
     server.run(sockets=[listener])
-    return not has_failed
+    return not server.has_failed
 
 
 def check_certificate(inference: InferenceSection) -> None:

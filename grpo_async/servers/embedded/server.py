@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -18,8 +19,10 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
+import uvicorn
 from starlette.exceptions import HTTPException
 
+from grpo_async.config.server_sections import TlsOptions
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
     GenerateRequest,
@@ -29,7 +32,8 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.app import Engine, NextChunk
+from grpo_async.inference.guard import GuardedProtocol, TokenGuard
+from grpo_async.servers.app import Engine, NextChunk, RolloutApp
 from grpo_async.servers.embedded.engine import RunningSequence, SlotEngine
 from grpo_async.servers.requests import EngineDeadError, EngineOutput, TokenStream
 from grpo_async.weights.receiver import WeightReceiver
@@ -37,6 +41,7 @@ from grpo_async.weights.receiver import WeightReceiver
 logger = logging.getLogger(__name__)
 
 _MIN_TEMPERATURE = 1e-4
+_STOP_TIMEOUT_S = 2.0  # for open answers to end after SIGTERM
 _READ_TIMEOUT_S = 120.0  # three rows of every tensor, from a disk that may be slow
 
 Result = TypeVar("Result")
@@ -58,7 +63,7 @@ class EmbeddedEngine(Engine):
         engine: SlotEngine,
         *,
         description: ServerInfo,
-        on_failure: Callable[[], None],
+        on_failure: Callable[[], object],
         timeout_s: float = 60.0,
         tokenizer_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -145,7 +150,7 @@ class EmbeddedEngine(Engine):
             while True:
                 self._commands.get_nowait()()
 
-    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+    def _in_loop(self, function: Callable[..., object], *arguments: object) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -290,3 +295,36 @@ class EmbeddedEngine(Engine):
 
     async def serve(self, version: int) -> None:
         await self._command(lambda: self._engine.serve(policy_version=version, keep_cache=self._keeps_cache))
+
+
+class EmbeddedServer(uvicorn.Server):
+    """An engine over HTTP, until the process is asked to end. `greeting` is printed when it listens."""
+
+    def __init__(self, engine: EmbeddedEngine, *, tls: TlsOptions | None = None, greeting: str = "") -> None:
+        config = uvicorn.Config(
+            TokenGuard(RolloutApp(engine).app),
+            http=GuardedProtocol,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=600,  # clients pool connections; closing an idle one races with its next request
+            timeout_graceful_shutdown=int(_STOP_TIMEOUT_S),
+            ssl_certfile=tls.certificate if tls is not None else None,
+            ssl_keyfile=tls.key if tls is not None else None,
+        )
+        super().__init__(config)
+        self._engine, self._greeting = engine, greeting
+        self.has_failed = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._engine.start()
+        await super().startup(sockets)
+        print(self._greeting, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.has_failed = self._engine.failure is not None
+        await self._engine.stop(timeout_s=_STOP_TIMEOUT_S)  # ends the open answers, which uvicorn then waits for
+        await super().shutdown(sockets)  # within timeout_graceful_shutdown

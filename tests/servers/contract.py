@@ -1,0 +1,513 @@
+"""What a server promises, whichever engine it has: test_contract.py, here and in tests/vllm, ask the same of both.
+
+A test brings the weights it needs by pushing them (`version`), and leaves the server running and not paused.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_async.config.server_sections import InferenceSection
+from grpo_async.inference.api import GenerateRequest
+from grpo_async.inference.fleet import Fleet
+from grpo_async.training.reference import score_sequences
+from tests.servers.embedded_support import (
+    Output,
+    Served,
+    assert_exact,
+    by_version,
+    load,
+    make_request,
+    over_kept_cache,
+    teacher_forced,
+)
+from tests.support.adapter_push import adapted_policy, merged, push
+from tests.support.dying_trainer import MOMENTS, killed_trainer
+from tests.support.tiny_model import build_tiny_model
+from tests.support.waiting import eventually
+from tests.support.weight_push import WeightPusher, announcement, push_state_dict
+
+NUM_SLOTS = 4
+"""Requests that a server of these tests runs at once; more wait in its queue."""
+MAX_MODEL_LEN = 1024
+PROMPT = [5, 6, 7, 8, 9, 10]
+LONG_PROMPT = [20 + position % 200 for position in range(300)]  # more than two cache blocks of vLLM's 128
+
+
+@pytest.fixture(scope="module")
+def model_a(tiny_model: Path) -> Any:
+    """The model that servers load at start."""
+    return load(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def model_b(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same shape, other weights."""
+    return load(build_tiny_model(tmp_path_factory.mktemp("model_b"), seed=1))
+
+
+@pytest.fixture
+def version(server: Served, model_a: Any) -> int:
+    """Model A is served, under the version that is returned."""
+    version = server.info().policy_version + 1
+    push_state_dict(server.url, server.token, weights_of(model_a), version)
+    return version
+
+
+@pytest.fixture
+def pusher(server: Served) -> Iterator[WeightPusher]:
+    with WeightPusher(server.url, server.token, timeout_s=10.0) as pusher:
+        pusher.connect()
+        try:
+            yield pusher
+        finally:
+            server.post("/resume")
+
+
+def weights_of(model: Any) -> dict[str, torch.Tensor]:
+    """As a trainer sends them: tied ones once."""
+    return dict(model.named_parameters())
+
+
+def scores_of(model: Any, tokens: Sequence[int]) -> list[float]:
+    return teacher_forced(model, tokens[:1], tokens[1:]).tolist()
+
+
+@dataclass
+class _Running:
+    """A request in a thread of its own; `began` is set with its first tokens, `changed` with the first of another version."""
+
+    request: GenerateRequest
+    began: threading.Event = field(default_factory=threading.Event)
+    changed: threading.Event = field(default_factory=threading.Event)
+    done: Future[Output] = field(default_factory=Future)
+
+
+def _start(server: Served, token_ids: Sequence[int], max_tokens: int) -> _Running:
+    running = _Running(make_request(token_ids, max_tokens=max_tokens, seed=len(token_ids), flush_interval_s=0.01))
+
+    def follow() -> Output:
+        output = Output()
+        for chunk in server.stream(running.request):
+            output.add(chunk, chunk.policy_version)
+            running.began.set()
+            if len(set(output.versions)) > 1:
+                running.changed.set()
+        return output
+
+    running.done = server.pool.submit(follow)
+    return running
+
+
+def _exchange_weights(pusher: WeightPusher, model: Any, version: int) -> None:
+    """The phases between /pause and /resume."""
+    pusher.start(weights_of(model))
+    pusher.update(weights_of(model))
+    pusher.post("/finish_weight_update", {"weight_version": str(version)})
+
+
+def _serves(server: Served, model: Any, version: int) -> None:
+    """So long a prompt that stale prefix cache would show."""
+    request = make_request(LONG_PROMPT, max_tokens=24)
+    assert_exact(model, request, server.generate(request), version, server.tolerance)
+
+
+@contextmanager
+def _watched(server: Served) -> Iterator[Fleet]:
+    inference = InferenceSection(heartbeat_interval_s=0.05, heartbeat_timeout_s=30.0, startup_timeout_s=30.0)
+    fleet = Fleet([server.url], inference, token=server.token, control_timeout_s=10.0)
+    assert "servers/running" not in fleet.metrics(), "nobody has said anything yet"
+    fleet.start()
+    try:
+        assert fleet.wait_for_members(stop=threading.Event(), deadline_s=30.0, setting="x")
+        yield fleet
+    finally:
+        fleet.close()
+
+
+class Contract:
+    """Needs the fixture `server`: model A behind NUM_SLOTS slots and MAX_MODEL_LEN tokens."""
+
+    # ---- requests ----
+
+    def test_tokens_have_the_logprobs_of_the_distribution_they_were_sampled_from_and_are_counted(
+        self, server: Served, model_a: Any, version: int
+    ) -> None:
+        before, began = server.info(), time.monotonic()
+        requests = [
+            make_request([*PROMPT, 30 + n], seed=n, max_tokens=20 + n, temperature=(1.0, 0.7, 0.0)[n % 3])
+            for n in range(12)
+        ]
+        for request, output in zip(requests, server.pool.map(server.generate, requests), strict=True):
+            assert (output.finish_reason, output.error) == ("length", None)
+            assert len(output.token_ids) == request.max_tokens
+            assert_exact(model_a, request, output, version, server.tolerance)  # greedy: of the unscaled distribution
+            if request.temperature == 0.0:
+                logits = model_a(torch.tensor([[*request.token_ids, *output.token_ids]])).logits[0]
+                assert output.token_ids == logits[len(request.token_ids) - 1 : -1].argmax(-1).tolist()
+        after, wall_s = server.info(), time.monotonic() - began
+        assert after.generated_tokens - before.generated_tokens == sum(request.max_tokens for request in requests)
+        assert 0.0 < after.busy_s - before.busy_s < wall_s
+        assert server.info().busy_s == after.busy_s  # idle time does not count
+        assert (after.active_requests, after.running_requests, after.waiting_requests) == (0, 0, 0)
+        assert (after.kv_usage, after.max_running_requests) == (0.0, NUM_SLOTS)
+        assert (after.max_model_len, after.num_workers) == (MAX_MODEL_LEN, 1)
+
+    def test_a_stop_string_ends_generation_after_the_token_that_completes_it(
+        self, server: Served, version: int, tiny_model: Path
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+
+        def generated(max_tokens: int, *stop: str) -> Output:
+            return server.generate(make_request(PROMPT, max_tokens=max_tokens, temperature=0.0, stop=list(stop)))
+
+        free = generated(24)
+        texts = [tokenizer.decode(free.token_ids[:n], skip_special_tokens=True) for n in range(25)]
+        # the text of tokens 9 to 11, or of what makes whole letters around them
+        place = next(
+            n for n in range(9, 22) if len(texts[n + 2]) - len(texts[n]) >= 2 and "\ufffd" not in texts[n + 2][-4:]
+        )
+        stop = texts[place + 2][-2:]
+        num_kept = next(n for n in range(1, 25) if stop in texts[n])
+        stopped = generated(24, "never", stop)
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
+        assert stopped.token_ids == free.token_ids[:num_kept]
+        assert stopped.logprobs == pytest.approx(free.logprobs[:num_kept], abs=1e-4)
+        at_the_limit = generated(num_kept, stop)
+        assert (at_the_limit.finish_reason, len(at_the_limit.token_ids)) == ("stop", num_kept)
+        missed = generated(num_kept - 1, stop)
+        assert (missed.finish_reason, missed.stop_reason) == ("length", None)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"top_k": 3},
+            {"top_p": 0.3, "temperature": 0.7},
+            {"min_p": 0.5},
+            {"repetition_penalty": 1.8},
+            {"repetition_penalty": 0.6, "temperature": 0.0},
+            {"temperature": 1.3, "top_k": 9, "top_p": 0.6, "min_p": 0.2, "repetition_penalty": 1.4},
+        ],
+    )
+    def test_filters_and_a_penalty_leave_the_tokens_that_they_should(
+        self, server: Served, model_a: Any, version: int, settings: dict[str, float]
+    ) -> None:
+        """And logprobs are those of what they leave."""
+        prompt, settings = [*PROMPT, 5, 6], {"temperature": 1.0, **settings}
+        output = server.generate(make_request(prompt, max_tokens=40, **settings))
+        tokens = [*prompt, *output.token_ids]
+        logits = model_a(torch.tensor([tokens])).logits[0].float()
+        places = range(len(prompt), len(tokens))
+        for place, token, logprob in zip(places, output.token_ids, output.logprobs, strict=True):
+            expected = reshaped(logits[place - 1], tokens[:place], **settings)  # type: ignore[arg-type]
+            assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
+            assert settings["temperature"] != 0.0 or token == expected.argmax()
+
+    def test_a_client_that_disconnects_frees_its_slot(self, server: Served) -> None:
+        before = server.info().generated_tokens
+        chunks = server.stream(make_request(PROMPT, max_tokens=1000, flush_interval_s=0.0))
+        assert next(chunks).token_ids
+        server.post("/pause")  # else it might be over before the connection is
+        chunks.close()
+        server.wait_until(lambda info: info.active_requests == 0)
+        server.post("/resume")
+        server.wait_until(lambda info: info.running_requests == info.waiting_requests == 0)
+        assert server.info().kv_usage == 0.0
+        assert server.info().generated_tokens - before < 1000, "the engine went on to the end"
+
+    def test_a_busy_server_says_what_runs_what_waits_and_how_full_its_cache_is(self, server: Served) -> None:
+        """And the fleet makes metrics of it."""
+        prompts = [[*LONG_PROMPT, 30 + number] for number in range(NUM_SLOTS + 3)]
+        with _watched(server) as fleet:
+            heard = threading.Semaphore(0)
+            fleet.subscribe_load(heard.release)
+            answers = server.ask(*(make_request(prompt, max_tokens=700) for prompt in prompts))
+            server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (NUM_SLOTS, 3))
+            server.post("/pause")  # so that it stays so
+            while heard.acquire(blocking=False):
+                pass
+            for _ in range(2):  # the first may have been asked before
+                assert heard.acquire(timeout=10.0)
+            fleet.metrics()  # what was heard until now is over
+            fleet.read()
+            metrics, known = fleet.metrics(), fleet.load(0)
+            assert (metrics["servers/running"], metrics["servers/waiting"]) == (NUM_SLOTS, 3.0)
+            assert 0.0 < metrics["servers/kv_usage"] <= 1.0
+            assert known is not None
+            assert known.max_running_requests == NUM_SLOTS
+            server.post("/resume")
+            assert {answer.result(60.0).finish_reason for answer in answers} == {"length"}
+            fleet.fence(fleet.server(0), "for the test")
+            assert fleet.load(0) is None, "what a server said before it was lost is no news of it"
+            assert "servers/running" not in fleet.metrics()
+
+    def test_a_score_is_that_of_the_served_weights_at_temperature_one_whatever_else_runs(
+        self, server: Served, model_a: Any, version: int
+    ) -> None:
+        answers = server.ask(*(make_request([*PROMPT, n], seed=n, max_tokens=300) for n in range(NUM_SLOTS - 1)))
+        for num_tokens in (2, 3, 129, 400, MAX_MODEL_LEN):
+            tokens = [20 + position % 200 for position in range(num_tokens)]
+            for _ in range(2):
+                answer = server.score(tokens)
+                assert answer.policy_version == version
+                assert answer.logprobs == pytest.approx(scores_of(model_a, tokens), abs=server.tolerance)
+        for number, running in enumerate(answers):
+            request = make_request([*PROMPT, number])
+            assert_exact(model_a, request, running.result(60.0), version, server.tolerance)
+
+    # ---- pauses ----
+
+    def test_a_pause_freezes_between_two_tokens_and_holds_what_arrives_until_the_resume(
+        self, server: Served, model_a: Any, version: int
+    ) -> None:
+        """R6.3: a pause stops generation and dispatch; what arrives meanwhile waits."""
+        running = _start(server, PROMPT, 600)
+        assert running.began.wait(30)
+        assert server.post("/pause", mode="keep").status_code == 200
+        assert server.is_paused()
+        frozen = server.info()
+        late = make_request([*PROMPT, 9], max_tokens=3)
+        [held] = server.ask(late)
+        still = server.info()
+        assert (still.generated_tokens, still.busy_s) == (frozen.generated_tokens, frozen.busy_s)
+        assert not running.done.done()
+        for _ in range(2):  # always allowed
+            assert server.post("/resume").status_code == 200
+        assert_exact(model_a, running.request, running.done.result(60.0), version, server.tolerance)
+        assert_exact(model_a, late, held.result(30.0), version, server.tolerance)
+
+    def test_a_drain_lets_what_is_in_flight_end_and_holds_what_arrives(
+        self, server: Served, model_a: Any, version: int
+    ) -> None:
+        in_flight = [make_request([*PROMPT, n], seed=n, max_tokens=150) for n in range(NUM_SLOTS + 2)]  # two wait
+        answers = server.ask(*in_flight)
+        server.post("/pause", mode="keep")  # by a trainer that is gone: what it froze runs to its end too
+        drain = server.pool.submit(server.post, "/pause", mode="drain", timeout_s="60")
+        assert drain.result(60.0).status_code == 200
+        for request, answer in zip(in_flight, answers, strict=True):
+            output = answer.result(10.0)
+            assert (output.finish_reason, len(output.token_ids)) == ("length", 150)
+            assert_exact(model_a, request, output, version, server.tolerance)
+        assert server.is_paused()
+        [held] = server.ask(make_request(PROMPT, max_tokens=5))
+        assert not held.done()
+        server.post("/resume")
+        assert held.result(20.0).finish_reason == "length"
+
+    def test_an_abort_ends_what_is_in_flight_with_what_it_has_and_a_client_goes_on_exactly(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
+    ) -> None:
+        running = [_start(server, [*LONG_PROMPT, 30 + n], 600) for n in range(NUM_SLOTS)]
+        assert all(each.began.wait(30) for each in running)
+        queued = _start(server, [*LONG_PROMPT, 90], 600)
+        server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (NUM_SLOTS, 1))
+        pusher.post("/pause", mode="abort", keep_cache="true")
+        partial = [each.done.result(30) for each in (*running, queued)]
+        again = []
+        for each, part in zip((*running, queued), partial, strict=True):  # as the client does, at once
+            again.append(_start(server, [*each.request.token_ids, *part.token_ids], 600 - len(part.token_ids)))
+        server.wait_until(lambda info: info.active_requests == len(again))
+        pusher.post("/pause", mode="abort")  # a second time: what is held is not in flight
+        _exchange_weights(pusher, model_b, version + 1)
+        pusher.post("/resume")
+        assert partial[-1].token_ids == []  # it had not begun
+        for each, part, rest in zip((*running, queued), partial, again, strict=True):
+            assert part.finish_reason == "abort"
+            assert len(part.token_ids) < 600
+            if part.token_ids:
+                assert_exact(model_a, each.request, part, version, server.tolerance)
+            assert_exact(model_b, rest.request, rest.done.result(60), version + 1, server.tolerance)
+
+    @pytest.mark.parametrize("mode", ["recompute", "keep_kv"])
+    def test_requests_in_flight_go_on_with_the_new_weights_and_queued_ones_start_with_them(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher, mode: str
+    ) -> None:
+        server.generate(make_request(LONG_PROMPT, max_tokens=1))  # its blocks are cached now, made by A
+        running = [_start(server, [*PROMPT, 30 + number], 800) for number in range(NUM_SLOTS)]
+        assert all(each.began.wait(30) for each in running)
+        queued = _start(server, LONG_PROMPT, 24)  # no slot is left, so it has no token when the weights change
+        server.wait_until(lambda info: (info.running_requests, info.waiting_requests) == (NUM_SLOTS, 1))
+        pusher.post("/pause", mode="keep", keep_cache="true" if mode == "keep_kv" else "false")
+        assert not queued.began.is_set()
+        held = _start(server, LONG_PROMPT, 24)  # arrives during the pause
+        server.wait_until(lambda info: info.active_requests == NUM_SLOTS + 2)
+        _exchange_weights(pusher, model_b, version + 1)
+        assert not held.done.done()
+        pusher.post("/resume")
+        # with keep_kv vLLM starts the queued one, as it goes on with those that run, over the cache that there is
+        for each in (queued, held) if mode == "recompute" else (held,):
+            assert_exact(model_b, each.request, each.done.result(60), version + 1, server.tolerance)
+        _serves(server, model_b, version + 1)
+        scored = [*PROMPT, *LONG_PROMPT]
+        assert server.score(scored).logprobs == pytest.approx(scores_of(model_b, scored), abs=server.tolerance)
+        models = {version: model_a, version + 1: model_b}
+        for each in running:
+            output = each.done.result(60)
+            assert (output.finish_reason, len(output.token_ids)) == ("length", 800)
+            assert output.versions == sorted(output.versions)
+            assert set(output.versions) == set(models), "the push did not fall into this request"
+            case = models, each.request.token_ids, output.token_ids, output.versions
+            kept, recomputed = over_kept_cache(*case), by_version(*case)
+            expected, other = (recomputed, kept) if mode == "recompute" else (kept, recomputed)
+            assert torch.allclose(expected, torch.tensor(output.logprobs), rtol=0.0, atol=2 * server.tolerance)
+            assert (expected - other).abs().max() > 0.01  # the check can fail
+
+    # ---- weights ----
+
+    def test_pushes_serve_the_new_model_under_versions_that_may_jump_and_come_again(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
+    ) -> None:
+        _serves(server, model_a, version)
+        pusher.push(weights_of(model_b), version + 40, bucket_bytes=100_000)
+        _serves(server, model_b, version + 40)
+        assert server.info().policy_version == version + 40
+        # a trainer that went back to a checkpoint counts its versions again; keep_cache leaves all old blocks where they are
+        for model, again in ((model_a, version), (model_b, version + 40), (model_a, version + 40)):
+            pusher.push(weights_of(model), again, keep_cache=True)
+            _serves(server, model, again)
+
+    def test_during_pushes_every_token_has_the_logprob_of_the_version_it_is_stamped_with(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
+    ) -> None:
+        models = {version: model_a, version + 1: model_b, version + 2: model_a}
+        prompts = [[5 + number, 6, 7, *range(20, 120 + 40 * number)] for number in range(NUM_SLOTS)]
+        running = [_start(server, prompt, 600) for prompt in prompts]
+        assert all(each.began.wait(30) for each in running)
+        pusher.push(weights_of(model_b), version + 1, bucket_bytes=50_000)  # several buckets
+        assert all(each.changed.wait(30) for each in running)
+        pusher.push(weights_of(model_a), version + 2)
+        for each in running:
+            output = each.done.result(60)
+            assert (output.finish_reason, len(output.token_ids)) == ("length", 600)
+            assert set(output.versions) == set(models), "the pushes did not fall into this request"
+            assert output.versions == sorted(output.versions)
+            right = by_version(models, each.request.token_ids, output.token_ids, output.versions)
+            assert torch.allclose(right, torch.tensor(output.logprobs), rtol=0.0, atol=server.tolerance)
+            # the check can fail: under the other model these tokens have clearly other logprobs
+            wrong = teacher_forced(model_b, each.request.token_ids, output.token_ids)
+            assert (wrong - torch.tensor(output.logprobs)).abs().max() > 0.01
+
+    def test_an_update_that_does_not_fit_is_refused_with_names_before_anything_is_sent(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
+    ) -> None:
+        served, good = server.parameters(), weights_of(model_b)
+        assert served.shapes == {name: list(tensor.shape) for name, tensor in good.items()}
+        assert server.info().vocab_size == served.shapes["model.embed_tokens.weight"][0]
+        norm = "model.norm.weight"
+        for wrong, words in (
+            ({**good, "model.tail.weight": good[norm]}, "model.tail.weight is not a parameter"),
+            ({name: tensor for name, tensor in good.items() if name != norm}, f"{norm} is missing"),
+            ({**good, norm: good[norm][:-1]}, f"{norm} has the shape [63], the server's [64]"),
+        ):
+            update = {"update_info": announcement(wrong).model_dump()}
+            response = server.post("/start_weight_update", update)
+            assert (response.status_code, words in response.json()["error"]) == (400, True)
+            assert server.post("/update_weights").status_code == 409
+            # nothing to finish: the new version must not name the old weights
+            assert server.post("/finish_weight_update", {"weight_version": str(version + 1)}).status_code == 409
+            _serves(server, model_a, version)
+        pusher.push(good, version + 1)  # the group is as good as before
+        _serves(server, model_b, version + 1)
+
+    def test_an_update_needs_a_pause_and_serves_only_once_it_is_finished(
+        self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
+    ) -> None:
+        pusher.start(weights_of(model_b))
+        refused = server.post("/update_weights")
+        assert (refused.status_code, "POST /pause first" in refused.json()["error"]) == (409, True)
+        _serves(server, model_a, version)
+        pusher.post("/pause")
+        pusher.start(weights_of(model_b))
+        pusher.update(weights_of(model_b))
+        assert server.post("/resume").status_code == 409  # no token of new weights under the old version
+        for _ in range(2):  # a retry after a lost answer
+            pusher.post("/finish_weight_update", {"weight_version": str(version + 4)})
+        pusher.post("/resume")
+        _serves(server, model_b, version + 4)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("moment", MOMENTS)
+    def test_a_trainer_that_is_killed_leaves_the_old_weights_exactly_or_none_and_the_next_one_goes_on(
+        self, server: Served, tiny_model: Path, model_a: Any, model_b: Any, version: int, moment: str
+    ) -> None:
+        """None: a server with a part of the new ones waits for the next trainer's."""
+        before = server.score(LONG_PROMPT)
+        killed_trainer(server.url, server.token, tiny_model, moment)
+        assert eventually(server.is_paused)  # once the engine has seen the connection break
+        request = make_request(LONG_PROMPT, max_tokens=24)
+        [held] = server.ask(request)
+        with WeightPusher(server.url, server.token, timeout_s=10.0) as restarted:
+            resumed = server.post("/resume")
+            if moment in ("pause", "start"):
+                assert resumed.status_code == 200
+                assert_exact(model_a, request, held.result(60), version, server.tolerance)
+                after = server.score(LONG_PROMPT)
+                assert (after.policy_version, after.logprobs) == (version, before.logprobs)  # to the last bit
+            else:
+                assert (resumed.status_code, "part of a weight update" in resumed.json()["error"]) == (409, True)
+            if moment == "broadcast":
+                refused = server.post("/finish_weight_update", {"weight_version": str(version)})
+                assert refused.status_code == 409
+            restarted.connect()
+            restarted.push(weights_of(model_b), version + 1)
+        assert set(held.result(60).versions) <= {version, version + 1}
+        _serves(server, model_b, version + 1)
+
+    def test_an_adapter_push_serves_what_the_trainer_computes_and_what_a_merged_push_serves(
+        self, server: Served, tiny_model: Path, version: int
+    ) -> None:
+        policy, section = adapted_policy(tiny_model)
+        sequences = [[5, 9, 200, 31, 7, 7, 8, 100, 3], list(range(40, 80))]
+        expected = score_sequences(policy, sequences, device=torch.device("cpu"))
+        found = []
+        # the last one starts from the base again, not from what is served
+        for number, kind in enumerate((section, merged(section), section), start=1):
+            report = push(server.url, server.token, policy, kind, version + number)
+            answers = [server.score(sequence) for sequence in sequences]
+            assert {answer.policy_version for answer in answers} == {version + number}
+            found.append([answer.logprobs for answer in answers])
+            # rank 4, float32; a layer: q 64+64, k and v 64+32 each, o 64+64, gate, up and down 64+128 each = 1024 rows and columns
+            few = 2 * 4 * 4 * 1024
+            assert report["sync/bytes"] == few if kind is section else report["sync/bytes"] > 5 * few
+        for ours, theirs in zip(expected, found[0], strict=True):
+            assert theirs == pytest.approx(ours, abs=1e-4)
+        assert found[0] == found[1] == found[2]
+
+
+def reshaped(
+    logits: torch.Tensor,
+    seen: Sequence[int],
+    *,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> torch.Tensor:
+    """Log-probabilities of one token, as vLLM's documentation describes the settings; in plain steps. [vocab] -> [vocab]"""
+    logits = logits.clone()
+    for token in set(seen):
+        logits[token] *= 1 / repetition_penalty if logits[token] > 0 else repetition_penalty
+    probabilities = (logits / (temperature or 1.0)).softmax(-1)
+    kept = probabilities >= min_p * probabilities.max()
+    order = probabilities.argsort(descending=True)
+    kept[order[top_k or len(order) :]] = False
+    total, mass = (probabilities * kept).sum().item(), 0.0
+    for token in order.tolist():
+        if kept[token] and mass >= top_p * total:
+            kept[token] = False
+        elif kept[token]:
+            mass += probabilities[token].item()
+    return (probabilities * kept / (probabilities * kept).sum()).log()
