@@ -150,6 +150,12 @@ class _Tracked:
     """What it said since the last `Fleet.metrics`."""
     counters: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Busy seconds and generated tokens of each incarnation."""
+    wanted: threading.Event = field(default_factory=threading.Event)
+    """Cuts the pause of its watch short."""
+    errors_since: float | None = None
+    """When heartbeats began to be answered with errors."""
+    is_silent: bool = False
+    """Its last question was not answered."""
 
     @property
     def load(self) -> ServerInfo | None:
@@ -205,9 +211,6 @@ class Fleet:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._is_closed = False
-        self._wanted = [threading.Event() for _ in urls]  # cuts the pause of a watch short
-        self._errors_since: dict[int, float] = {}  # heartbeats that are answered with errors
-        self._silent: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
@@ -224,8 +227,8 @@ class Fleet:
     def close(self) -> None:
         """Stop watching and close every connection; takes about a second at most."""
         self._is_closed = True
-        for wanted in self._wanted:
-            wanted.set()
+        for tracked in self._tracked:
+            tracked.wanted.set()
         until = time.monotonic() + _END_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -312,7 +315,7 @@ class Fleet:
                 partial(server.control.info, timeout_s=_READ_TIMEOUT_S, retries=0), name="server-info"
             )
             for server in self.members()
-            if server.index not in self._silent  # until its next heartbeat
+            if not self._tracked[server.index].is_silent  # until its next heartbeat
         }
         answered = wait(asked.values(), timeout=2 * _READ_TIMEOUT_S).done
         infos: dict[int, ServerInfo] = {}
@@ -320,7 +323,7 @@ class Fleet:
             if question in answered and question.exception() is None:
                 infos[index] = question.result()
             else:
-                self._silent.add(index)
+                self._tracked[index].is_silent = True
         with self._lock:
             for index, info in infos.items():
                 self._tracked[index].note(info)
@@ -395,7 +398,7 @@ class Fleet:
         """Fence a server in this incarnation; it is restarted or looked for."""
         current = self.server(server.index)
         if current.instance_id == server.instance_id:
-            self._failed(current, reason)
+            self._fence(current, reason)
 
     def give_up(self, server: Server, reason: str) -> None:
         """Never use this server again."""
@@ -407,7 +410,7 @@ class Fleet:
 
     def suspect(self, index: int) -> None:
         """A request to this server failed: ask it now, not only at its next heartbeat."""
-        self._wanted[index].set()
+        self._tracked[index].wanted.set()
 
     def on_launcher_message(self, message: Mapping[str, Any]) -> None:
         """{"kind": "server", "index": 0, "event": a ServerEvent, "detail": "..."}
@@ -437,8 +440,9 @@ class Fleet:
     # The watch of each server.
 
     def _watch(self, index: int) -> None:
+        wanted = self._tracked[index].wanted
         while True:  # `close` ends it, or the process
-            self._wanted[index].clear()
+            wanted.clear()
             server = self.server(index)
             if self._is_closed or server.state is ServerState.GONE:
                 return
@@ -453,7 +457,7 @@ class Fleet:
             interval_s = self._inference.heartbeat_interval_s
             if self.server(index).state is ServerState.STARTING:
                 interval_s = min(interval_s, _STARTING_INTERVAL_S)
-            self._wanted[index].wait(interval_s)
+            wanted.wait(interval_s)
 
     def _search(self, server: Server) -> None:
         """Ask a server that does not serve."""
@@ -489,29 +493,29 @@ class Fleet:
 
     def _judge(self, server: Server, error: InferenceError, asked_at: float) -> None:
         """A heartbeat failed."""
-        timeout_s = self._inference.heartbeat_timeout_s
+        timeout_s, tracked = self._inference.heartbeat_timeout_s, self._tracked[server.index]
         if isinstance(error.__cause__, httpx.TimeoutException):
-            self._silent.add(server.index)
+            tracked.is_silent = True
             if not self._has_loaded_since(asked_at):
-                self._failed(server, f"its engine did not answer for {timeout_s:g} s (inference.heartbeat_timeout_s)")
+                self._fence(server, f"its engine did not answer for {timeout_s:g} s (inference.heartbeat_timeout_s)")
             return
         if not is_answer(error):
-            self._failed(server, f"its connection was lost: {error}")
+            self._fence(server, f"its connection was lost: {error}")
             return
         try:
             server.control.health(timeout_s=_MAX_QUESTION_S)
         except InferenceError as death:
             if is_answer(death):
-                self._failed(server, str(death))
+                self._fence(server, str(death))
                 return  # else the next heartbeat finds out
         now = time.monotonic()
-        since = self._errors_since.setdefault(server.index, now)
+        since = tracked.errors_since = tracked.errors_since or now
         if now - since > timeout_s and not self._has_loaded_since(asked_at):
-            self._failed(server, f"its engine has answered with errors for {now - since:.0f} s: {error}")
+            self._fence(server, f"its engine has answered with errors for {now - since:.0f} s: {error}")
 
     def _forget_errors(self, server: Server) -> None:
-        self._silent.discard(server.index)
-        self._errors_since.pop(server.index, None)
+        tracked = self._tracked[server.index]
+        tracked.is_silent, tracked.errors_since = False, None
 
     def _has_loaded_since(self, moment: float) -> bool:
         """Whether servers were loading weights at any time since `moment`, by the monotonic clock."""
@@ -558,7 +562,7 @@ class Fleet:
                 tracked.server = replace(server, since=now)
         if server.state is ServerState.STARTING:
             if age_s > timeout_s:
-                self._failed(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
+                self._fence(server, f"it is not up within inference.startup_timeout_s = {timeout_s:g} s: {reason}")
         elif ask_again and self._ask_restart is not None:
             self._ask_restart(server.index, reason)
 
@@ -567,11 +571,7 @@ class Fleet:
         self._fence(server, "it was restarted", ask=False)
         self.found(self.server(server.index), info)
 
-    def _failed(self, server: Server, reason: str) -> None:
-        """It is dead or hangs."""
-        self._fence(server, reason, ask=True)
-
-    def _fence(self, server: Server, reason: str, *, ask: bool) -> None:
+    def _fence(self, server: Server, reason: str, *, ask: bool = True) -> None:
         with self._changing() as changed:
             tracked = self._tracked[server.index]
             if server is not tracked.server or server.state in (ServerState.DOWN, ServerState.GONE):
@@ -612,7 +612,7 @@ class Fleet:
             yield changed
         if changed:
             for index in changed:
-                self._wanted[index].set()
+                self._tracked[index].wanted.set()
             for listener in self._listeners:
                 listener()
 

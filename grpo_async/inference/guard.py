@@ -44,7 +44,7 @@ class TokenGuard:
         # exactly one: of several, a proxy before us may have looked at another than we would
         if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
             return await self._app(scope, receive, send)
-        if self._is_open(scope):
+        if (scope["type"], scope.get("method"), scope["path"]) == ("http", "GET", "/health"):
             return await self._app(scope, receive, _closing(send))
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
@@ -56,10 +56,6 @@ class TokenGuard:
         send = _closing(send)
         await send({"type": "http.response.start", "status": 401, "headers": headers})
         return await send({"type": "http.response.body", "body": _BODY})
-
-    @staticmethod
-    def _is_open(scope: Scope) -> bool:
-        return (scope["type"], scope.get("method"), scope["path"]) == ("http", "GET", "/health")
 
 
 def _closing(send: Send) -> Send:

@@ -28,17 +28,8 @@ class SamplingSettings:
 
     def request(self, **fields: Any) -> GenerateRequest:
         """A request that samples so; `fields` are the others of GenerateRequest, and may replace these."""
-        sampling = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "structured_outputs": self.structured_outputs,
-            "stop_token_ids": list(self.stop_token_ids),
-            "stop": list(self.stop),
-        }
-        return GenerateRequest(**{**sampling, **fields})
+        shared = {name: getattr(self, name) for name in GenerateRequest.model_fields if hasattr(self, name)}
+        return GenerateRequest(**{**shared, **fields})
 
     def turn_budget(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         """max_tokens of a turn = min(turn limit, what is left of the completion budget, what fits into the model length).

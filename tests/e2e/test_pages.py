@@ -193,6 +193,8 @@ def _has_a_test_of_the_default(module: Path) -> bool:
     ):
         return False
     tests = [
-        n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
     ]
     return any("pytest.mark.nightly" not in map(ast.unparse, test.decorator_list) for test in tests)

@@ -13,7 +13,6 @@ from grpo_async.servers.embedded.engine import SlotEngine, check_against_model
 from tests.servers.embedded_support import (
     finish,
     generate,
-    hand_out,
     load,
     make_request,
     prompt,
@@ -32,23 +31,6 @@ def model(tiny_model: Path) -> Any:
 
 def _engine(model: Any, num_slots: int = 8) -> SlotEngine:
     return SlotEngine(model, num_slots=num_slots, max_model_len=256)
-
-
-def test_logprobs_of_many_ragged_requests_equal_a_teacher_forced_forward(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)  # prompts are filled in pieces
-    lengths = [1 + (i * 11) % 40 for i in range(39)] + [150]
-    requests = [
-        make_request(
-            prompt(length, start=i), seed=i, max_tokens=1 + (i * 7) % 30, temperature=(1.0, 0.7, 1.3, 0.0)[i % 4]
-        )
-        for i, length in enumerate(lengths)
-    ]
-    outputs = generate(_engine(model), *requests)  # five times more requests than slots
-    for request, output in zip(requests, outputs, strict=True):
-        assert (output.finish_reason, len(output.token_ids)) == ("length", request.max_tokens)
-        assert worst_error(model, request, output) < 1e-5
 
 
 def test_a_group_shares_its_prompt_and_each_completion_is_exact(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,23 +73,6 @@ def test_generation_ends_at_eos_at_a_stop_token_and_at_the_limit(model: Any) -> 
     engine.eos_ids = (third,)
     assert run(ignore_eos=False) == (free[:3], "stop")
     assert run(ignore_eos=True) == (free, "length")
-
-
-def test_abort_frees_the_slot_and_leaves_the_other_rows_exact(model: Any) -> None:
-    engine = _engine(model, num_slots=3)
-    requests = [make_request(prompt(4 + i, start=i), seed=i, max_tokens=20) for i in range(4)]
-    aborted, *others = [submit(engine, request) for request in requests]
-    step(engine, 5)
-    assert others[-1].output.token_ids == []  # no slot yet
-    for _ in range(2):  # the second time does nothing
-        engine.abort(aborted)
-    hand_out(engine)
-    assert (aborted.output.finish_reason, len(aborted.output.token_ids)) == ("abort", 5)
-    assert engine.num_active == 3
-    finish(engine)
-    for request, sequence in zip(requests[1:], others, strict=True):
-        assert (sequence.output.finish_reason, len(sequence.output.token_ids)) == ("length", 20)
-        assert worst_error(model, request, sequence.output) < 1e-5
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
@@ -187,12 +152,22 @@ def test_the_self_check_accepts_a_served_architecture_and_refuses_one_that_diffe
 
 
 @pytest.mark.parametrize("num_slots", [3, 40])
-def test_tokens_and_logprobs_are_the_same_to_the_last_bit_alone_and_among_others(model: Any, num_slots: int) -> None:
+def test_tokens_and_logprobs_are_exact_and_the_same_to_the_last_bit_alone_and_among_others(
+    model: Any, num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a synchronous run needs to be bit-exact: arrival, slots and neighbors change nothing."""
+    monkeypatch.setattr("grpo_async.servers.embedded.engine._PREFILL_TOKENS", 100)  # prompts are filled in pieces
+    lengths = [1 + (i * 11) % 40 for i in range(39)] + [150]
     requests = [
-        make_request(prompt(2 + (i * 11) % 40, start=i // 3), seed=i, max_tokens=1 + (i * 7) % 40) for i in range(40)
+        make_request(
+            prompt(length, start=i // 3), seed=i, max_tokens=1 + (i * 7) % 40, temperature=(1.0, 0.7, 1.3, 0.0)[i % 4]
+        )
+        for i, length in enumerate(lengths)
     ]
     together = generate(_engine(model, num_slots=40), *requests)
+    for request, output in zip(requests, together, strict=True):
+        assert (output.finish_reason, len(output.token_ids)) == ("length", request.max_tokens)
+        assert worst_error(model, request, output) < 1e-5
     again = generate(_engine(model, num_slots=num_slots), *requests[::-1])[::-1]
     alone = [generate(_engine(model), request)[0] for request in requests[:10]]
     for other in (again, alone):

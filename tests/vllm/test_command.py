@@ -32,27 +32,19 @@ def _value(argv: list[str], option: str) -> str:
 
 def test_the_cpu_command_uses_one_engine_process_and_the_configured_memory_and_threads() -> None:
     made = _made(threads=2, dtype="bfloat16", environment={"VLLM_CPU_KVCACHE_SPACE": "4"})
-    assert made.argv[1] == "-m"
-    for option, value in {
-        "--model": "some/model",
-        "--host": "127.0.0.1",
-        "--port": "8123",
-        "--dtype": "bfloat16",
-        "--max-model-len": "1024",
-        "--kv-cache-memory-bytes": str(64 * 1024 * 1024),
-        "--logprobs-mode": "processed_logprobs",
-        "--distributed-executor-backend": "uni",
-    }.items():
-        assert _value(made.argv, option) == value
-    assert "--enforce-eager" in made.argv
-    assert "--gpu-memory-utilization" not in made.argv
-    assert made.env["OMP_NUM_THREADS"] == "2"
-    assert made.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert made.env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert made.env["GRPO_ASYNC_VLLM"] == made.env["VLLM_NO_USAGE_STATS"] == "1"
+    line = " ".join(made.argv)
+    for options in (
+        "-m vllm", "--model some/model --host 127.0.0.1 --port 8123 --dtype bfloat16 --max-model-len 1024",
+        "--logprobs-mode processed_logprobs", "--enforce-eager", f"--kv-cache-memory-bytes {64 << 20}",
+        "--distributed-executor-backend uni",
+    ):  # fmt: skip
+        assert options in line
+    assert "--gpu-memory-utilization" not in line
+    wanted = {"OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    assert wanted.items() <= made.env.items()
     assert not {"VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE"} & set(made.env)  # the model is a hub name
     two = _made(vllm={"tensor_parallel_size": 2})  # workers need processes of their own
-    assert _value(two.argv, "--tensor-parallel-size") == "2"
+    assert "--tensor-parallel-size 2" in " ".join(two.argv)
     assert "--distributed-executor-backend" not in two.argv
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.env
 
@@ -111,12 +103,9 @@ def test_model_tls_and_extra_arguments_are_passed_on_and_code_of_the_model_only_
         assert "--ssl-certfile" not in _made(tls=other).argv
 
 
-@pytest.mark.parametrize("variable", ["VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY"])
-def test_what_would_open_the_server_is_taken_out_of_the_environment(variable: str) -> None:
-    environment = {variable: "1", "PATH": "/bin"}
-    made = _made(environment=environment)
-    assert (variable in made.env, made.env["PATH"]) == (False, "/bin")
-    assert environment[variable] == "1"  # the caller's own is left alone
+def test_what_would_open_the_server_is_taken_out_of_the_environment() -> None:
+    environment = dict.fromkeys(("VLLM_ALLOW_INSECURE_SERIALIZATION", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY", "A"), "1")
+    assert environment.keys() & _made(environment=environment).env.keys() == {"A"}
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.2", "somewhere.example"])

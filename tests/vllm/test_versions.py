@@ -1,4 +1,4 @@
-"""That `compat` fits the vLLM versions that are taken, with a stand-in for vLLM; and what differs between them."""
+"""That `compat` fits the vLLM versions that are taken, and what differs between them."""
 
 from __future__ import annotations
 
@@ -25,37 +25,36 @@ from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer, experiment, running_server
 
 ROOT = Path(__file__).parents[2]
-COMPAT = ROOT / "grpo_async/servers/vllm/compat.py"
 
 
-# A stand-in for vLLM: every name that `compat` imports exists, but for those that the version lacks.
-_STAND_IN = """
-import ast, importlib.machinery, sys, types
-version, missing, script = sys.argv[1], set(sys.argv[2].split(",")), sys.argv[3]
-for node in ast.walk(ast.parse(open({compat!r}).read())):
-    if isinstance(node, ast.Import):
-        wanted = [(alias.name, []) for alias in node.names]
-    elif isinstance(node, ast.ImportFrom):
-        wanted = [(node.module, [alias.name for alias in node.names])]
-    else:
-        continue
-    for module, names in wanted:
-        if module.split(".")[0] != "vllm":
-            continue
-        parts = module.split(".")
-        for end in range(1, len(parts) + 1):
-            name = ".".join(parts[:end])
-            if name not in sys.modules:
-                sys.modules[name] = types.ModuleType(name)
-                sys.modules[name].__path__ = []
-        for name in names:
-            if f"{{module}}.{{name}}" not in missing:
-                made = type(name, (Exception,) if name.endswith("Error") else (), {{}})
-                setattr(sys.modules[module], name, made)
-sys.modules["vllm"].__version__ = version
-sys.modules["vllm.logger"].init_logger = lambda name: None
+# In place of vLLM: every name that `compat` imports exists, but for those that the version lacks.
+_WITHOUT_VLLM = """
+import importlib.machinery, sys, types
+version, missing, script = sys.argv[1:]
+class Module(types.ModuleType):
+    __path__ = []
+    __version__ = version
+    init_logger = staticmethod(lambda name: None)
+    def __getattr__(self, name):
+        if f"{self.__name__}.{name}" == missing:
+            raise AttributeError(name)
+        return type(name, (Exception,) if name.endswith("Error") else (), {})
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name.split(".")[0] == "vllm" else None
+    def create_module(self, spec):
+        return Module(spec.name)
+    def exec_module(self, module): ...
+sys.meta_path.insert(0, Finder())
 exec(script)
 """
+
+
+def _run(version: str, missing: str, script: str) -> str:
+    command = [sys.executable, "-c", _WITHOUT_VLLM, version, missing, script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # Draws two tokens for each of 600 requests. The second is a continuation of the first: after an abort, a broken connection or a
@@ -101,11 +100,8 @@ def test_continuations_sample_from_the_policy_and_a_wrong_request_is_recognized_
     version: str, missing: str, caught: str
 ) -> None:
     """vLLM would start the noise of a request anew with each continuation."""
-    command = [sys.executable, "-c", _STAND_IN.format(compat=str(COMPAT)), version, missing, _DRAW]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
     # p = 1/5 for each of 5 tokens, 600 draws: standard deviation 0.016
-    assert json.loads(done.stdout) == [caught, pytest.approx(0.2, abs=0.06)]
+    assert json.loads(_run(version, missing, _DRAW)) == [caught, pytest.approx(0.2, abs=0.06)]
 
 
 # A client of two engine cores, as data parallelism has it: the worker of the second one could not load.
@@ -123,9 +119,7 @@ print(asyncio.run(compat.ask_workers(SimpleNamespace(engine_core=client), "load_
 
 def test_the_workers_of_every_engine_core_answer() -> None:
     """AsyncLLM.collective_rpc would return those of the first core, and parts of two versions would be served by the second."""
-    command = [sys.executable, "-c", _STAND_IN.format(compat=str(COMPAT)), "0.29.0", "", _TWO_CORES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.stdout.strip() == "['', '', '', 'worker 1: the trainer is gone']", done.stderr
+    assert _run("0.29.0", "", _TWO_CORES).strip() == "['', '', '', 'worker 1: the trainer is gone']"
 
 
 @pytest.mark.vllm

@@ -49,15 +49,12 @@ class FakeServer:
         self.name = name
         self.calls: dict[str, Any] = {}
         self.faults = faults or {}
-        self.barriers: dict[str, threading.Barrier] = {}
         self.transport: FakeTransport | None = None
         self._events = events
 
     def _do(self, phase: str, **arguments: Any) -> None:
         self.calls[phase] = arguments
         self._events.add(f"{self.name} {phase}")
-        if phase in self.barriers:
-            self.barriers[phase].wait(LIMIT_S)
         fault = self.faults.get(phase)
         if isinstance(fault, threading.Event):
             fault.wait(LIMIT_S)

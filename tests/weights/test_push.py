@@ -161,17 +161,6 @@ def test_a_server_that_cannot_be_resumed_has_failed() -> None:
     assert (failed.phase, failed.failures) == ("start", {"a": BROKEN, "b": OWN_ANSWER})
 
 
-def test_when_a_server_dies_in_the_broadcast_only_it_has_failed_and_all_buckets_are_gathered() -> None:
-    push = _Push(a={"transfer": BROKEN}, b={"transfer": NOT_ARRIVED_ANSWER}, broken_at=1)
-    failed = push.fail()
-    assert (failed.phase, failed.failures, failed.affected) == (
-        "transfer", {"a": BROKEN}, {"b": NOT_ARRIVED_ANSWER},
-    )  # fmt: skip
-    assert push.parameters.gathered == 3  # the other ranks wait in the collective
-    assert push.transport.is_closed
-    assert "finish" not in push.events.of("b")
-
-
 def test_a_broken_broadcast_in_which_no_server_has_failed_may_be_tried_again() -> None:
     not_formed = ServerUnavailableError(f"the server answered 500: {NOT_FORMED}: x", answered=True)
     failed = _Push(a={"transfer": NOT_ARRIVED_ANSWER}, b={"transfer": not_formed}, broken_at=0).fail()

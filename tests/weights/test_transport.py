@@ -39,7 +39,9 @@ class Parameters:
         ]
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+        self.num_gathered = 0
         for bucket in cut_into_buckets(self.specs, bucket_bytes):
+            self.num_gathered += 1
             yield [self.tensors[spec.name] for spec in bucket]
 
 
@@ -186,6 +188,8 @@ def test_a_server_that_dies_in_the_broadcast_has_failed_and_the_others_take_the_
     assert (caught.value.phase, list(caught.value.failures)) == ("transfer", ["a"])
     assert set(caught.value.affected) == {"b", "c"}
     assert transport.members == ()
+    # the other ranks wait in the collective
+    assert parameters.num_gathered == len(list(cut_into_buckets(parameters.specs, transport.bucket_bytes)))
     assert all(server.calls == ["pause"] for server in servers), "nobody generates with parts of two versions"
     push(transport, servers[1:], parameters, 2)
     for server in servers[1:]:

@@ -28,7 +28,7 @@ from grpo_async.errors import ConfigError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
-from grpo_async.servers.embedded.kv_slots import slot_cache_of
+from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
 from grpo_async.servers.requests import EngineOutput, TokenStream
 
@@ -114,7 +114,7 @@ class SlotEngine:
             getattr(model.config, "eos_token_id", None)
         )
         self.policy_version = 0
-        self._cache = slot_cache_of(model, max(num_slots, _MIN_ROWS), max_model_len)
+        self._cache = SlotCache(model, num_slots=max(num_slots, _MIN_ROWS), max_len=max_model_len)
         self._weights_number = 0  # of the weights that serve; versions may come again, this does not
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []  # index = slot

@@ -20,21 +20,25 @@ from grpo_async.servers.embedded.families import check_embedded_family
 
 
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim]."""
+    """Keys and values of all layers: [num_layers, 2, num_slots, max_len, num_kv_heads, head_dim].
 
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_slots: int,
-        max_len: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    Raises:
+        ConfigError: the model attends in a way that the cache does not know, or not so far.
+    """
+
+    def __init__(self, model: Any, *, num_slots: int, max_len: int) -> None:
         super().__init__(layers=[])
-        self._buffer = _zeros((num_layers, 2, num_slots, max_len, num_kv_heads, head_dim), dtype, device)
+        config = model.config.get_text_config()
+        check_embedded_family(config.to_dict(), max_len)
+        longest = getattr(config, "max_position_embeddings", None)
+        if longest is not None and max_len > longest:
+            raise ConfigError(
+                f"inference.max_model_len: {max_len} is more than the model's max_position_embeddings: {longest}"
+            )
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (config.num_hidden_layers, 2, num_slots, max_len, num_kv_heads, head_dim)
+        self._buffer = _zeros(shape, model.dtype, model.device)
         self._keys = [layer[0] for layer in self._buffer]
         self._values = [layer[1] for layer in self._buffer]
         # The same memory with slot and position merged: one index per written entry (index_copy_ is the fastest write).
@@ -110,27 +114,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; numpy's comes from calloc, which hands out pages when they are first written.
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-
-
-def slot_cache_of(model: Any, num_slots: int, max_model_len: int) -> SlotCache:
-    """A cache for `num_slots` sequences of `max_model_len` tokens of a Hugging Face model.
-
-    Raises:
-        ConfigError: the model attends in a way that the cache does not know, or not so far.
-    """
-    config = model.config.get_text_config()
-    check_embedded_family(config.to_dict(), max_model_len)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and max_model_len > longest:
-        raise ConfigError(
-            f"inference.max_model_len: {max_model_len} is more than the model's max_position_embeddings: {longest}"
-        )
-    return SlotCache(
-        num_layers=config.num_hidden_layers,
-        num_slots=num_slots,
-        max_len=max_model_len,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        dtype=model.dtype,
-        device=model.device,
-    )
