@@ -36,7 +36,7 @@ class Module(types.ModuleType):
     __version__ = version
     init_logger = staticmethod(lambda name: None)
     def __getattr__(self, name):
-        if f"{self.__name__}.{name}" == missing:
+        if name.startswith("__") or f"{self.__name__}.{name}" == missing:
             raise AttributeError(name)
         return type(name, (Exception,) if name.endswith("Error") else (), {})
 class Finder:
