@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_async.config.server_sections import InferenceSection
+from grpo_async.config.sections import InferenceSection
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.fleet import Fleet
 from grpo_async.training.reference import score_sequences

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.model_sections import ModelSection
+from grpo_async.config.sections import ModelSection
 from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH
 from grpo_async.training.load import load_policy
 from grpo_async.training.reference import score_twice

@@ -22,7 +22,7 @@ import torch
 import uvicorn
 from starlette.exceptions import HTTPException
 
-from grpo_async.config.server_sections import TlsOptions
+from grpo_async.config.sections import TlsOptions
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.inference.api import (
     GenerateRequest,
