@@ -137,15 +137,14 @@ class Environment:
             CallError: it raised, or took too long: then the instance is broken.
             EnvironmentCallError: the instance was broken before.
         """
-        lock = self._lock  # the next lease has another one
-        await lock.acquire()  # the call before has a limit; cancelled here, nothing was started
+        await self._lock.acquire()  # the call before has a limit; cancelled here, nothing was started
         if self.broken is not None:
-            lock.release()
+            self._lock.release()
             self._refuse_if_broken()
         # A task of its own: it goes on where the caller is cancelled. Event loops hold their tasks weakly.
         task = self._running = asyncio.create_task(self._run(call))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be waiting anymore
-        task.add_done_callback(lambda _: lock.release())
+        task.add_done_callback(lambda _: self._lock.release())
         return await asyncio.shield(task)  # the call has a limit
 
     async def wait_idle(self) -> None:
@@ -157,10 +156,6 @@ class Environment:
     def is_idle(self) -> bool:
         """No call runs."""
         return self._running is None or self._running.done()
-
-    def begin_lease(self) -> None:
-        """Forget the event loop of the last lease; there must be no call."""
-        self._lock = asyncio.Lock()  # asyncio's locks belong to the loop that first waited for them
 
     async def close(self) -> None:
         """End the instance and its thread, within the time limit of a call. Failures are logged, not raised."""

@@ -16,7 +16,7 @@ from grpo_async.tools.schema import ToolSpec, UnusableError, build_spec
 from grpo_async.tools.tool import FailureLog
 from grpo_async.user_code.calls import Parameters
 
-RESERVED = frozenset({"reset", "is_done", "get_reward", "close", "startup_notes"})
+RESERVED = frozenset({"reset", "is_done", "get_reward", "close"})
 _OPTIONAL = ("is_done", "get_reward", "close")
 
 

@@ -5,7 +5,7 @@
 
 A lease takes all it needs or waits, so two leases cannot each hold half. An instance that is broken is thrown away. One whose
 call still runs when its lease ends (the rollout was cancelled) comes back when the call ends, within its time limit.
-Serves one event loop at a time.
+Leased on one event loop, that of the rollouts.
 """
 
 from __future__ import annotations
@@ -160,8 +160,6 @@ class EnvironmentPool:
             )
         if self._closed:
             raise EnvironmentCallError(self.name, "its pool was closed")
-        if not self._num_taken and not self._turn.locked():  # they belong to the event loop that first waited for them
-            self._turn, self._freed = asyncio.Lock(), asyncio.Event()
         async with self._turn:  # the first first: a later, smaller request does not overtake
             while limit is not None and self._num_taken + count > limit:
                 self._freed.clear()
@@ -180,8 +178,6 @@ class EnvironmentPool:
             for raised in made:
                 if raised is not None:
                     raise raised
-        for environment in environments:
-            environment.begin_lease()
 
     async def _add_new(self, environments: list[Environment]) -> None:
         environments.append(await self._construct())

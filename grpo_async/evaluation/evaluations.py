@@ -18,7 +18,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -239,12 +239,10 @@ class RunEvaluations:
         self._seal(wait_s=SEAL_TIMEOUT_S if folder.exists() else 0.0)  # nothing may seal what is rewritten
         shutil.rmtree(folder, ignore_errors=True)  # of one that was broken off
         store = RolloutStore(folder, settings=all_groups(self._config.record.rollouts))
-
-        def run(served_version: Callable[[], int]) -> Coroutine[Any, Any, EvaluationResult]:
-            task = EvaluationTask(step=step, served_version=served_version, max_in_flight=max_in_flight, store=store)
-            return evaluator.run(task)
-
-        future = self._source.begin_evaluation(run, num_tokens=lambda: evaluator.num_tokens)
+        task = EvaluationTask(
+            step=step, served_version=lambda: self._source.served_version, max_in_flight=max_in_flight, store=store
+        )
+        future = self._source.begin_evaluation(evaluator.run(task), num_tokens=lambda: evaluator.num_tokens)
         self._running = _Running(step=step, when=when, future=future, store=store, began=time.time())
         logger.info("an evaluation begins after step %d, with at most %d rollouts in flight", step, max_in_flight)
 

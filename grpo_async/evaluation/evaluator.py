@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.metrics import EvaluationResult, evaluation_result
+from grpo_async.inference.client import InferenceClient
 from grpo_async.records import (
     GroupStatus,
     Prompt,
@@ -31,11 +33,12 @@ from grpo_async.records import (
     ScoredGroup,
     no_tokens,
 )
-from grpo_async.rollout.components import ProducerParts
+from grpo_async.rollout.components import Components
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.group import GroupProducer, OpenGroup
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
+from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.seeds import seed_of
 from grpo_async.utils.text import both_ends
@@ -217,9 +220,16 @@ def majority_fraction(rows: Sequence[dict[str, Any]], column: str) -> float:
 
 
 def build_evaluator(
-    config: ExperimentConfig, data: LoadedData, parts: ProducerParts, scorer: Scorer
+    config: ExperimentConfig,
+    data: LoadedData,
+    components: Components,
+    scorer: Scorer,
+    *,
+    client: InferenceClient,
+    renderer: ChatRenderer,
+    timeline: Timeline = NO_TIMELINE,
 ) -> Evaluator | None:
-    """None where the configuration has no `evaluation`. `parts` are those of training; failures are counted apart from its own.
+    """None where the configuration has no `evaluation`. Failures are counted apart from those of training.
 
     Raises:
         ConfigError: `evaluation.group_by` cannot be used.
@@ -231,7 +241,15 @@ def build_evaluator(
     column = section.baseline_column
     return Evaluator(
         [make_prompt(row, number, data.evaluation_system_prompt) for number, row in enumerate(data.evaluation)],
-        replace(parts, errors=errors, track="evaluation").build(section, group_size=section.samples_per_prompt),
+        components.producer(
+            config,
+            section,
+            group_size=section.samples_per_prompt,
+            client=client,
+            renderer=renderer,
+            errors=errors,
+            tracks=timeline.slots("evaluation"),
+        ),
         scorer,
         samples=section.samples_per_prompt,
         pass_threshold=section.pass_threshold,

@@ -25,9 +25,9 @@ from grpo_async.rollout.conversation import ConversationProducer
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionSetup
-from grpo_async.rollout.group import GroupProducer
+from grpo_async.rollout.group import NO_SLOTS, GroupProducer
 from grpo_async.tools import Tool, load_tools
-from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
+from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.references import resolve_function
 
 Result = TypeVar("Result")
@@ -69,14 +69,76 @@ class Components:
         found: list[str] = []
         if self.environments is not None:
             found += self.environments.notes
-            for pool in self.environments.pools.values():
-                found += startup_notes(pool.kind.environment_class)
         for tool, section in zip(self.tools, self.config.tools, strict=True):
             found += startup_notes(tool.function, section.arguments)
-        found += startup_notes(self.function)
         if self.agent is not None:
             found += self.agent.agent.notes()
         return list(dict.fromkeys(found))
+
+    def producer(
+        self,
+        config: ExperimentConfig,
+        sampling: RolloutSection | EvaluationSection,
+        *,
+        group_size: int,
+        client: InferenceClient,
+        renderer: ChatRenderer,
+        errors: ErrorLog,
+        tracks: Slots = NO_SLOTS,
+    ) -> GroupProducer:
+        """What samples `group_size` rollouts of a prompt as the section says. `tracks`: where the timeline shows them."""
+        rollout = config.rollout
+        settings = SamplingSettings(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            structured_outputs=None if sampling.structured_outputs is None else sampling.structured_outputs.as_vllm(),
+            stop=rollout.stop if sampling.stop is None else sampling.stop,
+            max_completion_tokens=rollout.max_completion_tokens,
+            max_model_len=config.inference.max_model_len,
+            max_turn_tokens=rollout.max_turn_tokens,
+            max_turns=rollout.max_turns,
+            stop_token_ids=renderer.end_of_turn_ids,
+        )
+        if self.function is not None:
+            section = config.rollout_function
+            assert section is not None
+            setup = FunctionSetup(
+                client=client,
+                renderer=renderer,
+                settings=settings,
+                section=section,
+                num_generations=group_size,
+                groups_per_call=rollout.groups_per_step,
+                max_steps=config.num_steps,
+                seed=config.run.seed,
+                chat_template_kwargs=config.model.chat_template_kwargs,
+            )
+            return FunctionProducer(self.function, setup, tracks=tracks)
+        if self.agent is not None:
+            return AgentProducer(
+                self.agent,
+                client,
+                renderer,
+                settings,
+                needs_reward=not config.rewards,
+                errors=errors,
+                tracks=tracks,
+            )
+        return ConversationProducer(
+            client,
+            renderer,
+            settings,
+            max_in_flight=rollout.max_in_flight,
+            rollout_timeout_s=rollout.rollout_timeout_s,
+            max_result_chars=config.tool_calling.max_result_chars,
+            errors=errors,
+            tools=self.tools,
+            environments=self.environments,
+            tracks=tracks,
+        )
 
     async def aclose(self) -> None:
         """Close the environments' instances, and the agent's endpoint."""
@@ -162,72 +224,3 @@ def _load_agent(config: ExperimentConfig) -> AgentHost | None:
     else:
         agent = load_environment_agent(section, max_concurrent=max_concurrent)
     return AgentHost(agent, section, max_concurrent=max_concurrent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProducerParts:
-    """What producers are built from, for training and for evaluation alike."""
-
-    config: ExperimentConfig
-    components: Components
-    client: InferenceClient
-    renderer: ChatRenderer
-    errors: ErrorLog
-    timeline: Timeline = NO_TIMELINE
-    track: str = "rollout"
-    """Of the timeline: where rollouts in progress are shown."""
-
-    def build(self, sampling: RolloutSection | EvaluationSection, *, group_size: int) -> GroupProducer:
-        """A producer that samples `group_size` rollouts of a prompt as the section says."""
-        config, rollout = self.config, self.config.rollout
-        settings = SamplingSettings(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            structured_outputs=None if sampling.structured_outputs is None else sampling.structured_outputs.as_vllm(),
-            stop=rollout.stop if sampling.stop is None else sampling.stop,
-            max_completion_tokens=rollout.max_completion_tokens,
-            max_model_len=config.inference.max_model_len,
-            max_turn_tokens=rollout.max_turn_tokens,
-            max_turns=rollout.max_turns,
-            stop_token_ids=self.renderer.end_of_turn_ids,
-        )
-        if self.components.function is not None:
-            section = config.rollout_function
-            assert section is not None
-            setup = FunctionSetup(
-                client=self.client,
-                renderer=self.renderer,
-                settings=settings,
-                section=section,
-                num_generations=group_size,
-                groups_per_call=rollout.groups_per_step,
-                max_steps=config.num_steps,
-                seed=config.run.seed,
-                chat_template_kwargs=config.model.chat_template_kwargs,
-            )
-            return FunctionProducer(self.components.function, setup, tracks=self.timeline.slots(self.track))
-        if self.components.agent is not None:
-            return AgentProducer(
-                self.components.agent,
-                self.client,
-                self.renderer,
-                settings,
-                needs_reward=not config.rewards,
-                errors=self.errors,
-                tracks=self.timeline.slots(self.track),
-            )
-        return ConversationProducer(
-            self.client,
-            self.renderer,
-            settings,
-            max_in_flight=rollout.max_in_flight,
-            rollout_timeout_s=rollout.rollout_timeout_s,
-            max_result_chars=config.tool_calling.max_result_chars,
-            errors=self.errors,
-            tools=self.components.tools,
-            environments=self.components.environments,
-            tracks=self.timeline.slots(self.track),
-        )

@@ -200,18 +200,18 @@ class RolloutSource:
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:
         return self._ledger.snapshot()
 
-    def begin_evaluation(
-        self, run: Callable[[Callable[[], int]], Coroutine[Any, Any, Result]], *, num_tokens: Callable[[], int]
-    ) -> Future[Result]:
-        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Who waits in `take` or
-        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time.
+    @property
+    def served_version(self) -> int:
+        """The policy version that the servers serve."""
+        return self._worker.served_version
 
-        Args:
-            run: makes it, given a function that returns the policy version that the servers serve at the moment of the call.
-            num_tokens: sampled so far for evaluations.
+    def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
+        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Who waits in `take` or
+        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time. `num_tokens`: sampled so far for
+        evaluations.
         """
         self._evaluated_tokens = num_tokens
-        running = self._thread.submit(run(lambda: self._worker.served_version))
+        running = self._thread.submit(run)
         self._evaluation = running
         if self._stopping or self._failure is not None:  # since the two lines above, or before them
             running.cancel()

@@ -76,8 +76,6 @@ def _run(
     """The result; None when it was stopped."""
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.evaluation.evaluator import EvaluationTask, build_evaluator
-    from grpo_async.rollout.components import ProducerParts
-    from grpo_async.rollout.error_log import ErrorLog
     from grpo_async.trainer.connections import make_client
     from grpo_async.trainer.rollout_side import load_rollout_inputs
 
@@ -92,14 +90,7 @@ def _run(
     def served_version() -> int:
         return max((server.info.policy_version for server in fleet.serving() if server.info is not None), default=0)
 
-    parts = ProducerParts(
-        config=config,
-        components=inputs.components,
-        client=client,
-        renderer=renderer,
-        errors=ErrorLog(),
-    )
-    evaluator = build_evaluator(config, inputs.data, parts, inputs.scorer)
+    evaluator = build_evaluator(config, inputs.data, inputs.components, inputs.scorer, client=client, renderer=renderer)
     assert evaluator is not None
     count = min(section.num_prompts, len(inputs.data.evaluation or ()))
     control.send("phase", name=f"evaluating {count} prompts, {section.samples_per_prompt} completion(s) each")

@@ -19,7 +19,7 @@ from grpo_async.inference.fleet import Fleet
 from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
-from grpo_async.rollout.components import Components, ProducerParts, load_components, token_counter
+from grpo_async.rollout.components import Components, load_components, token_counter
 from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.thread import LoopThread
@@ -143,19 +143,19 @@ def build_rollout_side(
     )
     client = make_client(config, fleet)
     errors = ErrorLog(resume.failures if resume else None)
-    parts = ProducerParts(
-        config=config,
-        components=components,
-        client=client,
-        renderer=renderer,
-        errors=errors,
-        timeline=timeline,
-    )
     worker = RolloutWorker(
         section=rollout,
         seed=config.run.seed,
         stream=stream,
-        producer=parts.build(rollout, group_size=rollout.group_size),
+        producer=components.producer(
+            config,
+            rollout,
+            group_size=rollout.group_size,
+            client=client,
+            renderer=renderer,
+            errors=errors,
+            tracks=timeline.slots("rollout"),
+        ),
         errors=errors,
         scorer=scorer,
         buffer=buffer,
@@ -189,7 +189,9 @@ def build_rollout_side(
     return RolloutSide(
         config=config,
         source=source,
-        evaluator=build_evaluator(config, data, parts, scorer),
+        evaluator=build_evaluator(
+            config, data, components, scorer, client=client, renderer=renderer, timeline=timeline
+        ),
         first_prompts=first,
         tool_sets=components.tool_sets,
         supersede=supersede,

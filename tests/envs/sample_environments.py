@@ -71,10 +71,6 @@ class Full:
     def score(text: str) -> int:
         return len(text)
 
-    @staticmethod
-    def startup_notes() -> list[str]:
-        return ["a note"]
-
     @property
     def board(self) -> str:
         events.append("board was read")

@@ -89,7 +89,7 @@ def test_attributes_and_properties_are_never_touched_and_other_methods_work() ->
         await environment.reset({})
         assert (await call(environment, "rules")).result == "3 moves"
         assert (await call(environment, "look")).result == "a wall"
-        for name in ("board", "helper", "score", "_draw", "reset", "close", "startup_notes"):
+        for name in ("board", "helper", "score", "_draw", "reset", "close"):
             assert "there is no tool" in (await call(environment, name)).result
         assert "board was read" not in samples.events
 

@@ -215,13 +215,3 @@ def test_an_environment_that_keeps_hanging_is_said_to_be_broken(monkeypatch: pyt
                 pass
 
     run("Gated", use, timeout_s=0.3)
-
-
-def test_a_pool_serves_several_event_loops_in_turn() -> None:
-    async def several(pool: EnvironmentPool) -> None:
-        await asyncio.gather(*(_reset_one(pool) for _ in range(5)))  # three of them wait
-
-    with pool_of("Full", max_instances=2) as pool:
-        for _ in range(3):
-            asyncio.run(several(pool))
-        assert samples.events.count("made") == 2

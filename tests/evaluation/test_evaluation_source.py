@@ -44,12 +44,10 @@ def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future
     evaluator = side.evaluator
     assert evaluator is not None
     store = LineStore(folder / "rows")
-    running = side.source.begin_evaluation(
-        lambda version: evaluator.run(
-            EvaluationTask(step=3, served_version=version, max_in_flight=max_in_flight, store=store)
-        ),
-        num_tokens=lambda: evaluator.num_tokens,
+    task = EvaluationTask(
+        step=3, served_version=lambda: side.source.served_version, max_in_flight=max_in_flight, store=store
     )
+    running = side.source.begin_evaluation(evaluator.run(task), num_tokens=lambda: evaluator.num_tokens)
     running.add_done_callback(lambda _: store.close())
     return running
 

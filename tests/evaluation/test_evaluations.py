@@ -28,8 +28,8 @@ class _Source:
         self.futures: list[Future[EvaluationResult]] = []
         self.outcome: float | Exception | None = 0.5
 
-    def begin_evaluation(self, run: Callable[[Any], EvaluationTask], *, num_tokens: Any) -> Future[EvaluationResult]:
-        task = run(None)  # the evaluator gives it back
+    def begin_evaluation(self, task: EvaluationTask, *, num_tokens: Any) -> Future[EvaluationResult]:
+        """The evaluator gives its task back."""
         self.begun.append((task.step, task.max_in_flight))
         self.futures.append(Future())
         return self.futures[-1]

@@ -117,8 +117,8 @@ class _Source(FakeSource):
         self.ledger_snapshot = dict
         self.wake = self.interrupt = self.stop_generating = lambda: None
 
-    def begin_evaluation(self, run: Any, *, num_tokens: Any) -> Future[Any]:
-        self.events.append(f"evaluate {run(None).step}")  # the evaluator gives its task back
+    def begin_evaluation(self, task: Any, *, num_tokens: Any) -> Future[Any]:
+        self.events.append(f"evaluate {task.step}")  # the evaluator gives its task back
         return Future()
 
     def await_evaluation(self, running: Future[Any], *, heartbeat: Any, on_change: Any) -> None:
