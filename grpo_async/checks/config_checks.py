@@ -46,7 +46,7 @@ _NUM_MEASURED = 200
 _SMALL_BYTES = 32 << 20  # about a second
 _ASK_S = 3.0  # that a server has for an answer
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/[\w.-]+)?$")  # ./x and ../x are paths
-_TRACKERS = {"tensorboard": "tensorboardX", "prometheus": "prometheus_client"}
+_TRACKERS = {"tensorboard": "tensorboardX"}
 """Type -> module, where they differ."""
 
 

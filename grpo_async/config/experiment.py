@@ -79,7 +79,7 @@ class ExperimentConfig(StrictModel):
     """What the run records."""
     tracking: list[TrackerSection] = Field(default_factory=list)
     """Where metrics go in addition to metrics.jsonl, with a table of held-out completions and the verdict on
-    learning after each evaluation (prometheus: numbers alone)."""
+    learning after each evaluation."""
     launch: LaunchSection = LaunchSection()
     """Processes."""
 

@@ -990,17 +990,8 @@ class MlflowTracker(StrictModel):
     """Tracking server (http://...) or folder; null = the environment's MLFLOW_TRACKING_URI, else the run directory."""
 
 
-class PrometheusTracker(StrictModel):
-    type: Literal["prometheus"]
-    """An endpoint that Prometheus scrapes (extra `prometheus`): GET /metrics with the newest value of every metric."""
-    port: int = Field(default=9464, ge=0, le=65535)
-    """Port; 0 = any free port; it is printed at startup."""
-    host: Host = "127.0.0.1"
-    """Address to listen on. There is no token: anybody who reaches the address reads the metrics."""
-
-
 TrackerSection = Annotated[
-    TensorboardTracker | WandbTracker | TrackioTracker | MlflowTracker | PrometheusTracker, Field(discriminator="type")
+    TensorboardTracker | WandbTracker | TrackioTracker | MlflowTracker, Field(discriminator="type")
 ]
 
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import re
 import shlex
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeAlias
@@ -24,7 +22,6 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.public import public_config
 from grpo_async.config.sections import (
     MlflowTracker,
-    PrometheusTracker,
     TensorboardTracker,
     TrackerSection,
     TrackioTracker,
@@ -32,15 +29,11 @@ from grpo_async.config.sections import (
 )
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
-from grpo_async.tracking.catalog import CATALOG, describe
+from grpo_async.tracking.catalog import CATALOG
 from grpo_async.utils.extras import needs
-from grpo_async.utils.network import host_in_url, is_loopback
 from grpo_async.utils.safe_text import visible
 from grpo_async.utils.text import both_ends
 
-logger = logging.getLogger(__name__)
-
-_PROMETHEUS_END_TIMEOUT_S = 5.0
 _COMPLETIONS = "held_out/completions"
 _MAX_TEXT = 2000  # characters of a text in TensorBoard, which shows all completions at once
 _LINE_WIDTH = 120  # characters of a line there
@@ -231,47 +224,6 @@ class Mlflow(Tracker):
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
-class Prometheus(Tracker):
-    """GET /metrics: the newest value of every metric as `grpo_async_NAME{run="...", metric="..."}`. It takes numbers alone."""
-
-    def __init__(self, section: PrometheusTracker, config: ExperimentConfig) -> None:
-        library = _library("prometheus_client")
-        core = _library("prometheus_client.core")
-        self._family = core.GaugeMetricFamily
-        self._run_name = config.run.name
-        self._lock = threading.Lock()
-        self._newest: dict[str, float] = {}
-        registry = library.CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        if not is_loopback(section.host):
-            logger.warning("tracking: prometheus listens on %s without a token: who reaches it can read", section.host)
-        self._server, self._thread = library.start_http_server(section.port, addr=section.host, registry=registry)
-        self.port: int = self._server.server_port
-        self.shown_by = f"http://{host_in_url(section.host)}:{self.port}/metrics"
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            self._newest |= {"step": float(step), **metrics}
-
-    def collect(self) -> Iterator[Any]:
-        """What the library asks for when it is scraped. Two names that differ in odd characters only share a family."""
-        with self._lock:
-            newest = dict(self._newest)
-        families: dict[str, Any] = {}
-        for name, value in newest.items():
-            info = describe(name)
-            plain = "grpo_async_" + re.sub(r"\W", "_", name)
-            text = f"{info.help} ({info.unit})" if info.unit else info.help
-            family = families.setdefault(plain, self._family(plain, text, labels=["run", "metric"]))
-            family.add_metric([self._run_name, name], value)
-        yield from families.values()
-
-    def close(self, *, failed: bool) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(_PROMETHEUS_END_TIMEOUT_S)
-
-
 def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: RunDir) -> Tracker:
     """Raises ConfigError where the library is missing, and what the library raises."""
     match section:
@@ -283,8 +235,6 @@ def open_tracker(section: TrackerSection, config: ExperimentConfig, run_dir: Run
             return Trackio(section, config, run_dir)
         case MlflowTracker():
             return Mlflow(section, config, run_dir)
-        case PrometheusTracker():
-            return Prometheus(section, config)
 
 
 def _stored_id(run_dir: RunDir, file: str, make: Any) -> str:

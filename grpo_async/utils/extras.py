@@ -10,7 +10,6 @@ EXTRAS = {
     "openenv": "openenv",
     "pandas": "pandas",
     "peft": "lora",
-    "prometheus_client": "prometheus",
     "pyarrow": "parquet",
     "reasoning_gym": "reasoning-gym",
     "tensorboardX": "tensorboard",

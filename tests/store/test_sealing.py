@@ -156,9 +156,9 @@ def test_a_full_block_is_sealed_while_the_run_goes_on_and_the_last_one_at_its_en
 
 def test_lines_longer_than_the_buffer_of_the_database_are_sealed(tmp_path: Path, open_store: OpenStore) -> None:
     with open_store(tmp_path, settings=small_blocks(block_mb=100)) as store:  # not full: left to this test
-        append_simple(store, 0, answer="x" * 9_000_000)  # in each of its two rollouts
+        append_simple(store, 0, answer="x" * 20_000_000)  # in each of its two rollouts: beyond twice the buffer
     seal_all(tmp_path)
-    assert [len(row.rollouts[0].messages[0].content) for row in read_groups(tmp_path)] == [9_000_000]
+    assert [len(row.rollouts[0].messages[0].content) for row in read_groups(tmp_path)] == [20_000_000]
 
 
 # -- interrupted

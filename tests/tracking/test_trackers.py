@@ -11,16 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
 from grpo_async.config import ExperimentConfig
-from grpo_async.config.sections import PrometheusTracker
 from grpo_async.errors import ConfigError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking import Trackers, open_trackers
-from grpo_async.tracking.backends import Prometheus, Tracker
+from grpo_async.tracking.backends import Tracker
 from tests.support.waiting import eventually
 
 ROWS: list[dict[str, str | float | None]] = [
@@ -185,32 +183,15 @@ def test_mlflow_writes_files_below_the_run_directory_and_goes_on_after_a_resume(
     assert "sk-12345" not in config.read_text()
 
 
-def test_prometheus_reads_the_newest_values_with_their_help() -> None:
-    section = PrometheusTracker(type="prometheus", port=0)
-    tracker = Prometheus(section, _config())
-    try:
-        tracker.log(1, {"reward": 0.5})
-        tracker.log(2, {"reward": 0.75, "rewards/a b/mean": 1.0})
-        answer = httpx.get(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10.0).text
-    finally:
-        tracker.close(failed=False)
-    assert re.search(r'^grpo_async_reward\{metric="reward",run="tracked"\} 0.75$', answer, re.MULTILINE)
-    assert 'grpo_async_rewards_a_b_mean{metric="rewards/a b/mean",run="tracked"} 1.0' in answer
-    assert 'grpo_async_step{metric="step",run="tracked"} 2.0' in answer
-    assert "# HELP grpo_async_rewards_a_b_mean mean of the reward `a b`" in answer
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"http://127.0.0.1:{tracker.port}/metrics", timeout=10.0)
+def test_a_tracker_that_cannot_be_set_up_stops_the_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise OSError("no login")
 
-
-def test_a_taken_port_stops_the_run_before_it_begins(tmp_path: Path) -> None:
-    first = Prometheus(PrometheusTracker(type="prometheus", port=0), _config())
-    try:
-        with pytest.raises(ConfigError, match=r"tracking.1: prometheus cannot be set up: .*in use"):
-            open_trackers(
-                _config({"type": "tensorboard"}, {"type": "prometheus", "port": first.port}), RunDir(tmp_path)
-            )
-    finally:
-        first.close(failed=False)
+    monkeypatch.setattr("wandb.init", refuse)
+    with pytest.raises(ConfigError, match=r"tracking.1: wandb cannot be set up: no login"):
+        open_trackers(_config({"type": "tensorboard"}, {"type": "wandb", "project": "p"}), RunDir(tmp_path))
 
 
 def test_a_hanging_tracker_keeps_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
