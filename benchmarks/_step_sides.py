@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks._models import SIZES
+from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import ClippedLoss, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.attention import choose_attention

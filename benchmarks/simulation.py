@@ -41,7 +41,7 @@ from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.records import GroupStatus
-from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.worker import RolloutWorker
 
 _SKIP = 4  # first steps: the pipeline fills

@@ -127,9 +127,9 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from benchmarks._step_sides import make_samples, process_group
+    from grpo_async.batching.minibatch import token_weights
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
-    from grpo_async.batching.weights import token_weights
     from grpo_async.training.ranks import CommandChannel, StepCommand
 
     torch.set_num_threads(1)

@@ -1,4 +1,8 @@
-"""Divides the groups of a step into minibatches, one for each optimizer update."""
+"""Minibatches: the groups of a step divided into optimizer updates, and the weight of each token in the loss of one.
+
+The loss of an update is  sum_t weight_t x loss_t  over all its micro-batches and ranks. The weights, and so the one denominator,
+are known before the first forward.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from grpo_async.batching.plan import BatchPlan
+from grpo_async.config.sections import Reduction
 from grpo_async.records import RolloutSample, ScoredGroup
 
 
@@ -36,3 +42,54 @@ def split_groups(groups: Sequence[ScoredGroup], num_minibatches: int) -> list[Mi
     size, longer = divmod(len(trained), max(count, 1))
     starts = [index * size + min(index, longer) for index in range(count + 1)]
     return [Minibatch(groups=trained[start:stop]) for start, stop in pairwise(starts)]
+
+
+def token_weights(
+    samples: Sequence[RolloutSample],
+    plan: BatchPlan,
+    *,
+    reduction: Reduction,
+    max_completion_tokens: int,
+    num_masked: int = 0,
+) -> list[float]:
+    """Weight of each trained token of each sample of a minibatch. [num_samples]
+
+    grpo (arXiv 2402.03300): 1 / (S x tokens of the sample), the mean over samples of their token means.
+    dapo (arXiv 2503.14476): 1 / trained tokens of the minibatch.
+    dr_grpo (arXiv 2503.20783): 1 / (S x max_completion_tokens).
+    bnpo (arXiv 2506.02864): 1 / (B x tokens of the sample's micro-batch), the mean over micro-batches of their token means, as TRL
+    has it for its local batches. It depends on how samples are packed: with all in one micro-batch it is dapo.
+
+    S counts the `num_masked` samples too that were masked whole (rollout.overlong: mask): as in TRL they add 0 to the sum and 1 to
+    the number. So does a sample without trained tokens. B counts the micro-batches of all ranks that have a trained token: an
+    empty one is there because ranks run in lockstep, not because of the data.
+
+    Worked example, samples of 1 and 3 trained tokens: dapo [1/4, 1/4]; grpo [1/2, 1/6]; dr_grpo with 10: [1/20, 1/20]; bnpo with
+    each in a separate micro-batch [1/2, 1/6], with both in one [1/4, 1/4]. With one more, masked, sample: grpo [1/3, 1/9].
+
+    Args:
+        plan: of these samples; only bnpo depends on it.
+        num_masked: samples of the same groups that are not among `samples`.
+    """
+    counts = [sample.num_trained_tokens for sample in samples]
+    num_samples = len(samples) + num_masked
+    match reduction:
+        case "grpo":
+            return [1.0 / (num_samples * max(count, 1)) for count in counts]
+        case "dr_grpo":
+            return [1.0 / (num_samples * max_completion_tokens)] * len(samples)
+        case "dapo":
+            return [1.0 / max(sum(counts), 1)] * len(samples)
+        case "bnpo":
+            return _of_micro_batches(counts, plan)
+
+
+def _of_micro_batches(counts: Sequence[int], plan: BatchPlan) -> list[float]:
+    micro_batches = [micro_batch.indices for rank in plan.ranks for micro_batch in rank]
+    tokens = [sum(counts[index] for index in indices) for indices in micro_batches]
+    num_filled = sum(count > 0 for count in tokens)
+    weights = [0.0] * len(counts)
+    for indices, count in zip(micro_batches, tokens, strict=True):
+        for index in indices:
+            weights[index] = 1.0 / (num_filled * count) if count else 0.0
+    return weights

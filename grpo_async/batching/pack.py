@@ -79,7 +79,7 @@ class RankSamples:
     micro_batches: Sequence[MicroBatchPlan]
     lengths: NDArray[np.int64]  # (S,)
     advantages: FloatArray  # (S,)
-    weights: FloatArray  # (S,), of each trained token; see `batching.weights`
+    weights: FloatArray  # (S,), of each trained token; see `batching.minibatch`
     token_ids: IntArray  # (L,)
     loss_mask: BoolArray  # (L,)
     sampler_logprobs: FloatArray  # (L,)
@@ -138,7 +138,7 @@ def split_by_rank(
 
     Args:
         samples: all those of the minibatch.
-        weights: of each trained token of each sample; see `batching.weights`. [num_samples]
+        weights: of each trained token of each sample; see `batching.minibatch`. [num_samples]
         plan: of these samples.
         trainer_version: finished steps.
     """

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
-from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError
-from grpo_async.envs.kind import EnvironmentKind, examine
+from grpo_async.envs.environment import COLUMN, Environment, EnvironmentCallError, EnvironmentKind, examine
 from grpo_async.envs.pool import Construction, EnvironmentPool
 from grpo_async.errors import ConfigError
 from grpo_async.tools.schema import UnusableError

@@ -18,8 +18,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from grpo_async.config.sections import EnvironmentSection
-from grpo_async.envs.environment import Environment, EnvironmentCallError
-from grpo_async.envs.kind import EnvironmentKind
+from grpo_async.envs.environment import Environment, EnvironmentCallError, EnvironmentKind
 from grpo_async.user_code.calls import Raised, UserCall
 from grpo_async.user_code.threads import InstanceThread
 

@@ -34,8 +34,7 @@ from grpo_async.records import (
     no_tokens,
 )
 from grpo_async.rollout.components import Components
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import GroupProducer, OpenGroup
+from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline

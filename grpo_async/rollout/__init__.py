@@ -5,5 +5,5 @@
                                                   function_producer   the user's function, with a `function_trainer`
 
 `worker` makes all groups, `thread` hosts its event loop, on which evaluations run, too (package `evaluation`), `metrics` sums up
-what was generated, `error_log` counts what failed, `utils.seeds.seed_of` gives every request its own seed.
+what was generated, `utils.seeds.seed_of` gives every request its own seed.
 """

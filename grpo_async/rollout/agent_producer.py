@@ -27,8 +27,7 @@ from grpo_async.errors import FatalRolloutError, RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Prompt, RolloutCompletion, RolloutStatus
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import NO_SLOTS, OpenGroup
+from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
 from grpo_async.tracking.timeline import Slots
 from grpo_async.utils.seeds import seed_of
 

@@ -22,10 +22,9 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import AGENT_REWARD, Prompt
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
 from grpo_async.rollout.conversation import ConversationProducer
-from grpo_async.rollout.error_log import ErrorLog
 from grpo_async.rollout.function_producer import FunctionProducer
 from grpo_async.rollout.function_trainer import FunctionSetup
-from grpo_async.rollout.group import NO_SLOTS, GroupProducer
+from grpo_async.rollout.group import NO_SLOTS, ErrorLog, GroupProducer
 from grpo_async.tools import Tool, load_tools
 from grpo_async.tracking.timeline import Slots
 from grpo_async.user_code.references import resolve_function

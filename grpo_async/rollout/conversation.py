@@ -51,8 +51,7 @@ from grpo_async.records import (
     joined,
     no_tokens,
 )
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import NO_SLOTS, OpenGroup
+from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
 from grpo_async.tools import Tool, ToolExecutor
 from grpo_async.tracking.timeline import NO_TRACK, Slots, Track
 from grpo_async.utils.seeds import seed_of

@@ -9,6 +9,7 @@ Three producers: our conversations (conversation), the user's agent (agent_produ
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -130,3 +131,30 @@ def _whole(rollout: RolloutSnapshot) -> RolloutSnapshot | None:
     if not rollout.turns:
         return None
     return PartialRollout(rollout_id=rollout.rollout_id, prompt_ids=rollout.prompt_ids, turns=rollout.turns)
+
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorLog:
+    """Counts failures by kind, such as "rollout: ServerUnavailableError"."""
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        """`counts` are those of a checkpoint; their kinds were logged then."""
+        self._counts: Counter[str] = Counter(counts or {})
+
+    def note(self, what: str, error: BaseException) -> None:
+        """Count a failure of `what` ("rollout", "group")."""
+        kind = f"{what}: {type(error).__name__}"
+        self._counts[kind] += 1
+        if self._counts[kind] == 1:
+            logger.warning("%s failed (this kind is logged once, then counted): %s", what, error, exc_info=error)
+
+    def count(self, kind: str) -> None:
+        """Count something that is not an error but should be seen ("prompt too long")."""
+        self._counts[kind] += 1
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Everything counted so far, by kind."""
+        return dict(self._counts)

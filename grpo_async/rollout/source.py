@@ -21,7 +21,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
-from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread

@@ -27,8 +27,7 @@ from grpo_async.data.stream import PromptStream
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RunError
 from grpo_async.findings.messages import equal_rewards
 from grpo_async.records import GroupStatus, Prompt, RolloutGroup, RolloutStatus, ScoredGroup, TokenStats
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import GroupProducer, OpenGroup
+from grpo_async.rollout.group import ErrorLog, GroupProducer, OpenGroup
 from grpo_async.scoring.advantages import has_zero_variance
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_async.batching.minibatch import Minibatch, split_groups
+from grpo_async.batching.minibatch import Minibatch, split_groups, token_weights
 from grpo_async.batching.pack import RankSamples, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.weights import token_weights
 from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.sample_buffer import HEARTBEAT_S
 from grpo_async.chat.renderer import ChatRenderer

@@ -20,7 +20,7 @@ from grpo_async.inference.router import FixedServers
 from grpo_async.records import Prompt
 from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rollout.components import Components, load_components, token_counter
-from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker

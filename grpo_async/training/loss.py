@@ -1,7 +1,7 @@
 """The loss: what a training step minimizes. See `Objective` for the whole, the functions above it for its terms.
 
     policy loss of each token (clipped, gspo, cispo, sapo, your own)  x  importance weight, 0 where a mask leaves the token out
-        + beta x KL                                             weighted by the reduction (batching.weights), summed
+        + beta x KL                                             weighted by the reduction (batching.minibatch), summed
         - entropy_bonus x mean entropy                          over the minibatch
 
 Every term is a sum over tokens with weights known before the first forward, so it does not depend on how samples are packed,
@@ -50,7 +50,7 @@ class LossInputs:
     ref_logprobs: torch.Tensor | None  # (N,) float32, of `loss.reference`; None while loss.beta is 0
     entropy: torch.Tensor  # (N,) float32, nats, with gradient
     advantages: torch.Tensor  # (N,) float32, the same for all tokens of a sample
-    weights: torch.Tensor  # (N,) float32, the reduction: see batching.weights
+    weights: torch.Tensor  # (N,) float32, the reduction: see batching.minibatch
     sample_index: torch.Tensor  # (N,) int64, which sample of the micro-batch: 0, 1, ... without gaps
     staleness: torch.Tensor  # (N,) int64, finished steps between sampling and training
 

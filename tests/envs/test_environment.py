@@ -66,7 +66,7 @@ def test_schemas_are_built_once_and_shared_by_all_instances(monkeypatch: pytest.
         built.append(options["name"])
         return build_spec(function, **options)
 
-    monkeypatch.setattr("grpo_async.envs.kind.build_spec", counting)
+    monkeypatch.setattr("grpo_async.envs.environment.build_spec", counting)
 
     async def run(pool: EnvironmentPool) -> None:
         async with pool.lease(3) as environments:

@@ -25,8 +25,7 @@ from grpo_async.records import (
     TaggedMessage,
 )
 from grpo_async.rollout.agent_producer import AgentHost, AgentProducer
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup
+from grpo_async.rollout.group import ErrorLog, OpenGroup
 from tests.agents.support import FakePolicy, check_exact, renderer, settings, user
 from tests.rollout.fakes import open_group
 

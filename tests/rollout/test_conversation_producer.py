@@ -13,8 +13,7 @@ from grpo_async.envs import Environments, load_environments
 from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Origin, Prompt, RolloutStatus, TaggedMessage
 from grpo_async.rollout.conversation import ConversationProducer, with_environment_text
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup
+from grpo_async.rollout.group import ErrorLog, OpenGroup
 from grpo_async.tools import Tool
 from tests.rollout import some_environments
 from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, open_group, stop

@@ -25,7 +25,7 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import FinishReason, RolloutCompletion, RolloutGroup, RolloutSample
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
-from grpo_async.rollout.error_log import ErrorLog
+from grpo_async.rollout.group import ErrorLog
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.tools import Tool
 from grpo_async.training.load import load_policy

@@ -1,12 +1,19 @@
-"""What the rollout source changes in its process while it generates, and gives back."""
+"""The rollout source: what it closes; its loop thread ends in bounded time."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import pytest
+
+from grpo_async.errors import DeadlineError
 from grpo_async.records import GroupStatus
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.rollout.thread import LoopThread
@@ -57,3 +64,54 @@ def test_what_cannot_be_closed_keeps_no_other_part_from_being_closed() -> None:
     source._client.aclose.assert_awaited_once()  # type: ignore[attr-defined]
     assert closed == ["workers"]
     assert not thread._thread.is_alive()
+
+
+@pytest.fixture
+def thread() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    thread.start()
+    yield thread
+    thread.stop(timeout_s=5.0)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_stop_ends_in_bounded_time_even_if_a_task_retries_for_ever_or_blocks_the_loop(
+    caplog: pytest.LogCaptureFixture, blocks: bool
+) -> None:
+    """R1.1."""
+    released = threading.Event()
+
+    async def stubborn() -> None:
+        while not released.is_set():
+            if blocks:
+                released.wait(30.0)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    thread = LoopThread()
+    thread.start()
+    thread.spawn(stubborn(), on_error=lambda error: None)
+    began = time.monotonic()
+    thread.stop(timeout_s=0.3)
+    assert time.monotonic() - began < 5.0
+    assert "blocks the event loop" in caplog.text
+    released.set()
+
+
+def test_call_returns_results_errors_and_deadlines(thread: LoopThread) -> None:
+    async def give(value: int) -> int:
+        return value
+
+    async def fail() -> None:
+        raise KeyError("inside")
+
+    assert thread.call(give(3), timeout_s=5.0, what="x", setting="y") == 3
+    with pytest.raises(KeyError, match="inside"):
+        thread.call(fail(), timeout_s=5.0, what="x", setting="y")
+    with pytest.raises(DeadlineError, match=r"waited 0 s for a nap; raise `a\.b`"):
+        thread.call(asyncio.sleep(60), timeout_s=0.05, what="a nap", setting="a.b")
+    errors: list[BaseException] = []
+    seen = threading.Event()
+    thread.spawn(fail(), on_error=lambda error: (errors.append(error), seen.set())[1])
+    assert seen.wait(5.0)
+    assert isinstance(errors[0], KeyError)

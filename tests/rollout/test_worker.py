@@ -25,8 +25,7 @@ from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import Branch, FinishReason, GroupStatus, RolloutCompletion, ScoredGroup
 from grpo_async.rewards import RewardFunction
 from grpo_async.rollout.conversation import ConversationProducer
-from grpo_async.rollout.error_log import ErrorLog
-from grpo_async.rollout.group import OpenGroup
+from grpo_async.rollout.group import ErrorLog, OpenGroup
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import BatchPlan, MicroBatchPlan, plan_batch
-from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import BaseLoss, ClippedLoss, ModelSection, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training import step as step_module

@@ -1,12 +1,13 @@
-"""What the model is told of a function."""
+"""What the model is told of a function, and what it may write as arguments."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from grpo_async.tools.schema import UnusableError, build_spec
+from grpo_async.tools.results import ToolError
+from grpo_async.tools.schema import UnusableError, build_spec, check_arguments
 from tests.tools import sample_tools
 
 
@@ -65,3 +66,87 @@ def test_all_that_is_wrong_with_a_function_is_said_at_once(function: Any, proble
     assert len(caught.value.problems) == len(problems)
     for found, wanted in zip(caught.value.problems, problems, strict=True):
         assert wanted in found
+
+
+def tool(
+    count: int,
+    ratio: float = 1.0,
+    text: str | None = None,
+    flags: list[bool] = [],  # noqa: B006
+    pair: tuple[int, str] = (0, ""),
+    table: dict[str, int] = {},  # noqa: B006
+    either: int | list[str] = 0,
+    anything: Any = None,
+    unit: Literal["m", "ft"] = "m",
+) -> None:
+    """Takes many kinds.
+
+    Args:
+        count: An integer.
+        ratio: A number.
+        text: Text.
+        flags: Flags.
+        pair: A pair.
+        table: A table.
+        either: This or that.
+        anything: Anything (really).
+        unit: A unit.
+    """
+
+
+SPEC = build_spec(tool)
+
+
+def check(**arguments: Any) -> dict[str, Any]:
+    return check_arguments(SPEC.arguments, SPEC.parameters, {"count": 1, **arguments})
+
+
+def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it() -> None:
+    arguments = {"text": None, "flags": [True, False], "table": {"x": 1}, "either": ["a"], "anything": {"deep": [None]}}
+    assert check(**arguments, pair=[1, "a"], ratio=1) == {**arguments, "count": 1, "pair": (1, "a"), "ratio": 1.0}
+    checked = check(count=3.0, either=4.0)
+    assert checked == {"count": 3, "either": 4}
+    assert type(checked["count"]) is type(checked["either"]) is int
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"count": "3"}, 'argument "count": input should be a valid integer, not "3"'),
+        ({"count": 3.5}, 'argument "count": input should be a valid integer, not 3.5'),
+        ({"count": True}, 'argument "count": input should be a valid integer, not true'),
+        ({"count": None}, 'argument "count": input should be a valid integer, not null'),
+        ({"ratio": "half"}, 'argument "ratio": input should be a valid number, not "half"'),
+        ({"text": 3}, 'argument "text": input should be a valid string, not 3'),
+        ({"flags": [True, 1]}, 'argument "flags" at 1: input should be a valid boolean, not 1'),
+        ({"pair": [1]}, 'argument "pair" at 1: field required'),
+        ({"table": {"x": "y"}}, 'argument "table" at x: input should be a valid integer, not "y"'),
+        ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
+        ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
+        ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'?"),
+        ({"text": "x" * 99 + "\n", "count": "y" * 99}, 'valid integer, not "' + "y" * 58 + "…"),
+    ],
+)
+def test_a_misfit_is_said_in_one_line(arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ToolError) as caught:
+        check(**arguments)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_everything_wrong_is_said_at_once_with_what_the_tool_takes() -> None:
+    def measure(number: int, unit: str = "m") -> None:
+        """Measures.
+
+        Args:
+            number: How many.
+            unit: Of what.
+        """
+
+    spec = build_spec(measure)
+    with pytest.raises(ToolError) as caught:
+        check_arguments(spec.arguments, spec.parameters, {"numbr": 1, "unit": 3})
+    assert str(caught.value) == (
+        'missing argument "number"; argument "unit": input should be a valid string, not 3; unknown argument "numbr"; did you '
+        "mean 'number'?. It takes number: integer, unit?: string"
+    )

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import (
     BaseLoss,
     CispoLoss,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_async.batching.minibatch import token_weights
 from grpo_async.batching.pack import MicroBatch, split_by_rank
 from grpo_async.batching.plan import plan_batch
-from grpo_async.batching.weights import token_weights
 from grpo_async.config.sections import BaseLoss, OptimizerSection
 from grpo_async.records import RolloutSample
 from grpo_async.training.loss import LossInputs, Objective
