@@ -13,7 +13,7 @@ from grpo_async.cli.options import ConfigArgument, SetOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from grpo_async.config.reference import Key
+    from grpo_async.config.keys import Key
 
 _WIDTH = 100
 
@@ -82,8 +82,8 @@ def explain(
       grpo-async explain weight push
       grpo-async explain | less
     """
+    from grpo_async.config.keys import all_keys, find_keys
     from grpo_async.config.other_trainers import OTHER_NAMES
-    from grpo_async.config.reference import all_keys, find_keys
     from grpo_async.errors import ConfigError
 
     keys = all_keys()
@@ -110,7 +110,7 @@ def _list(keys: Sequence[Key]) -> None:
 
 
 def _tell(key: Key, keys: Sequence[Key]) -> None:
-    from grpo_async.config.reference import beside
+    from grpo_async.config.keys import beside
 
     typer.echo(f"{key.path}: {key.summary}")
     for line in key.meaning.splitlines():

@@ -24,7 +24,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.field_types import FieldType, suggest_key
+from grpo_async.config.keys import ROOT, FieldType, suggest_key
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     KeyPath,
@@ -39,7 +39,6 @@ from grpo_async.utils.files import shipped
 from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
 
-_ROOT = FieldType.of(ExperimentConfig)
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAX_REPORTED = 100  # looking for the nearest key takes 10 ms each
 
@@ -146,8 +145,8 @@ class _Loading:
         merged = Node({}, own.location)
         for each in bases.value if bases and isinstance(bases.value, list) else [bases] if bases else []:
             base = _base(each, path, (*inside, path))
-            merged = _merged(merged, self.read(base, (*inside, path)), _ROOT)
-        self.known[path] = _merged(merged, own, _ROOT)
+            merged = _merged(merged, self.read(base, (*inside, path)), ROOT)
+        self.known[path] = _merged(merged, own, ROOT)
         return self.known[path]
 
     def apply(self, override: str, root: Node) -> None:
@@ -210,7 +209,7 @@ def _fault_of(path: KeyPath, root: Node) -> str:
         if isinstance(node.value, list) and length < len(path) and node.below(path[length]) is None:
             known = ", ".join(map(str, range(len(node.value)))) or "none at all"
             return f"'{'.'.join(path[:length])}' has no entry '{path[length]}', only {clipped(known, 80)}"
-    return "" if _ROOT.find(path) else f"unknown key '{'.'.join(path)}'{suggest_key(_ROOT, path)}"
+    return "" if ROOT.find(path) else f"unknown key '{'.'.join(path)}'{suggest_key(path)}"
 
 
 # ---- what validation found, in the words of the person who wrote the file ----
@@ -230,7 +229,7 @@ def _explained(error: ValidationError, root: Node) -> Iterator[Problem]:
 def _path_of(loc: Sequence[int | str], kind: str) -> KeyPath:
     """pydantic's location without the tags of unions: ('data', 'train', 'jsonl', 'path') -> ('data', 'train', 'path')."""
     path: list[str] = []
-    current = _ROOT
+    current = ROOT
     for position, segment in enumerate(map(str, loc)):
         if segment in current.tags:
             current = FieldType((current.tags[segment],))
@@ -244,7 +243,7 @@ def _path_of(loc: Sequence[int | str], kind: str) -> KeyPath:
 
 def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Problem]:
     kind, context, dotted = fault["type"], fault.get("ctx", {}), ".".join(path)
-    location, found = root.nearest(path), _ROOT.find(path)
+    location, found = root.nearest(path), ROOT.find(path)
     tags = list(found.tags) if found else []
     match kind:
         case "extra_forbidden":
@@ -271,17 +270,17 @@ def _explain(fault: dict[str, Any], path: KeyPath, root: Node) -> Iterator[Probl
 
 
 def _unknown_key(path: KeyPath, root: Node) -> str:
-    key, dotted, union, section = path[-1], ".".join(path), _ROOT.find(path[:-1]), root.at(path[:-1])
+    key, dotted, union, section = path[-1], ".".join(path), ROOT.find(path[:-1]), root.at(path[:-1])
     owners = [tag for tag, model in union.tags.items() if key in model.model_fields] if union else []
     if union is not None and section is not None and owners:
         own = section.plain().get("type", union.default_tag)
         return f"unknown key '{dotted}' of type '{own}'; it belongs to type {' and '.join(map(repr, owners))}"
-    return f"unknown key '{dotted}'{suggest_key(_ROOT, path)}"
+    return f"unknown key '{dotted}'{suggest_key(path)}"
 
 
 def _rule(line: str, path: KeyPath, root: Node) -> Problem:
     """A rule's own message. One that spans sections points at the first of the settings it names that is written somewhere."""
-    known = [named for found in _DOTTED.findall(line) if _ROOT.find(named := tuple(found.split("."))) is not None]
+    known = [named for found in _DOTTED.findall(line) if ROOT.find(named := tuple(found.split("."))) is not None]
     written = next((named for named in known if root.at(named) is not None), path)
     opens_with_path = bool(known) and line.startswith(".".join(known[0]) + ":")
     message = line if opens_with_path or not path else f"{'.'.join(path)}: {line}"

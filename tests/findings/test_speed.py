@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config import ExperimentConfig
-from grpo_async.config.field_types import FieldType
+from grpo_async.config.keys import ROOT
 from grpo_async.findings import Finding
 from grpo_async.findings.speed import PipelineMetrics, PipelineSetup, advise, pipeline_metrics
 from tests.findings.support import pipeline_setup
@@ -116,7 +115,7 @@ def test_what_bounds_a_run_and_the_change_that_would_help(
     assert (advice.setting and (advice.setting, advice.current, advice.suggested)) == change
     assert words in advice.text
     for name in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice.text):
-        assert FieldType.of(ExperimentConfig).find(tuple(name.split("."))) is not None, name
+        assert ROOT.find(tuple(name.split("."))) is not None, name
 
 
 def test_what_comes_less_often_than_the_metrics_reach_counts_for_its_whole_interval() -> None:

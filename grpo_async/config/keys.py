@@ -1,4 +1,5 @@
-"""Every key of a configuration with its type, range, default and meaning, read from the JSON schema."""
+"""Every key of a configuration: its type, range, default and meaning, read from the JSON schema (`all_keys`); what may be written
+where, by walking the annotations of the models (`FieldType`); and what to write instead of an unknown key (`suggest_key`)."""
 
 from __future__ import annotations
 
@@ -6,10 +7,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.yaml_document import KeyPath
+from grpo_async.utils.text import CLOSE_ENOUGH, MAX_WORD, did_you_mean
 
 _BOUNDS = (
     ("minimum", "at least"),
@@ -176,3 +183,100 @@ def _default(node: Mapping[str, Any]) -> str:
     """As YAML has it; a default made by a factory (a list, a mapping) is empty."""
     empty: list[str] | dict[str, str] = [] if node.get("type") == "array" or "anyOf" in node else {}
     return json.dumps(node.get("default", empty), ensure_ascii=False)
+
+
+# ---- what may be written where ----
+
+
+@dataclass(frozen=True, slots=True)
+class FieldType:
+    """The types that one value may have: models, containers, plain types. `Annotated` and `| None` are looked through. A union that
+    is told apart by `type` has the keys of all its members until the type is known."""
+
+    alternatives: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, annotation: Any) -> FieldType:
+        if get_origin(annotation) is Annotated:
+            return cls.of(get_args(annotation)[0])
+        if get_origin(annotation) in (Union, UnionType):
+            parts = [cls.of(part) for part in get_args(annotation) if part is not NoneType]
+            return cls(tuple(alternative for part in parts for alternative in part.alternatives))
+        return cls((annotation,))
+
+    @property
+    def models(self) -> list[type[BaseModel]]:
+        return [each for each in self.alternatives if isinstance(each, type) and issubclass(each, BaseModel)]
+
+    @property
+    def tags(self) -> dict[str, type[BaseModel]]:
+        """type -> model, of a union of models; empty otherwise."""
+        if len(self.models) < 2:
+            return {}
+        return {tag: model for model in self.models for tag in get_args(model.model_fields["type"].annotation)}
+
+    @property
+    def default_tag(self) -> str | None:
+        """The type that is meant when none is written: that of the member whose `type` has a default."""
+        return next((tag for tag, model in self.tags.items() if model.model_fields["type"].default == tag), None)
+
+    def keys(self) -> list[str]:
+        """Known keys, of all members of a union."""
+        return list(dict.fromkeys(name for model in self.models for name in model.model_fields))
+
+    def below(self, key: str) -> FieldType | None:
+        """The type under a key or list index; None when nothing can stand there."""
+        is_index, found = key.isascii() and key.isdecimal(), []
+        for alternative in self.alternatives:
+            origin, arguments = get_origin(alternative), get_args(alternative)
+            if alternative is Any:
+                found.append(Any)
+            elif alternative in self.models and key in alternative.model_fields:
+                found.append(alternative.model_fields[key].annotation)
+            elif origin is dict:
+                found.append(arguments[1])
+            elif origin is list and is_index:
+                found.append(arguments[0])
+            elif origin is tuple and key in map(str, range(len(arguments))):
+                found.append(arguments[int(key)])
+        return FieldType(tuple(each for part in found for each in FieldType.of(part).alternatives)) if found else None
+
+    def find(self, path: KeyPath) -> FieldType | None:
+        field_type: FieldType | None = self
+        for key in path:
+            field_type = field_type.below(key) if field_type is not None else None
+        return field_type
+
+
+ROOT = FieldType.of(ExperimentConfig)
+
+
+def suggest_key(path: KeyPath) -> str:
+    """What to write instead of a path whose last key (or an earlier one) is unknown; empty without a good guess. A name of another
+    trainer is known; else it is the nearest key of ours, in the same section first.
+
+    num_generations    -> 'rollout.group_size'   what TRL calls it
+    rollout.group_sise -> 'group_size'           a slip within the section: the key alone
+    rollout.lr         -> 'optimizer.lr'         right key, wrong section: the whole path
+    optim.lrr          -> 'optimizer.lr'
+    """
+    section, depth = ROOT, 0
+    while (below := section.below(path[depth])) is not None:
+        section, depth = below, depth + 1
+    if depth and not section.keys():
+        return f"; did you mean '{'.'.join(path[:depth])}'?"
+    near = did_you_mean(path[depth], section.keys())
+    if near and depth == len(path) - 1:
+        return near
+    for other in OTHER_NAMES:
+        if other.name in (path[-1], ".".join(path)):
+            return f"; here it is '{other.here}'" if other.here else f"; it {other.why}"
+    return _anywhere(path[-1]) or near
+
+
+def _anywhere(last: str) -> str:
+    """The setting of any section whose last key is nearest; entry 0 of a list is any entry."""
+    paths = [key.path.replace("[]", ".0") for key in all_keys() if not key.is_section]
+    settings = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    near = get_close_matches(last, settings, n=1, cutoff=CLOSE_ENOUGH) if len(last) <= MAX_WORD else []
+    return f"; did you mean '{settings[near[0]]}'?" if near else ""
