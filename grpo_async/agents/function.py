@@ -86,8 +86,7 @@ class AgentClient:
         Raises:
             ConfigError: the package openai is not installed.
         """
-        make = self._clients.for_running_loop if self._is_async else self._clients.for_threads
-        return make(self.base_url, self.api_key)
+        return self._clients.get(self.base_url, self.api_key, is_async=self._is_async)
 
 
 class OpenAiClients:
@@ -96,22 +95,16 @@ class OpenAiClients:
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
-        self._of_threads: Any = None
+        self._shared: WeakKeyDictionary[Any, Any] = (
+            WeakKeyDictionary()
+        )  # by event loop; those of threads by this object
 
-    def for_running_loop(self, base_url: str, api_key: str) -> Any:
-        loop = asyncio.get_running_loop()
+    def get(self, base_url: str, api_key: str, *, is_async: bool) -> Any:
+        owner = asyncio.get_running_loop() if is_async else self
         with self._lock:
-            if loop not in self._of_loops:
-                self._of_loops[loop] = self._make(base_url, is_async=True)
-            shared = self._of_loops[loop]
-        return shared.with_options(api_key=api_key)
-
-    def for_threads(self, base_url: str, api_key: str) -> Any:
-        with self._lock:
-            if self._of_threads is None:
-                self._of_threads = self._make(base_url, is_async=False)
-        return self._of_threads.with_options(api_key=api_key)
+            if owner not in self._shared:
+                self._shared[owner] = self._make(base_url, is_async=is_async)
+            return self._shared[owner].with_options(api_key=api_key)
 
     def _make(self, base_url: str, *, is_async: bool) -> Any:
         try:

@@ -79,16 +79,6 @@ class RewardRequest:
     trainer_state: TrainerState = field(default_factory=TrainerState)
     environments: Sequence[Any] | None = None
 
-    def __post_init__(self) -> None:
-        lengths = {"prompts": len(self.prompts), "completion_ids": len(self.completion_ids)}
-        lengths |= {f"column {name!r}": len(values) for name, values in self.columns.items()}
-        if self.environments is not None:
-            lengths["environments"] = len(self.environments)
-        if any(length != len(self.completions) for length in lengths.values()):
-            raise ValueError(
-                f"rewards need one entry per completion in every list, got {len(self.completions)} completions and {lengths}"
-            )
-
     def call(self, function: RewardCallable) -> UserCall[RewardOutcome]:
         """The call of `function` that this asks for; TypeError where the signature cannot be read."""
         extra_columns: dict[str, list[Any]] = {}

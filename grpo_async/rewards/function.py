@@ -142,7 +142,6 @@ class RewardFunction:
 
         Raises:
             RewardError: the function raised, took too long, died with its process, or returned something unusable.
-            ValueError: the lists differ in length.
         """
         request = RewardRequest(
             name=self.name,

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 Answer = Callable[[dict[str, Any]], Any]
 """From the body of a request to: a value (sent as JSON), bytes (sent as they are), a status with bytes, or HANG."""
@@ -40,51 +34,40 @@ class RewardServer:
 
 @contextmanager
 def reward_server() -> Iterator[RewardServer]:
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    state = RewardServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}/score")
-    hung: set[asyncio.Event] = set()
+    state, lock, is_over = RewardServer(url=""), threading.Lock(), threading.Event()
 
-    async def answer(request: Request) -> Response:
-        state.running += 1
-        state.most_running = max(state.most_running, state.running)
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            with lock:
+                state.running += 1
+                state.most_running = max(state.most_running, state.running)
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                state.bodies.append(body)
+                state.authorizations.append(self.headers["authorization"])
+                answer = state.script.pop(0) if state.script else state.otherwise
+            time.sleep(0.01)  # so that requests overlap
+            result = answer(body)
+            with lock:
+                state.running -= 1
+            if result is HANG:
+                is_over.wait(60.0)
+                return
+            status, content, *headers = result if isinstance(result, tuple) else (200, result)
+            self.send_response(status)
+            for name, value in (headers[0] if headers else {}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content if isinstance(content, bytes) else json.dumps(content).encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        state.url = f"http://127.0.0.1:{server.server_address[1]}/score"
+        threading.Thread(target=server.serve_forever, name="reward-server", daemon=True).start()
         try:
-            body = json.loads(await request.body())
-            state.bodies.append(body)
-            state.authorizations.append(request.headers.get("authorization"))
-            await asyncio.sleep(0.01)  # so that requests overlap
-            result = (state.script.pop(0) if state.script else state.otherwise)(body)
+            yield state
         finally:
-            state.running -= 1
-        if result is HANG:
-            hung.add(event := asyncio.Event())
-            await event.wait()
-        if isinstance(result, tuple):
-            return Response(result[1], status_code=result[0], headers=result[2] if len(result) > 2 else None)
-        return Response(result if isinstance(result, bytes) else json.dumps(result))
-
-    app = Starlette(routes=[Route("/score", answer, methods=["POST"])])
-    started = threading.Event()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            started.set()
-
-        async def shutdown(self, sockets: Any = None) -> None:
-            for event in hung:
-                event.set()
-            await super().shutdown(sockets)
-
-    server = Server(
-        uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=5)
-    )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="reward-server")
-    thread.start()
-    try:
-        assert started.wait(30.0), "the server did not start"
-        yield state
-    finally:
-        server.should_exit = True
-        thread.join(30.0)
-        assert not thread.is_alive(), "the server did not end"
+            is_over.set()
+            server.shutdown()

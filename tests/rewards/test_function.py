@@ -12,8 +12,6 @@ import pytest
 
 from grpo_async.config.sections import RewardSection
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
-from grpo_async.user_code.calls import Caller
-from grpo_async.user_code.threads import ThreadRunner
 from tests.rewards import faulty_rewards
 from tests.rewards.helpers import FAULTY, loaded, score
 from tests.support.waiting import until
@@ -102,12 +100,6 @@ def test_only_accepted_columns_are_passed_and_arguments_win_over_columns() -> No
     assert asyncio.run(score(reward, ["a"], columns={"level": [7], "other": [1]})).values == [2.0]
 
 
-def test_lists_of_unequal_length_are_refused() -> None:
-    reward = RewardFunction(lambda completions: [0.0] * len(completions))
-    with pytest.raises(ValueError, match=r"one entry per completion.*column 'answer'.: 1"):
-        asyncio.run(score(reward, ["a", "b"], columns={"answer": ["1"]}))
-
-
 def test_a_function_that_empties_its_lists_does_not_disturb_the_caller() -> None:
     def greedy(completions: list[str], answer: list[str]) -> list[float]:
         return [float(len(completions.pop()) + len(answer.pop())) for _ in range(2)]
@@ -141,26 +133,6 @@ def test_a_function_logs_columns_and_metrics_and_sees_the_state(run_in: str) -> 
     assert outcome.values == [4.0]
     assert outcome.extra_columns == {"upper": ["AB"]}
     assert outcome.metrics == {"share": 0.75}  # (1.0 + 0.5) / 2; NaN is left out
-
-
-def test_a_thread_past_its_time_limit_is_an_error_and_too_many_are_refused(released: None) -> None:
-    async def run() -> None:
-        reward = RewardFunction(faulty_rewards.blocks, timeout_s=0.05, setting="rewards.3")
-        threads = ThreadRunner("reward-blocks", max_abandoned=2)
-        reward._caller = Caller(threads, 0.05)
-        for abandoned in (1, 2):
-            with pytest.raises(RewardError, match=r"took longer than 0.05 s; raise `rewards.3.timeout_s`"):
-                await score(reward, ["a"])
-            assert threads.num_abandoned == abandoned
-        with pytest.raises(RewardError, match=r"set `rewards.3.run_in: process`"):
-            await score(reward, ["a"])
-        faulty_rewards.release.set()
-        for thread in threading.enumerate():
-            if thread.name == "reward-blocks":
-                thread.join(10.0)
-        assert (await score(reward, ["a"])).values == [0.0]  # the abandoned threads have ended
-
-    asyncio.run(run())
 
 
 def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_time_limit() -> None:

@@ -52,7 +52,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
         data: TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
-        client = _CLIENTS.for_running_loop(endpoint, secret).with_options(base_url=endpoint)
+        client = _CLIENTS.get(endpoint, secret, is_async=True).with_options(base_url=endpoint)
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         if isinstance(prompt, str):
