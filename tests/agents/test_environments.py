@@ -213,7 +213,6 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for environment, extra in (
         ("verifiers:x", "verifiers"),
-        ("nemo_gym:http://x", "verifiers"),
         ("openenv:x", "openenv"),
     ):
         with pytest.raises(ConfigError, match=rf"{environment}.*grpo-async\[{extra}\]"):
@@ -319,12 +318,13 @@ def test_an_action_is_the_call_of_a_tool_and_what_an_environment_of_openenv_does
     assert "metadata" not in offered
 
 
-@pytest.mark.usefixtures("openenv")
-def test_without_a_tool_the_answer_is_the_action() -> None:
+@pytest.mark.usefixtures("openenv", "verifiers")
+def test_actions_that_are_the_text_of_the_answer_are_taken_by_the_taskset_of_verifiers() -> None:
     with _serving("sums_server:app") as environment:
-        result, completion = _play(_section(environment, tool=None), ROW, "1 +", "12 + 7 - 30")
+        taskset = {"base_url": environment.removeprefix("openenv:"), "resets": [{"answer": "-11"}]}
+        (row,) = tasks("verifiers:openenv", taskset=taskset)
+        result, _ = _play(_section("verifiers:openenv", taskset=taskset), row, "12 + 7 - 30")
     assert result.reward == 1.0
-    assert [message.content for message in completion.completion_messages()][::2] == ["1 +", "12 + 7 - 30"]
 
 
 @pytest.mark.usefixtures("openenv")
@@ -358,26 +358,6 @@ def test_tools_that_an_environment_of_openenv_lists_are_offered_and_a_server_wit
     assert _told(completion) == ["A"]
     assert [message.content for message in completion.prompt_messages or ()] == ["12 + 7 - 30 =\n\nHello."]
     assert nothing.columns == {"steps": 0, "done": True}
-
-
-@pytest.mark.usefixtures("openenv")
-@pytest.mark.parametrize(
-    ("answer", "required", "action"),
-    [
-        ("crane", ["guess"], {"guess": "crane"}),
-        ("7", ["guess"], {"guess": "7"}),
-        ('```json\n{"guess": "crane"}\n```', ["guess"], {"guess": "crane"}),
-        ('{"x": 1, "y": 2}', ["x", "y"], {"x": 1, "y": 2}),
-        ("left", ["x", "y"], {"answer": "left"}),
-    ],
-)
-def test_an_answer_without_a_tool_is_the_action_or_its_only_field(
-    answer: str, required: list[str], action: dict[str, Any]
-) -> None:
-    from grpo_async.agents.environments.openenv_client import OpenEnvOptions, _Episode
-
-    client: Any = None
-    assert _Episode(None, client, {"required": required}, OpenEnvOptions())._action(answer) == action
 
 
 @pytest.mark.usefixtures("openenv")

@@ -171,41 +171,21 @@ def test_garbage_is_worth_nothing_in_all_tasks() -> None:
 # ------------------------------------------------------------------------------- answers that a scorer would evaluate
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os').system('true')",
-        " __import__('os').system('true')",
-        "\t\n print(1)",
-        "().__class__.__bases__",
-        "[x for x in ().__class__.__mro__]",
-        "(lambda: 1)()",
-        "f'{print(1)}'",
-        "[0] * 10**9",
-        "getattr(int, 'x')",
-        "(y := 1)",
-    ],
-)
-def test_code_is_not_harmless(text: str) -> None:
-    assert not is_harmless(text)
-
-
-def test_lists_text_and_formulas_pass() -> None:
-    harmless = ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", ""]
-    formulas = [
-        "(8 - 2) * 4",
-        "x**2/2 + sin(2*x) + C",
-        "-31.5*X**6/7",
-        "exp(-x)*log(x)",
-        " 1 + 1 ",
-        "x**(1/2)",
-        "2**-3",
-        "x**2*y**3",
+def test_lists_text_and_formulas_are_harmless_and_code_and_endless_powers_are_not() -> None:
+    harmless = ["[[0, 1], [1, 0]]", "['A', 'B']", "('_', 'Q')", "ABC", "0 1 2\n1 0 1", "-3", "", "(8 - 2) * 4", " 1 + 1 ",
+                "x**2/2 + sin(2*x) + C", "-31.5*X**6/7", "exp(-x)*log(x)", "x**(1/2)", "2**-3", "x**2*y**3"]  # fmt: skip
+    code = ["__import__('os').system('true')", " __import__('os').system('true')", "\t\n print(1)", "().__class__.__bases__",
+            "[x for x in ().__class__.__mro__]", "(lambda: 1)()", "f'{print(1)}'", "[0] * 10**9", "getattr(int, 'x')", "(y := 1)",
+            "x!", "print(1)!", "24 # 1 2 3 4", "sin(x, evaluate=1)", "x.diff", "(print)(1)", "[[0]][0](1)"]  # fmt: skip
+    endless = [
+        "9**9**9",
+        "9**(9**9)",
+        "2**1000000",
+        "2**(50*99999)",
+        "9" * 5000,
+        "'a' * 999999999",
+        "2 ** 99.9e9",
+        "9**9**-9",
     ]
-    assert [text for text in (*harmless, *formulas) if not is_harmless(text)] == []
-
-
-def test_what_would_compute_for_ever_or_is_rewritten_by_sympy_is_not_harmless() -> None:
-    texts = ["9**9**9", "9**(9**9)", "2**1000000", "2**(50*99999)", "9" * 5000, "x!", "print(1)!", "24 # 1 2 3 4",
-             "sin(x, evaluate=1)", "x.diff", "(print)(1)", "'a' * 999999999", "[[0]][0](1)", "2 ** 99.9e9", "9**9**-9"]  # fmt: skip
-    assert [text for text in texts if is_harmless(text)] == []
+    assert [text for text in harmless if not is_harmless(text)] == []
+    assert [text for text in (*code, *endless) if is_harmless(text)] == []

@@ -31,7 +31,6 @@ from grpo_async.user_code.references import make_working_directory_importable
 from grpo_async.utils.extras import needs
 
 SETTING = "rollout.agent.environment"
-_PACKAGES = {"verifiers": "verifiers", "nemo_gym": "verifiers", "openenv": "openenv"}
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -96,15 +95,14 @@ def tasks(environment: str, **arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def make_environment(reference: str, arguments: Mapping[str, Any]) -> EnvironmentAdapter:
-    """`verifiers:NAME`, `nemo_gym:URL` or `openenv:URL`.
+    """`verifiers:NAME` or `openenv:URL`.
 
     Raises:
         ConfigError: see `load_environment_agent`.
     """
     library, _, name = reference.partition(":")
-    package = _PACKAGES[library]
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"it {needs(package)}")
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(f"it {needs(library)}")
     make_working_directory_importable()
     # here: the libraries take seconds to import
     if library == "openenv":
@@ -113,6 +111,4 @@ def make_environment(reference: str, arguments: Mapping[str, Any]) -> Environmen
         return OpenEnvEnvironment(name, arguments)
     from grpo_async.agents.environments.verifiers_taskset import VerifiersEnvironment
 
-    if library == "nemo_gym":
-        return VerifiersEnvironment.of_nemo_gym(name, arguments)
     return VerifiersEnvironment(name, arguments)

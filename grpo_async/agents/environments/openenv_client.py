@@ -3,8 +3,8 @@
     reset(columns of the row) -> observation -> model -> action -> step -> observation, reward -> ... until it is done
 
 An environment that offers tools by MCP offers them to the model. Any other takes actions of one form: the model is offered one
-tool with that form's fields (`tool: NAME`), or answers in text, which is the action's only required field, or its JSON
-(`tool: null`). The reward is the sum of the steps' rewards, as TRL and verifiers take it.
+tool with that form's fields. (For actions that are the text of the answer there is `verifiers:openenv`.) The reward is the sum of
+the steps' rewards, as TRL and verifiers take it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 class OpenEnvOptions(StrictModel):
     """`rollout.agent.arguments` of an environment of OpenEnv."""
 
-    tool: str | None = "act"
-    """Name of the tool whose arguments are an action; null: the action is the text of the answer."""
+    tool: str = "act"
+    """Name of the tool whose arguments are an action, where the environment has no tools of its own."""
     max_steps: Count = 100
     """Number of steps after which an episode ends, done or not."""
     message_timeout_s: Seconds = 60.0
@@ -127,34 +127,24 @@ class _Episode:
         tools = await self._tools()
         while not self.is_done and self.num_steps < self._options.max_steps:
             completion = await self._client.openai.chat.completions.create(
-                model=self._client.model, messages=messages, **({"tools": tools} if tools else {})
+                model=self._client.model, messages=messages, tools=tools
             )
-            choice = completion.choices[0]
-            messages.append(choice.message.model_dump(exclude_none=True))
-            if tools:
-                if not choice.message.tool_calls:
-                    return
-                for call in choice.message.tool_calls:
-                    text = await self._call(call.function)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-            elif choice.finish_reason == "length" or not choice.message.content:
+            message = completion.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            if not message.tool_calls:
                 return
-            else:
-                messages.append({"role": "user", "content": await self._step(self._action(choice.message.content))})
+            for call in message.tool_calls:
+                text = await self._call(call.function)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
     async def _tools(self) -> list[dict[str, Any]]:
         if self._has_own_tools:
             listed = (await self._environment.step({"type": "list_tools"})).observation["tools"]
             schemas = [(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
-        elif self._options.tool is not None:
-            properties = {
-                name: form for name, form in self._actions.get("properties", {}).items() if name != "metadata"
-            }
-            schemas = [
-                (self._options.tool, self._actions.get("description", ""), {**self._actions, "properties": properties})
-            ]
         else:
-            return []
+            actions = self._actions
+            fields = {name: form for name, form in actions.get("properties", {}).items() if name != "metadata"}
+            schemas = [(self._options.tool, actions.get("description", ""), {**actions, "properties": fields})]
         return [
             {"type": "function", "function": {"name": name, "description": description, "parameters": form}}
             for name, description, form in schemas
@@ -182,20 +172,6 @@ class _Episode:
         self.reward += float(result.reward or 0.0)
         self.is_done = bool(result.done)
         return _text(result.observation)
-
-    def _action(self, answer: str) -> Mapping[str, Any]:
-        """`{"guess": "crane"}`, with or without a fence, as it is; `crane` where `guess` is the only field that is required."""
-        text = answer.strip()
-        if text.startswith("```") and text.endswith("```"):
-            text = "\n".join(text.splitlines()[1:-1])
-        try:
-            action = json.loads(text)
-        except json.JSONDecodeError:
-            action = text
-        required = self._actions.get("required", [])
-        if not isinstance(action, dict) and len(required) == 1:
-            return {required[0]: text}
-        return action if isinstance(action, dict) else {"answer": text}
 
 
 def _text(observation: Mapping[str, Any]) -> str:

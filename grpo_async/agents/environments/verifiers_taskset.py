@@ -77,13 +77,6 @@ class VerifiersEnvironment:
         self._starting = asyncio.Lock()  # of that loop
         self._is_serving = False
 
-    @classmethod
-    def of_nemo_gym(cls, url: str, arguments: Mapping[str, Any]) -> VerifiersEnvironment:
-        """NeMo Gym's resource server at a URL, by the library's taskset for it; `arguments.taskset.dataset` is the file of rows."""
-        taskset = dict(arguments.get("taskset", {}))
-        taskset["task"] = {**taskset.get("task", {}), "resources_url": url}
-        return cls("nemo_gym", {**arguments, "taskset": taskset})
-
     def tasks(self) -> Iterator[dict[str, Any]]:
         for task in self._env.taskset:
             data = task.data
