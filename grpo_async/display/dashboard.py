@@ -1,6 +1,6 @@
 """The live picture of a run, made of rich's panel, layout, tables and bars. Pure: state in, something to draw out.
 
-At 80 x 24 everything that matters has its place; a larger terminal gets taller and more charts, every server, and the latest
+At 80 x 24 everything that matters has its place; a larger terminal gets larger charts, every server, and the latest
 messages. A smaller one keeps the rows of the run, the most important first.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -31,7 +30,6 @@ _MIN_BOX = (20, 5)
 _CHARTS_FROM, _SERVERS_FROM, _WRAPS_FROM = 10, 16, 30
 """Rows inside the frame from which on there are charts, servers, and texts of several lines."""
 _CHART_CELLS, _CHART_ROWS = 54, 8
-_CHART_STYLES = ("bold cyan", "green", "magenta", "yellow", "yellow", "blue", "red", "green")
 _STATES = {"serving": "green", "ready": "yellow", "starting": "yellow"}
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row 0..3][column 0..1] of a braille cell
 _BRAILLE = 0x2800
@@ -130,17 +128,12 @@ def _head(progress: Progress, steps: str, width: int) -> RenderableType:
 # ---- charts ----
 
 
-CURVES: Mapping[str, str] = {
-    "reward": "reward",
-    "generated tokens/s": "perf/generated_tokens_per_s",
-    "completion length": "completions/mean_length",
-    "trainer idle": "pipeline/trainer_idle_ratio",
-    "servers idle": "pipeline/generator_idle_ratio",
-    "entropy": "entropy",
-    "gradient norm": "grad_norm",
-    "trained tokens/s": "perf/trained_tokens_per_s",
-}
-"""The charts in their order, and the metric of each."""
+_CHARTS = (
+    ("reward", "reward", "bold cyan"),
+    ("generated tokens/s", "perf/generated_tokens_per_s", "green"),
+    ("completion length", "completions/mean_length", "magenta"),
+)
+"""Title, metric and style: as many as fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +144,6 @@ class Chart:
     style: str
     height: int
     title: Text | None = None
-    percent: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = self.height - (self.title is not None)
@@ -167,14 +159,10 @@ class Chart:
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or max(abs(high) * 0.02, 1e-3)
         for row, cells in enumerate(_cells(values, low - margin, high + margin, height)):
-            label = high if row == 0 else low if row == height - 1 else None
-            line = Text(self._label(label), style="dim", no_wrap=True)
+            label = format_number(high) if row == 0 else format_number(low) if row == height - 1 else ""
+            axis = label.rjust(_LABEL_CELLS - 1) + ("┤" if label else "│")
+            line = Text(axis, style="dim", no_wrap=True)
             yield line.append("".join(chr(_BRAILLE + dots) if dots else " " for dots in cells), style=self.style)
-
-    def _label(self, value: float | None) -> str:
-        if value is None:
-            return " " * (_LABEL_CELLS - 1) + "│"
-        return (f"{value:.0%}" if self.percent else format_number(value)).rjust(_LABEL_CELLS - 1) + "┤"
 
 
 def columns(points: Sequence[float], num: int) -> list[float]:
@@ -217,25 +205,18 @@ def _reward(progress: Progress) -> Text:
     return title
 
 
-def _charts(progress: Progress, rows: Sequence[Mapping[str, float]], width: int, num_rows: int) -> RenderableType:
-    """The reward's curve; on wider terminals others beside it, on higher ones below."""
-    num_columns = max(1, min(3, width // _CHART_CELLS))
-    num_bands = max(1, min(num_rows // _CHART_ROWS, -(-len(CURVES) // num_columns)))
-    heights = [num_rows // num_bands + (band < num_rows % num_bands) for band in range(num_bands)]
-    charts = Table.grid(expand=True)
-    for _ in range(num_columns):
+def _charts(progress: Progress, rows: Sequence[Mapping[str, float]], width: int, height: int) -> RenderableType:
+    """The reward's curve; on wider terminals others beside it."""
+    charts, cells = Table.grid(expand=True), list[RenderableType]()
+    for name, metric, style in _CHARTS[: max(1, width // _CHART_CELLS)]:
+        newest = progress.value(metric)
+        value = "" if newest is None else f"  {format_number(newest)}"
+        title = None if name == "reward" else Text.assemble((name, "bold"), value)
+        points = [row[metric] for row in rows if metric in row]
         charts.add_column(ratio=1)
-    curves = zip(CURVES.items(), _CHART_STYLES, strict=True)
-    for height in heights:
-        cells: list[RenderableType] = []
-        for (name, metric), style in islice(curves, num_columns):
-            percent, newest = name.endswith("idle"), progress.value(metric)
-            value = "" if newest is None else f"{newest:.0%}" if percent else format_number(newest)
-            title = None if name == "reward" else Text.assemble((name, "bold"), f"  {value}")
-            points = [row[metric] for row in rows if metric in row]
-            chart = Chart(points=points, style=style, height=height, title=title, percent=percent)
-            cells.append(Padding(chart, (0, 0, 0, 3 if cells else 0)))
-        charts.add_row(*cells)
+        chart = Chart(points=points, style=style, height=height, title=title)
+        cells.append(Padding(chart, (0, 0, 0, 3 if cells else 0)))
+    charts.add_row(*cells)
     return charts
 
 

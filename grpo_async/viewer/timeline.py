@@ -112,21 +112,6 @@ Intervals = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameUsage:
-    """All spans of one name in one group of tracks; seconds."""
-
-    track: str
-    name: str
-    count: int
-    total_s: float
-    longest_s: float
-
-    @property
-    def mean_s(self) -> float:
-        return self.total_s / self.count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Who was busy and who waited, in seconds.
 
@@ -138,7 +123,6 @@ class Usage:
         generation_idle_by: of it, what the trainer did meanwhile.
         both_s: training and generating at once.
         mean_in_flight: requests at a server, over the time in which there were any.
-        names: by total time, the largest first.
     """
 
     wall_s: float
@@ -148,7 +132,6 @@ class Usage:
     generation_idle_by: Mapping[str, float]
     both_s: float
     mean_in_flight: float
-    names: Sequence[NameUsage]
 
     @property
     def rows(self) -> list[tuple[str, float]]:
@@ -199,17 +182,7 @@ def usage(events: Sequence[Event]) -> Usage | None:
         generation_idle_by={name: part for name, part in idle_by.items() if part > 0.0},
         both_s=overlap(ran("trainer", "train"), generating),
         mean_in_flight=in_flight_s / seconds(generating) if generating else 0.0,
-        names=_names(named),
     )
-
-
-def _names(named: Mapping[tuple[str, str], Sequence[Event]]) -> list[NameUsage]:
-    found = []
-    for (track, name), events in named.items():
-        durations = [event.duration_s for event in events]
-        total, longest = sum(durations), max(durations)
-        found.append(NameUsage(track=track, name=name, count=len(durations), total_s=total, longest_s=longest))
-    return sorted(found, key=lambda each: -each.total_s)
 
 
 def union(events: Iterable[Event]) -> Intervals:

@@ -16,7 +16,6 @@ from typing import IO, Any
 from grpo_async.errors import ConfigError
 from grpo_async.tracking.timeline_file import ATTEMPT, Event
 from grpo_async.utils.files import replacing
-from grpo_async.utils.safe_text import visible_line
 from grpo_async.utils.text import duration
 from grpo_async.viewer.timeline import ORDER, Events, by_track, track_group, usage
 
@@ -105,10 +104,6 @@ def _span(event: Event, process: int, thread: int, zero: float) -> Record:
 
 # -- the summary
 
-_MAX_NAMES = 12
-_NAME_WIDTH = 34
-_ALWAYS_BUSY = ("run", "server")
-
 
 def summary(file: Events) -> str:
     """Who waited for whom and where the time went, in plain text, at most 79 wide."""
@@ -120,14 +115,4 @@ def summary(file: Events) -> str:
     lines = [f"{len(file.events)} events over {duration(found.wall_s)}, {steps}{attempts}", "", "who waited for whom"]
     lines += [f"  {what:<50} {spent / found.wall_s:>4.0%}  {duration(spent):>8}" for what, spent in found.rows]
     lines.append(f"  {found.mean_in_flight:.1f} requests were at a server at once, on average")
-    lines += ["", f"{'where the time went':<{_NAME_WIDTH}}{'count':>8}{'total':>11}{'mean':>11}{'longest':>11}"]
-    names = [
-        each
-        for each in found.names
-        if each.track not in _ALWAYS_BUSY and (each.track, each.name) != ("trainer", "step")
-    ]
-    for each in names[:_MAX_NAMES]:
-        title = visible_line(f"{each.track}: {each.name}", _NAME_WIDTH - 3)
-        times = "".join(f"{duration(value):>11}" for value in (each.total_s, each.mean_s, each.longest_s))
-        lines.append(f"  {title:<{_NAME_WIDTH - 2}}{each.count:>8}{times}")
     return "\n".join([*lines, *(f"note: {note}" for note in file.notes)])

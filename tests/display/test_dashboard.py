@@ -110,8 +110,8 @@ def test_a_larger_terminal_shows_more_charts_more_servers_and_messages() -> None
     assert "1 10.0.0.1:8000  down" in small, "the one in trouble goes first"
     assert "generated tokens/s" not in small
     assert "generated tokens/s  123,456" in large
-    assert "entropy  0.3" not in large
-    for part in ("entropy  0.3", "8 10.0.0.8:8000", "messages", "node 1 is here"):
+    assert "completion length  512" not in large
+    for part in ("completion length  512", "8 10.0.0.8:8000", "messages", "node 1 is here"):
         assert part in huge
 
 

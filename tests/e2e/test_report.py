@@ -16,7 +16,7 @@ from grpo_async.store.table import RolloutTable
 from tests.e2e.conftest import GoldenRun
 
 CHARTS = (
-    "reward", "entropy", "ratio", "ess", "staleness", "staleness-histogram", "throughput", "trainer-time", "push", "held-out",
+    "reward", "entropy", "ratio", "ess", "staleness", "staleness-ages", "throughput", "trainer-time", "push", "held-out",
 )  # fmt: skip
 
 

@@ -128,6 +128,8 @@ CHAPTERS: tuple[Chapter, ...] = (
              format="percent", include=_WHOLE),
         Plot("staleness", "Staleness", "steps between sampling a token and training it",
              (Line("async/staleness_mean", "mean"), Line("async/staleness_max", "max"))),
+        Plot("staleness-ages", "Trained tokens by their staleness", "fraction of the step's tokens, by steps",
+             pattern=("async/staleness/", ""), format="percent", include=_WHOLE),
     )),
     Chapter("pipeline", "The pipeline", (
         Plot("throughput", "Throughput", "tokens per second",

@@ -25,7 +25,7 @@ from grpo_async.utils.text import both_ends, format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS
-from grpo_async.viewer.report.plots import Drawing, draw_all, rollout_histogram, staleness_histograms
+from grpo_async.viewer.report.plots import Drawing, draw_all, rollout_histogram
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
@@ -53,9 +53,7 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
     """
     chapters = []
     for chapter in CHAPTERS:
-        plots = draw_all(chapter.plots, runs)
-        plots += staleness_histograms(runs) if chapter.name == "async" else []
-        chapters.append(_Plots(chapter.name, chapter.title, plots, chapter.why_not))
+        chapters.append(_Plots(chapter.name, chapter.title, draw_all(chapter.plots, runs), chapter.why_not))
     rewards, held_out, *others = chapters
     drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
     charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings] + [

@@ -21,7 +21,6 @@ MAX_POINTS = 500
 """Of a curve. A longer one is cut into that many pieces, and each becomes one point by the metric's reduction."""
 
 _MAX_SERIES = 8  # colors that keep apart
-_STALENESS = "async/staleness/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,35 +199,14 @@ def _shared_x(series: list[dict[str, Any]]) -> dict[str, Any]:
 # -- histograms
 
 
-def staleness_histograms(runs: Sequence[RunData]) -> list[Drawing]:
-    """Trained tokens by their staleness over the whole run, weighted by the tokens of each step."""
-    drawings = []
-    for place, run in enumerate(runs):
-        names = (name.removeprefix(_STALENESS) for name in run.names(_STALENESS))
-        found = [int(name) for name in names if name.isdecimal()]
-        ages = range(min(found, default=0), max(found, default=-1) + 1)
-        tokens = [
-            sum(row.get(f"{_STALENESS}{age}", 0.0) * row.get("num_tokens", 1.0) for row in run.metrics) for age in ages
-        ]
-        if not any(tokens):
-            continue
-        several = len(runs) > 1
-        title = "Staleness of trained tokens" + (f": {run.label}" if several else "")
-        unit = "trained tokens by the steps between sampling and training"
-        edges = [age - 0.5 for age in ages] + [ages[-1] + 0.5]
-        data = _histogram(title, unit, "staleness", "tokens", edges, [round(count) for count in tokens])
-        drawings.append(Drawing(name=f"staleness-histogram{f'-{place + 1}' if several else ''}", data=data))
-    return drawings
-
-
 def rollout_histogram(title: str, unit: str, bins: Histogram | None) -> dict[str, Any]:
     """Of all stored rollouts."""
-    edges, counts = ([], []) if bins is None else (bins.edges, bins.counts)
-    return _histogram(f"{title} of all stored rollouts", f"rollouts by their {unit}", unit, "rollouts", edges, counts)
-
-
-def _histogram(
-    title: str, unit: str, x_label: str, label: str, edges: Sequence[float], counts: Sequence[int]
-) -> dict[str, Any]:
-    content = {"kind": "histogram", "title": title, "unit": unit, "xLabel": x_label, "label": label}
-    return {**content, "edges": list(edges), "counts": list(counts)}
+    return {
+        "kind": "histogram",
+        "title": f"{title} of all stored rollouts",
+        "unit": f"rollouts by their {unit}",
+        "xLabel": unit,
+        "label": "rollouts",
+        "edges": [] if bins is None else list(bins.edges),
+        "counts": [] if bins is None else list(bins.counts),
+    }

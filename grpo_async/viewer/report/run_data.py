@@ -17,7 +17,7 @@ from grpo_async.findings import Evidence, Row
 from grpo_async.findings.evidence import read_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import read_evaluations
-from grpo_async.utils.files import read_object, read_objects
+from grpo_async.utils.files import read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.viewer.report.rollouts import RolloutOverview, read_rollouts
 
@@ -36,7 +36,6 @@ class RunData(Evidence):
     on_gpu: bool | None = None  # whether the trainer had a GPU; None: not known
     num_gpus: int | None = None  # of the machine with the servers; None: not known
     summary: Mapping[str, Any] = field(default_factory=dict)
-    advice: Sequence[Mapping[str, Any]] = ()
     rollouts: RolloutOverview = field(default_factory=RolloutOverview)
 
     @property
@@ -82,7 +81,6 @@ def read_run(
         num_sampled=rollouts.num_sampled,
         num_unscored=rollouts.num_unscored,
         errors=rollouts.errors,
-        advice=list(read_objects(run_dir.advice, problems)),
         rollouts=rollouts,
         problems=[*problems, *rollouts.notes],
     )

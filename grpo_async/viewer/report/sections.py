@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
-from grpo_async.findings.finding import sentence
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.utils.text import format_number, percent
 from grpo_async.viewer.report.run_data import RunData
@@ -20,7 +19,6 @@ _VERDICT_LEVELS = {True: "good", False: "bad", None: "info"}
 
 _ADVICE_STEPS = 50  # of the end of the run
 _WARM_UP = 2  # steps at its beginning that are unlike the others
-_MAX_SAID = 5
 
 _TIMELINE_STEPS = 20
 
@@ -61,34 +59,26 @@ def learning(run: RunData) -> Learning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What bounds a run's speed, from its last `num_steps` steps; `why_not` where that cannot be told. `said`: what was said while
-    it ran, with the step."""
+    """What bounds a run's speed, from its last `num_steps` steps; `why_not` where that cannot be told."""
 
     run: RunData
     finding: Finding | None = None
     num_steps: int = 0
     why_not: str = ""
-    said: Sequence[tuple[str, str]] = ()
 
 
 def advice(run: RunData) -> Advice:
-    steps: dict[str, str] = {}  # of each sentence the last step that said it
-    for each in run.advice:
-        text, step = each.get("text"), each.get("step")
-        if isinstance(text, str) and text.strip():
-            steps[sentence(text)] = f"step {step}: " if isinstance(step, int) else ""
-    said = [(step, text) for text, step in steps.items()][-_MAX_SAID:]
     if not run.metrics:
-        return Advice(run=run, said=said, why_not="No optimizer step was finished, so nothing was measured.")
+        return Advice(run=run, why_not="No optimizer step was finished, so nothing was measured.")
     try:
         config = load_config(run.run_dir.config)
     except ConfigError:
         why_not = "config.yaml is of another version, or it cannot be read: there is no advice without the settings."
-        return Advice(run=run, said=said, why_not=why_not)
+        return Advice(run=run, why_not=why_not)
     rows = list(run.metrics[_WARM_UP:] if len(run.metrics) > 2 * _WARM_UP else run.metrics)[-_ADVICE_STEPS:]
     setup = PipelineSetup(config=config, engine=run.engine, on_gpu=run.on_gpu, num_gpus=run.num_gpus)
     found = advise(pipeline_metrics(rows), setup)
-    return Advice(run=run, said=said, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
+    return Advice(run=run, finding=found, num_steps=len(rows), why_not="Too little was measured to say.")
 
 
 # -- evaluations

@@ -16,7 +16,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
-from grpo_async.viewer.report.plots import Curve, curve, draw_all, staleness_histograms
+from grpo_async.viewer.report.plots import Curve, curve, draw_all
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
 from tests.viewer.report.support import steps
 
@@ -86,16 +86,6 @@ def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is
     labels = [each["label"] for each in _draw("push", _run(rows))["series"]]
     assert labels == ["pause", "transfer", "resume"]
     assert draw_all([_plot("kl"), _plot("held-out")], [_run(steps(3))]) == []
-
-
-def test_the_histogram_of_staleness_weighs_steps_by_their_tokens() -> None:
-    rows = [
-        {"step": 1.0, "async/staleness/0": 1.0, "num_tokens": 100.0},
-        {"step": 2.0, "async/staleness/0": 0.5, "async/staleness/1": 0.5, "num_tokens": 300.0},
-    ]
-    data = staleness_histograms([_run(rows)])[0].data
-    assert data["counts"] == [250, 150]  # 100 + 0.5 x 300, 0.5 x 300
-    assert data["edges"] == [-0.5, 0.5, 1.5]
 
 
 def test_what_may_be_secret_is_not_shown() -> None:
