@@ -9,20 +9,20 @@ A parser of the user's own (`tool_calling.parser`): `module:attribute` of
     parse(text) -> {"content": "I look.", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
 
 It may also return the list of calls alone (the text then stays the content), calls in the OpenAI form ({"function": {...}}),
-and None or an empty list for no calls. It runs on the event loop, so it should be quick. What it raises is the turn's parse error:
-the text stands as the message. Its calls are held to the same rules as those of the built-in formats (see json_calls): one that
-breaks them has an error.
+and None or an empty list for no calls. It runs on the event loop, so it should be quick. What it raises, and calls that JSON cannot
+hold, are the turn's parse error: the text stands as the message.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_async.chat.json_calls import calls_of, checked_call_of, named_call, read_json, scan_json
+from grpo_async.chat.json_calls import calls_of, named_call, read_json, scan_json
 from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn, UnreadableError
 from grpo_async.errors import ConfigError
 from grpo_async.records import THINKING
@@ -303,7 +303,7 @@ class UserParser:
             raise TypeError(f"`{self._reference}` returned {json_kind(content)} as content; return text")
         return ParsedTurn(
             content=turn.text if content is None else content,
-            calls=explained([checked_call_of(call) for call in calls], "write it as the instructions say"),
+            calls=explained(calls_of(read_json(json.dumps(calls))), "write it as the instructions say"),
         )
 
 

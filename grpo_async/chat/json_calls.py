@@ -73,15 +73,6 @@ def call_of(item: Any) -> ReadCall:
     return named_call(name.strip(), item.get(key), call_id=call_id)
 
 
-def checked_call_of(item: Any) -> ReadCall:
-    """One call that was not read from JSON text, held to the same rules. Never raises."""
-    try:
-        _check(item)
-    except UnreadableError as error:
-        return ReadCall(name=_name_of(item), error=str(error))
-    return call_of(item)
-
-
 def named_call(name: str, arguments: Any, *, call_id: str | None = None) -> ReadCall:
     """A call whose name is known. Arguments given as JSON text are read once more; none at all are {}."""
     if not name:
@@ -98,15 +89,6 @@ def named_call(name: str, arguments: Any, *, call_id: str | None = None) -> Read
             name=name, error=f"the arguments must be a JSON object, not {json_kind(arguments)}", call_id=call_id
         )
     return ReadCall(name=name, arguments=dict(arguments), call_id=call_id)
-
-
-def _name_of(item: Any) -> str:
-    """What a call that is refused names, as far as it can be read."""
-    for holder in (item.get("function"), item) if isinstance(item, Mapping) else ():
-        name = holder.get("name") if isinstance(holder, Mapping) else None
-        if isinstance(name, str) and not SURROGATE.search(name):
-            return name.strip()
-    return ""
 
 
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
@@ -133,14 +115,12 @@ def _check(value: Any) -> None:
     pending = [(value, 1)]
     while pending:
         item, depth = pending.pop()
-        if isinstance(item, Mapping | list | tuple) and depth > MAX_DEPTH:
+        if isinstance(item, dict | list) and depth > MAX_DEPTH:
             raise UnreadableError(_TOO_DEEP)
-        if isinstance(item, Mapping):
-            if not all(isinstance(key, str) for key in item):
-                raise UnreadableError("it holds a key that is not a string")
+        if isinstance(item, dict):
             pending += [(key, depth) for key in item]
             pending += [(entry, depth + 1) for entry in item.values()]
-        elif isinstance(item, list | tuple):
+        elif isinstance(item, list):
             pending += [(entry, depth + 1) for entry in item]
         elif isinstance(item, float):
             if not math.isfinite(item):
@@ -148,5 +128,3 @@ def _check(value: Any) -> None:
         elif isinstance(item, str):
             if SURROGATE.search(item):
                 raise UnreadableError("it holds an unpaired surrogate (\\ud800 to \\udfff)")
-        elif item is not None and not isinstance(item, int):
-            raise UnreadableError(f"it holds a {type(item).__name__}, which JSON does not have")

@@ -135,13 +135,13 @@ def load_environments(sections: Mapping[str, EnvironmentSection], extra_tools: S
 
 
 def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -> tuple[EnvironmentKind, Environment]:
-    path = f"environments.{name}"
-    where = f"{path}.factory: {section.factory}"
+    where = f"environments.{name}.factory: {section.factory}"
     try:
         factory = resolve(section.factory)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    _check_factory(factory, section, path, where)
+    if inspect.iscoroutinefunction(factory):
+        raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
     construction = Construction(name, factory, section)
     concurrent.futures.wait({construction.future}, timeout=section.timeout_s)
     try:
@@ -152,24 +152,6 @@ def _load(name: str, section: EnvironmentSection, *, selected_by_column: bool) -
         problems = error.problems if isinstance(error, UnusableError) else [error.problem]
         raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems)) from error
     return kind, Environment(probe, kind, construction.thread)
-
-
-def _check_factory(factory: Any, section: EnvironmentSection, path: str, where: str) -> None:
-    if not callable(factory):
-        kind = type(factory).__name__
-        raise ConfigError(
-            f"{where}: is a {kind}, which cannot be called; name a class, or a function that makes an instance"
-        )
-    if inspect.iscoroutinefunction(factory):
-        raise ConfigError(f"{where}: is async; instances are made in a thread, so write it as a plain function")
-    try:
-        signature = inspect.signature(factory)
-        signature.bind(**section.arguments)
-    except TypeError as error:
-        takes = f"it takes {signature}; set them in `{path}.arguments`, or give them defaults"
-        raise ConfigError(f"{where}: {error}; {takes}") from error
-    except ValueError:
-        return  # a class of an extension module: calling it will tell
 
 
 def _contradicting_weights(kinds: Sequence[EnvironmentKind]) -> list[str]:

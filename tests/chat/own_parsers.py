@@ -46,22 +46,7 @@ def content_is_a_number(text: str) -> Any:
 
 
 def breaks_the_rules(text: str) -> Any:
-    deep: list[Any] = []
-    for _ in range(100):
-        deep = [deep]
-    return [
-        {"name": "search\ud800", "arguments": {}},
-        {"name": "search", "arguments": {"query": ["\udfff"]}},
-        {"function": {"name": "search", "arguments": {"\ud800": 1}}},
-        {"name": "search", "arguments": '{"query": "\\ud800"}'},
-        {"name": "search", "arguments": {"query": float("nan")}},
-        {"name": "search", "arguments": {"query": deep}},
-        {"name": "search", "arguments": {"query": {1}}},
-        {"name": "search", "arguments": {3: 1}},
-        {"name": {1}},
-        {"name": "search", "id": "\ud800"},
-        {"name": "search", "arguments": {"query": ("a", 1, None, 0.5, {"b": True})}},
-    ]
+    return [{"name": "search", "arguments": {"query": float("nan")}}]
 
 
 async def waits(text: str) -> dict[str, Any]:

@@ -286,6 +286,7 @@ def test_no_calls_are_no_calls(name: str) -> None:
         ("leaves", "SystemExit: 3"),
         ("returns_text", "returned a string ('search()') as tool calls; return a list"),
         ("content_is_a_number", "returned a number (3) as content; return text"),
+        ("breaks_the_rules", "NaN is not a number of JSON"),
     ],
 )
 def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, error: str) -> None:
@@ -294,18 +295,6 @@ def test_whatever_a_parser_raises_leaves_the_text_as_the_message(name: str, erro
     assert (turn.text, turn.content, turn.tool_calls) == ("hello", "hello", ())
     assert turn.parse_error is not None
     assert error in turn.parse_error
-
-
-def test_calls_of_the_users_parser_are_held_to_the_rules_of_json() -> None:
-    turn = renderer_of("chatml", parser=f"{OWN}:breaks_the_rules").parse(tokens("chatml", "hello"), turn=0)
-    half, found = "it holds an unpaired surrogate", [(call.name, call.error) for call in turn.tool_calls]
-    expected = [
-        ("", half), ("search", half), ("search", half), ("search", half), ("search", "a number that is too large"),
-        ("search", "nested deeper than 64"), ("search", "it holds a set"), ("search", "a key that is not a string"),
-        ("", "it holds a set"), ("search", half), ("search", None),
-    ]  # fmt: skip
-    assert [(name, error and next(e for _, e in expected if e and e in error)) for name, error in found] == expected
-    assert turn.tool_calls[-1].arguments == {"query": ("a", 1, None, 0.5, {"b": True})}
 
 
 @pytest.mark.parametrize(

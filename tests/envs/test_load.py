@@ -28,13 +28,13 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
     starts = [
         f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
         f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but has no docstring",
-        f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: missing a required argument: 'url'; it takes (url: 'str')",
+        f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: making an instance raised TypeError: NeedsUrl.__init__() missing 1 ",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
         f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `AsyncClose`, ",
-        f"environments.constant.factory: {SAMPLES}:constant: is a int, which cannot be called",
+        f"environments.constant.factory: {SAMPLES}:constant: making an instance raised TypeError: 'int' object is not callable",
         f"environments.later.factory: {SAMPLES}:later: is async",
         f"environments.Slow.factory: {SAMPLES}:Slow: making an instance took longer than 0.05 s; raise `environments.Slow.timeout",
-        f"environments.Extra.factory: {SAMPLES}:Full: got an unexpected keyword argument 'url'; it takes ()",
+        f"environments.Extra.factory: {SAMPLES}:Full: making an instance raised TypeError: Full.__init__() got an",
     ]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
