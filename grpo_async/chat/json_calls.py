@@ -125,6 +125,5 @@ def _check(value: Any) -> None:
         elif isinstance(item, float):
             if not math.isfinite(item):
                 raise UnreadableError("it holds a number that is too large")
-        elif isinstance(item, str):
-            if SURROGATE.search(item):
-                raise UnreadableError("it holds an unpaired surrogate (\\ud800 to \\udfff)")
+        elif isinstance(item, str) and SURROGATE.search(item):
+            raise UnreadableError("it holds an unpaired surrogate (\\ud800 to \\udfff)")
