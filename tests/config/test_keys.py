@@ -1,0 +1,112 @@
+"""The keys of a configuration: the JSON schema (fresh, complete, as open as the files), `explain`, what may leave the machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from grpo_async.cli.app import app
+from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.keys import ROOT, all_keys
+from grpo_async.config.other_trainers import OTHER_NAMES
+from grpo_async.config.public import public_config
+from grpo_async.config.schema import config_schema, schema_text
+
+COMMITTED = Path(__file__).parents[2] / "configs" / "schema.json"
+SECRET = "sk-12345"
+
+
+def test_the_committed_schema_is_fresh() -> None:
+    assert COMMITTED.read_text(encoding="utf-8") == schema_text(), "run: grpo-async schema --out configs/schema.json"
+
+
+def test_required_keys_may_come_from_a_base_but_types_stay_required() -> None:
+    schema = config_schema()
+    assert set(schema["properties"]) == {"extends", *ExperimentConfig.model_fields}
+    assert "required" not in schema
+    assert {"required": ["extends"]} in schema["anyOf"]
+    assert "required" not in schema["$defs"]["RunSection"]
+    assert schema["$defs"]["CsvSource"]["required"] == ["type"]
+
+
+def test_a_variable_may_stand_for_a_number_a_choice_and_a_boolean_but_text_needs_no_exception() -> None:
+    definitions = config_schema()["$defs"]
+    interpolation = {"type": "string", "pattern": r"\$\{.+\}"}
+    assert interpolation in definitions["OptimizerSection"]["properties"]["lr"]["anyOf"]
+    assert interpolation in definitions["InferenceSection"]["properties"]["engine"]["anyOf"]
+    assert interpolation in definitions["CheckpointSection"]["properties"]["keep_every"]["anyOf"]
+    assert "anyOf" not in definitions["ModelSection"]["properties"]["path"]
+    assert definitions["OptimizerSection"]["properties"]["lr"]["default"] == 1e-6
+
+
+def test_every_setting_is_told_with_its_meaning_and_what_others_call_it_leads_to_one() -> None:
+    keys = {key.path: key for key in all_keys()}
+    assert [path for path in keys if ROOT.find(tuple(path.replace("[]", ".0").split("."))) is None] == []
+    assert {path for path in keys if "." not in path} == set(ExperimentConfig.model_fields)
+    assert [key.path for key in keys.values() if not key.meaning] == []
+    assert [other for other in OTHER_NAMES if other.here is not None and other.here not in keys] == []
+    for other in OTHER_NAMES:  # a reason names keys, too
+        for path in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", other.why):
+            assert path in keys or path == "metrics.jsonl", path
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rollout.group_size"], "rollout.group_size: whole number at least 2 and at most 1000000; default 8\n"),
+        (["num_generations"], "rollout.group_size: "),
+        (["actor_rollout_ref.rollout.n"], "rollout.group_size: "),
+        (["rewards.1.weight"], "rewards[].weight: "),
+        (["environments.game.factory"], "environments.NAME.factory: "),
+        (["oldest", "policy"], "rollout.max_staleness: "),
+        (["num_train_epochs"], "training.epochs: "),
+        (["push_to_hub"], "push_to_hub (TRL) is not needed: "),
+        (["data.train.type"], 'default "jsonl"\n  jsonl: One JSON object per line.\n'),
+        ([], "training.max_steps "),
+    ],
+)
+def test_a_key_is_found_by_its_path_by_other_names_and_by_words(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["explain", *words])
+    assert result.exit_code == 0, result.output
+    assert told in result.stdout
+
+
+def test_what_cannot_be_found_is_an_error() -> None:
+    result = CliRunner().invoke(app, ["explain", "asdfgh"])
+    assert result.exit_code == 2
+    assert "asdfgh" in result.stderr
+
+
+def _config() -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "run": {"name": "mine"},
+            "model": {"path": "m", "chat_template_kwargs": {"who": SECRET}},
+            "data": {
+                "train": {"type": "generator", "function": "a:rows", "arguments": {"login": {"password": SECRET}}}
+            },
+            "rewards": [{"function": "a:b", "weight": 2.0, "arguments": {"api_key": SECRET, "urls": [SECRET]}}],
+            "rollout": {"agent": {"command": ["agent", f"--key={SECRET}"]}},
+            "inference": {"urls": [f"http://{SECRET}"]},
+            "tracking": [{"type": "wandb", "project": SECRET, "mode": "offline"}],
+        }
+    )
+
+
+def test_values_of_arguments_are_hidden_and_servers_launch_and_trackers_left_out() -> None:
+    config = _config()
+    assert SECRET in str(config.model_dump())
+    public = public_config(config)
+    assert SECRET not in str(public)
+    assert public["rewards"][0] == {
+        **config.rewards[0].model_dump(mode="json"), "arguments": {"api_key": "...", "urls": "..."},
+    }  # fmt: skip
+    assert public["data"]["train"]["arguments"] == {"login": "..."}
+    assert public["model"]["chat_template_kwargs"] == {"who": "..."}
+    whole = config.model_dump(mode="json")
+    assert whole.keys() - public.keys() == {"launch", "inference", "tracking"}
+    for section in ("run", "training", "optimizer", "loss"):
+        assert public[section] == whole[section]
