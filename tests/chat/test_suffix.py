@@ -205,12 +205,6 @@ def test_tokens_that_do_not_line_up_are_an_error_that_says_so() -> None:
         renderer.suffix_ids([made], [made.result_message("hello")])
 
 
-def test_a_call_without_a_readable_name_still_gets_its_error() -> None:
-    made = call("")
-    text = family("gpt_oss").decode(renderer_of("gpt_oss").suffix_ids([made], [made.result_message("not JSON")]))
-    assert text.startswith("<|start|>functions.unknown to=assistant")
-
-
 def test_a_tokenizer_with_a_second_template_for_tools_uses_it() -> None:
     tokenizer = copy.deepcopy(family("qwen2_5"))
     tokenizer.chat_template = {"default": family("no_tool_role").chat_template, "tool_use": tokenizer.chat_template}

@@ -12,7 +12,6 @@ from grpo_async.envs import Environment, EnvironmentPool, Environments, load_env
 from grpo_async.records import ToolCall, ToolCallRecord
 from grpo_async.tools import ToolExecutor
 
-TRL = "tests.envs.trl_style_environment"
 SAMPLES = "tests.envs.sample_environments"
 
 

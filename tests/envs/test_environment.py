@@ -136,7 +136,6 @@ def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | Non
     [
         (3, "`reset` returned 3 (int); it must return text, a list of text parts, or None"),
         ("x" * (MAX_RESET_CHARS + 1), "`reset` returned 1,000,001 characters; "),
-        ([], "`reset` returned [] (list); it must"),
         (["a"], "`reset` returned ['a'] (list); it must"),
         ([{"type": "image", "image": 1}], "`reset` returned something unusable: the result holds a part of type image"),
     ],
@@ -159,7 +158,6 @@ def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, proble
             "`get_reward` returned nan; it must be a number of at most 1e+09, or None",
         ),
         (10**400, "`get_reward` returned inf"),
-        (-1e308, "`get_reward` returned -1e+308"),
         ("good", "`get_reward` returned 'good' (str); it must be a number or None"),
     ],
 )

@@ -1,47 +1,7 @@
 """Environments and reward functions as people write them for TRL's GRPOTrainer; nothing here knows of this package."""
 
 
-class FakeClient:
-    """Stands for the client of an environment's server."""
-
-    def __init__(self, base_url):
-        self.base_url = base_url
-        self.is_open = True
-
-    def step(self, message):
-        return message, len(message) / 10
-
-    def close(self):
-        self.is_open = False
-
-
-class EchoToolEnv:
-    def __init__(self):
-        self.client = FakeClient(base_url="http://localhost:8001")
-        self.reward = 0.0
-
-    def reset(self, **kwargs) -> None | str:  # noqa: RUF036 - as the documentation writes it
-        self.reward = 0.0
-        return None
-
-    def echo(self, message: str) -> str:
-        """
-        Echo the message back from the environment.
-
-        Args:
-            message: The message to echo
-
-        Returns:
-            The echoed message.
-        """
-        answer, self.reward = self.client.step(message)
-        return answer
-
-
 class WordleEnv:
-    def __init__(self):
-        self.client = FakeClient(base_url="http://localhost:8002")
-
     def reset(self, word="crane", **kwargs) -> str | None:
         self._word = word
         self.reward = 0.0
@@ -72,8 +32,33 @@ class WordleEnv:
         return f"{' '.join(letters.upper())}\n{' '.join(marks)}"
 
 
-def reward_func(environments, **kwargs) -> list[float]:
-    return [env.reward for env in environments]
+class IncrementEnv:
+    # Reserved methods
+    def reset(self, target, **kwargs) -> str:
+        self.counter = 0
+        self.target = target
+        return f"Increment the counter by {self.target}."
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    # Public methods (exposed as tools)
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+def only_wordle(environments, **kwargs) -> list[float | None]:
+    return [env.reward if isinstance(env, WordleEnv) else None for env in environments]
 
 
 def multiply(a: int, b: int) -> int:

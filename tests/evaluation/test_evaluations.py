@@ -17,7 +17,6 @@ from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord, read_evaluations
 from tests.launcher.support import make_config
-from tests.store.builders import append_simple
 
 
 class _Source:
@@ -248,27 +247,6 @@ def test_rollouts_of_one_that_was_broken_off_or_of_later_steps_are_removed(tmp_p
     assert resumed.run_dir.evaluation(2).exists()
     resumed.evaluations.before_training()
     assert not list(resumed.run_dir.evaluation(2).glob("*"))
-
-
-def test_the_rollouts_of_an_evaluation_are_sealed_while_training_continues(tmp_path: Path) -> None:
-    run = _Run(tmp_path, at_start=False)
-
-    def names(step: int) -> list[str]:
-        return [path.suffix for path in run.run_dir.evaluation(step).glob("block-*")]
-
-    stores = []
-    for step in (2, 4):
-        run.after(step)
-        running = run.evaluations._running
-        assert running is not None
-        stores.append(running.store)
-        append_simple(running.store, 0)
-        run.source.end()
-        run.after(step + 1)
-    stores[0].close(seal_wait_s=30.0)
-    assert names(2) == [".parquet"]
-    run.evaluations.close()
-    assert names(4) == [".parquet"]
 
 
 def test_a_policy_is_being_evaluated_until_its_score_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,6 @@ class _Setup:
         version: int = 0,
         keeps_open_turns: bool = True,
         max_staleness: int = 1,
-        num_prompts: int | None = None,
     ) -> None:
         self.client = _Client(script)
         self.ledger = Ledger(
@@ -115,7 +114,6 @@ class _Setup:
             [{"prompt": text} for text in texts],
             seed=0,
             shuffle=False,
-            num_prompts=num_prompts,
             state=resume.data if resume else None,
         )
         client: Any = self.client
@@ -479,37 +477,3 @@ def test_a_broken_contract_ends_the_run_with_every_group_accounted_for(tmp_path:
     setup.produce_instead(broken)
     setup.fails(FatalRolloutError, "logprobs")  # asserts that the ledger is closed and nothing in flight
     assert setup.statuses()["failed"] >= 1
-
-
-def test_at_the_end_of_the_data_every_prompt_is_taken_or_accounted_for(tmp_path: Path) -> None:
-    """Seven prompts, two a step: one fails, one has equal rewards and is filtered, so the steps get 2, 2 and 1."""
-
-    def script(name: str) -> Generation | Exception:
-        if name.startswith("g1-"):
-            return RequestRejectedError(400, "bad")
-        return _answer(1) if name.startswith("g4-") else _alternating(name)
-
-    setup = _Setup(tmp_path, script, zero_variance="resample", num_prompts=7, max_staleness=3)
-    taken: list[list[int]] = []  # [num_steps]
-
-    async def steps(task: asyncio.Task[None]) -> None:
-        for version in range(9):
-            groups = await setup.take(2, version=version)
-            if not groups:
-                break
-            taken.append([group.group.group_id for group in groups])
-            for group in groups:
-                setup.worker.close_group(
-                    group.group, GroupStatus.TRAINED, scored=group, step=version + 1, was_taken=True
-                )
-            setup.client.version = version + 1
-            setup.worker.on_version(version + 1)
-            setup.ledger.advance(version + 1)
-        await asyncio.wait_for(task, timeout=5.0)  # it has ended by itself
-
-    setup.run(steps)
-    assert sorted(number for groups in taken for number in groups) == [0, 2, 3, 5, 6]
-    assert [len(groups) for groups in taken] == [2, 2, 1]
-    counts = setup.groups()
-    assert (counts["started"], counts["trained"], counts["failed"], counts["filtered"]) == (7, 5, 1, 1)
-    assert setup.worker.epoch == pytest.approx(7 / 3)

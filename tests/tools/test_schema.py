@@ -57,7 +57,6 @@ def test_arguments_that_config_or_partial_fix_are_hidden_and_need_no_text_or_typ
         (sample_tools.takes_anything, ["takes `*args`", "takes `**kwargs`", "no description of `args`, `kwargs`"]),
         (sample_tools.odd_type, ["cannot be described to the model"]),
         (sample_tools.unresolvable, ["a type hint that cannot be resolved: name 'Nowhere' is not defined"]),
-        (sample_tools.search, ["no description of `index`"]),
     ],
 )
 def test_all_that_is_wrong_with_a_function_is_said_at_once(function: Any, problems: list[str]) -> None:
@@ -113,14 +112,10 @@ def test_what_fits_passes_and_a_whole_number_is_an_integer_however_json_wrote_it
     ("arguments", "problem"),
     [
         ({"count": "3"}, 'argument "count": input should be a valid integer, not "3"'),
-        ({"count": 3.5}, 'argument "count": input should be a valid integer, not 3.5'),
         ({"count": True}, 'argument "count": input should be a valid integer, not true'),
-        ({"count": None}, 'argument "count": input should be a valid integer, not null'),
-        ({"ratio": "half"}, 'argument "ratio": input should be a valid number, not "half"'),
         ({"text": 3}, 'argument "text": input should be a valid string, not 3'),
         ({"flags": [True, 1]}, 'argument "flags" at 1: input should be a valid boolean, not 1'),
         ({"pair": [1]}, 'argument "pair" at 1: field required'),
-        ({"table": {"x": "y"}}, 'argument "table" at x: input should be a valid integer, not "y"'),
         ({"either": "a"}, 'argument "either" at list[str]: input should be a valid array, not "a"'),
         ({"unit": "km"}, """argument "unit": input should be 'm' or 'ft', not "km\""""),
         ({"ration": 1}, "unknown argument \"ration\"; did you mean 'ratio'?"),

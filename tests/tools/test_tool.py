@@ -43,7 +43,6 @@ def raising(error: BaseException, *, is_async: bool) -> Callable[..., Any]:
         (sample_tools.async_add, {"a": 6, "b": 7}, "13"),
         (sample_tools.search_books, {"query": "cats"}, "cats in books, 3, asc"),
         (sample_tools.greeter, {"name": "Ann"}, "Hello Ann"),
-        (sample_tools.shout, {"name": "Ann"}, "HELLO ANN"),
         (sample_tools.async_greeter, {"name": "Ann"}, "Later, Ann"),
     ],
 )
@@ -82,10 +81,7 @@ def test_a_tool_runs_in_another_thread_and_an_async_one_always_on_the_same_loop(
     ("error", "told"),
     [
         (ValueError("no\n such thing"), "ValueError: no such thing"),
-        (KeyError("x"), "KeyError: 'x'"),
-        (RuntimeError(), "RuntimeError"),
         (SystemExit("enough"), "SystemExit: enough"),
-        (KeyboardInterrupt(), "KeyboardInterrupt"),
         (asyncio.CancelledError("mine"), "CancelledError: mine"),
         (ToolError("use the other one"), "use the other one"),
     ],
@@ -132,13 +128,10 @@ CIRCLE.append(CIRCLE)
     ("value", "text"),
     [
         ("as it is", "as it is"),
-        ("", ""),
-        (3, "3"),
         (True, "true"),
         (None, "null"),
         ({"a": "é", "b": [1, None]}, '{"a": "é", "b": [1, null]}'),
         (datetime.date(2024, 1, 2), "2024-01-02"),
-        ({1}, "{1}"),
         (CIRCLE, "[[...]]"),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
         ([{"type": "fruit", "name": "fig"}], '[{"type": "fruit", "name": "fig"}]'),
