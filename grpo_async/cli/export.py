@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -21,11 +21,12 @@ def export(
             help="Which rollouts to export, as an SQL condition; `inspect-rollouts --help` lists the columns.",
         ),
     ] = None,
-    format_: Annotated[
-        Literal["jsonl", "parquet"] | None,
-        typer.Option("--format", help="Default: by the extension of --out; without --out, jsonl."),
-    ] = None,
-    out: Annotated[str, typer.Option("--out", metavar="FILE|-", help="Output file; - is standard output.")] = "-",
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", metavar="FILE|-", help="Output file, .jsonl or .parquet; - is standard output (JSON lines)."
+        ),
+    ] = "-",
     evaluation: EvaluationOption = None,
     superseded: SupersededOption = False,
     skip_damaged: Annotated[
@@ -43,7 +44,7 @@ def export(
       grpo-async export quickstart --out rollouts.parquet
       grpo-async export quickstart "reward<0.2 and truncated" --out bad.jsonl
       grpo-async export quickstart --evaluation latest | jq .completion_text
-      grpo-async export quickstart "trained and text ilike '%what is%'" --format parquet --out found.parquet
+      grpo-async export quickstart "trained and text ilike '%what is%'" --out found.parquet
     """
     from grpo_async.store.export import SUFFIXES, export_rollouts
     from grpo_async.store.query import parse_query
@@ -52,15 +53,9 @@ def export(
 
     wanted = parse_query(query or "")
     suffix = Path(out).suffix.lower()
-    if format_ is None and suffix and suffix not in SUFFIXES:
+    if out != "-" and suffix not in SUFFIXES:
         raise typer.BadParameter(
-            f"{out}: the extension does not say the format; use {' or '.join(SUFFIXES)}, or add --format jsonl or parquet",
-            param_hint="--out",
-        )
-    chosen = format_ or SUFFIXES.get(suffix, "jsonl")
-    if out == "-" and chosen == "parquet":
-        raise typer.BadParameter(
-            "Parquet cannot be written to a terminal or a pipe; name a file: --out rollouts.parquet", param_hint="--out"
+            f"{out}: the extension says the format; use {' or '.join(SUFFIXES)}", param_hint="--out"
         )
     run_dir = find_run(run)
     if evaluation is not None:
@@ -68,7 +63,12 @@ def export(
     target = sys.stdout.buffer if out == "-" else Path(out)
     try:
         done = export_rollouts(
-            run_dir.rollouts, target, chosen, wanted, with_superseded=superseded, skip_damaged=skip_damaged
+            run_dir.rollouts,
+            target,
+            SUFFIXES.get(suffix, "jsonl"),
+            wanted,
+            with_superseded=superseded,
+            skip_damaged=skip_damaged,
         )
     except BrokenPipeError:  # `| head`
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -118,7 +118,6 @@ def prepare_quickstart(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
-    force: Annotated[bool, typer.Option("--force", help="Make it again even if it exists.")] = False,
 ) -> None:
     """Make a tiny model and data for one of the tiny tasks; does nothing if they already exist.
 
@@ -130,6 +129,6 @@ def prepare_quickstart(
     """
     from grpo_async.quickstart.prepare import prepare
 
-    prepare(out, task=task, seed=seed, force=force)
+    prepare(out, task=task, seed=seed)
     if out is None and seed == 0:  # what the configs name
         typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{_CONFIGS[task][0]}')))}")

@@ -37,7 +37,7 @@ def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
     return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
-def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int = 0, force: bool = False) -> None:
+def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int = 0) -> None:
     """Make a task's model and data in `folder`, unless they are there already.
 
     Args:
@@ -45,7 +45,6 @@ def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int =
         task: name of one of `TASKS`.
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
-        force: make it again even if it is there.
 
     Raises:
         ConfigError: there is no such task, or the folder holds something that was not made here.
@@ -56,7 +55,7 @@ def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int =
     chosen = TASKS[task]
     folder = default_folder(seed, task=task) if folder is None else folder
     marker = _marker(chosen, seed)
-    if not force and _is_made_by(marker, folder):
+    if _is_made_by(marker, folder):
         return
     _refuse_a_folder_of_others(folder)
 
@@ -67,7 +66,7 @@ def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int =
         _build(building, chosen, seed)
         (building / _MARKER).write_text(marker, encoding="utf-8")
         building.chmod(0o755)  # mkdtemp makes it private
-        if force or not _is_made_by(marker, folder):  # another process may have made the same one meanwhile
+        if not _is_made_by(marker, folder):  # another process may have made the same one meanwhile
             put_in_place(building, folder, aside=building.with_name(building.name + ".previous"))
     finally:
         shutil.rmtree(building, ignore_errors=True)  # gone already when it was put in place
