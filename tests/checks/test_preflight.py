@@ -232,7 +232,7 @@ def test_foreign_text_that_becomes_a_control_token_fails(tmp_path: Path, monkeyp
 
 def _server(url: str = "", **info: Any) -> Any:
     fields = {
-        "engine": "vllm", "engine_version": "1", "model": "m", "dtype": "float32", "max_model_len": 64, "policy_version": 0,
+        "engine": "vllm", "model": "m", "dtype": "float32", "max_model_len": 64, "policy_version": 0,
     }  # fmt: skip
     return SimpleNamespace(name="server 0", url=url, info=ServerInfo(**{**fields, **info}), control=None)
 

@@ -1,8 +1,10 @@
-"""Servers without HTTP: workers in threads of this process that join real groups and load into a dict."""
+"""Servers without HTTP: workers in threads of this process that join real groups and load into a dict. They fail where they are
+told to, and record what is asked of them. And parameters to push."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,48 +12,101 @@ import torch
 
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError, ServerUnavailableError
 from grpo_async.inference.api import WeightInitInfo, WeightUpdateInfo
+from grpo_async.weights.buckets import ParameterSpec, cut_into_buckets
 from grpo_async.weights.receiver import WeightReceiver
 
-WAIT_S = 60.0
+LIMIT_S = 60.0
+"""Of every wait in these tests; none is reached when they pass."""
+
+
+class Events:
+    """What happened, in order, on all servers."""
+
+    def __init__(self) -> None:
+        self._events: list[str] = []
+        self._changed = threading.Condition()
+
+    def add(self, event: str) -> None:
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
+    def all(self) -> list[str]:
+        with self._changed:
+            return list(self._events)
+
+    def of(self, name: str) -> list[str]:
+        """Those of one server, without its name."""
+        return [event.removeprefix(f"{name} ") for event in self.all() if event.startswith(f"{name} ")]
+
+    def wait_for(self, *events: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: set(events) <= set(self._events), LIMIT_S), (events, self._events)
 
 
 class Workers:
-    """The workers of one server. What they raise comes out as the answer >= 500 that the server would give."""
+    """The control of one server. What its workers raise comes out as the answer >= 500 that the server would give.
 
-    def __init__(self, name: str, num_workers: int = 1) -> None:
+    `faults`: phase -> what it raises there, or an event that it waits for instead of answering. In the phase "transferred" it has
+    received the update.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_workers: int = 1,
+        *,
+        events: Events | None = None,
+        faults: Mapping[str, Exception | threading.Event] | None = None,
+    ) -> None:
         self.name, self.num_workers = name, num_workers
         self.served: list[dict[str, torch.Tensor]] = []
         self.version = 0
         self.is_whole = True
-        self.calls: list[str] = []
+        self.events = events or Events()
+        self.calls: dict[str, Any] = {}
+        self._faults = faults or {}
         self._receivers = [WeightReceiver(device=torch.device("cpu"), rank=rank) for rank in range(num_workers)]
 
-    def pause(self, *, mode: str, keep_cache: bool, timeout_s: float) -> None:
-        self.calls.append("pause")
+    def _do(self, phase: str, **arguments: Any) -> None:
+        self.calls[phase] = arguments
+        self.events.add(f"{self.name} {phase}")
+        fault = self._faults.get(phase)
+        if isinstance(fault, threading.Event):
+            fault.wait(LIMIT_S)
+        elif fault is not None:
+            raise fault
+
+    def pause(self, **arguments: Any) -> None:
+        self._do("pause", **arguments)
 
     def resume(self, *, timeout_s: float) -> None:
         if not self.is_whole:
             raise RequestRejectedError(409, "a part of an update")
-        self.calls.append("resume")
+        self._do("resume", timeout_s=timeout_s)
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float) -> None:
+        self._do("connect", timeout_s=timeout_s)
         self._in_threads(lambda receiver: receiver.join(info))
 
     def start_weight_update(self, info: WeightUpdateInfo, *, timeout_s: float) -> None:
-        self._info = info
+        self._do("start", info=info, timeout_s=timeout_s)
 
     def update_weights(self, *, timeout_s: float) -> None:
+        self._do("transfer")
         self.is_whole = False
-        self.served = self._in_threads(lambda receiver: dict(receiver.receive(self._info)))
+        self.served = self._in_threads(lambda receiver: dict(receiver.receive(self.calls["start"]["info"])))
+        self._do("transferred")
 
     def finish_weight_update(self, version: int, *, timeout_s: float) -> None:
+        self._do("finish")
         self.version, self.is_whole = version, True
 
     def _in_threads(self, work: Any) -> list[Any]:
         with ThreadPoolExecutor(self.num_workers) as pool:
             futures = [pool.submit(work, receiver) for receiver in self._receivers]
             try:
-                return [future.result(WAIT_S) for future in futures]
+                return [future.result(LIMIT_S) for future in futures]
             except GrpoAsyncError as error:
                 raise ServerUnavailableError(f"the inference server answered 500: {error}", answered=True) from error
 
@@ -75,3 +130,32 @@ class DyingWorkers(Workers):
             super().update_weights(timeout_s=timeout_s)
         except ServerUnavailableError as error:
             raise ServerUnavailableError("POST /update_weights failed 1 times: ReadError") from error
+
+
+class Parameters:
+    """Random tensors of several dtypes and odd sizes, so that some start unaligned in their bucket."""
+
+    def __init__(self, *, num_layers: int = 6, events: Events | None = None) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.events = events or Events()
+        self.num_gathered = 0
+        for layer in range(num_layers):
+            self.tensors[f"{layer}.weight"] = torch.randn(33, 17, generator=generator)
+            self.tensors[f"{layer}.half"] = torch.randn(3, generator=generator).bfloat16()
+            self.tensors[f"{layer}.count"] = torch.tensor(layer)
+            self.tensors[f"{layer}.flag"] = torch.tensor([True, False, True])
+        self.specs = [
+            ParameterSpec(name=name, dtype_name=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+        self.num_gathered = 0
+        for number, bucket in enumerate(cut_into_buckets(self.specs, bucket_bytes)):
+            self.events.add(f"gathering {number}")
+            self.num_gathered += 1
+            yield [self.tensors[spec.name] for spec in bucket]
+
+    def num_buckets(self, bucket_bytes: int) -> int:
+        return len(list(cut_into_buckets(self.specs, bucket_bytes)))
