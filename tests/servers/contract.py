@@ -116,7 +116,7 @@ def _exchange_weights(pusher: WeightPusher, model: Any, version: int) -> None:
     pusher.post("/finish_weight_update", {"weight_version": str(version)})
 
 
-def _serves(server: Served, model: Any, version: int) -> None:
+def serves(server: Served, model: Any, version: int) -> None:
     """So long a prompt that stale prefix cache would show."""
     request = make_request(LONG_PROMPT, max_tokens=24)
     assert_exact(model, request, server.generate(request), version, server.tolerance)
@@ -349,7 +349,7 @@ class Contract:
         # with keep_kv vLLM starts the queued one, as it goes on with those that run, over the cache that there is
         for each in (queued, held) if mode == "recompute" else (held,):
             assert_exact(model_b, each.request, each.done.result(60), version + 1, server.tolerance)
-        _serves(server, model_b, version + 1)
+        serves(server, model_b, version + 1)
         scored = [*PROMPT, *LONG_PROMPT]
         assert server.score(scored).logprobs == pytest.approx(scores_of(model_b, scored), abs=server.tolerance)
         models = {version: model_a, version + 1: model_b}
@@ -369,14 +369,14 @@ class Contract:
     def test_pushes_serve_the_new_model_under_versions_that_may_jump_and_come_again(
         self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
     ) -> None:
-        _serves(server, model_a, version)
+        serves(server, model_a, version)
         pusher.push(weights_of(model_b), version + 40, bucket_bytes=100_000)
-        _serves(server, model_b, version + 40)
+        serves(server, model_b, version + 40)
         assert server.info().policy_version == version + 40
         # a trainer that went back to a checkpoint counts its versions again; keep_cache leaves all old blocks where they are
         for model, again in ((model_a, version), (model_b, version + 40), (model_a, version + 40)):
             pusher.push(weights_of(model), again, keep_cache=True)
-            _serves(server, model, again)
+            serves(server, model, again)
 
     def test_during_pushes_every_token_has_the_logprob_of_the_version_it_is_stamped_with(
         self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
@@ -417,9 +417,9 @@ class Contract:
             assert server.post("/update_weights").status_code == 409
             # nothing to finish: the new version must not name the old weights
             assert server.post("/finish_weight_update", {"weight_version": str(version + 1)}).status_code == 409
-            _serves(server, model_a, version)
+            serves(server, model_a, version)
         pusher.push(good, version + 1)  # the group is as good as before
-        _serves(server, model_b, version + 1)
+        serves(server, model_b, version + 1)
 
     def test_an_update_needs_a_pause_and_serves_only_once_it_is_finished(
         self, server: Served, model_a: Any, model_b: Any, version: int, pusher: WeightPusher
@@ -427,7 +427,7 @@ class Contract:
         pusher.start(weights_of(model_b))
         refused = server.post("/update_weights")
         assert (refused.status_code, "POST /pause first" in refused.json()["error"]) == (409, True)
-        _serves(server, model_a, version)
+        serves(server, model_a, version)
         pusher.post("/pause")
         pusher.start(weights_of(model_b))
         pusher.update(weights_of(model_b))
@@ -435,7 +435,7 @@ class Contract:
         for _ in range(2):  # a retry after a lost answer
             pusher.post("/finish_weight_update", {"weight_version": str(version + 4)})
         pusher.post("/resume")
-        _serves(server, model_b, version + 4)
+        serves(server, model_b, version + 4)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("moment", MOMENTS)
@@ -463,9 +463,9 @@ class Contract:
             restarted.connect()
             restarted.push(weights_of(model_b), version + 1)
         assert set(held.result(60).versions) <= {version, version + 1}
-        _serves(server, model_b, version + 1)
+        serves(server, model_b, version + 1)
 
-    def test_an_adapter_push_serves_what_the_trainer_computes_and_what_a_merged_push_serves(
+    def test_an_adapter_push_serves_what_the_trainer_computes_and_what_a_merged_pushserves(
         self, server: Served, tiny_model: Path, version: int
     ) -> None:
         policy, section = adapted_policy(tiny_model)

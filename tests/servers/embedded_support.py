@@ -39,22 +39,6 @@ def load(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def with_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> Any:
-    """The model of `folder` with other weights."""
-    model = load(folder)
-    model.load_state_dict(dict(weights), strict=False)
-    return model
-
-
-def perturbed(model: Any, seed: int) -> dict[str, torch.Tensor]:
-    """Other weights of the same shapes: each matrix shifted a little, norms kept."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: p + 0.05 * torch.randn(p.shape, generator=generator) if p.dim() > 1 else p.clone()
-        for name, p in model.named_parameters()
-    }
-
-
 def make_request(token_ids: Sequence[int], **fields: Any) -> GenerateRequest:
     settings = {"request_id": "r", "max_tokens": 8, "temperature": 1.0, "ignore_eos": True, **fields}
     return GenerateRequest(token_ids=list(token_ids), **settings)
@@ -102,13 +86,9 @@ def submit(engine: SlotEngine, request: GenerateRequest) -> Submitted:
 def step(engine: SlotEngine, times: int = 1) -> None:
     for _ in range(times):
         engine.step()
-        hand_out(engine)
-
-
-def hand_out(engine: SlotEngine) -> None:
-    for sequence, output in engine.take_outputs():
-        assert isinstance(sequence, Submitted)
-        sequence.output.add(output, engine.policy_version)
+        for sequence, output in engine.take_outputs():
+            assert isinstance(sequence, Submitted)
+            sequence.output.add(output, engine.policy_version)
 
 
 def finish(engine: SlotEngine) -> None:
@@ -237,13 +217,6 @@ class Live(Served):
         super().__init__(url)
         self.engine, self.server, self.stop = engine, server, stop
         self.failed = threading.Event()
-
-
-def serves(server: Live, model: Any, version: int) -> bool:
-    """Whether a new request gets the tokens of `model`, stamped `version`."""
-    request = make_request(prompt(12), seed=3, max_tokens=10)
-    output = server.generate(request)
-    return set(output.versions) == {version} and worst_error(model, request, output) < 1e-5
 
 
 @contextmanager

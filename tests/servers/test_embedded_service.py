@@ -13,20 +13,20 @@ import pytest
 from grpo_async.inference.api import GENERATE_PATH, SCORE_PATH, WeightInitInfo
 from grpo_async.weights.buckets import cut_into_buckets, pack
 from grpo_async.weights.receiver import parameter_specs
+from tests.servers.contract import model_b, serves, weights_of
 from tests.servers.embedded_support import (
     Live,
     live,
     load,
     make_request,
-    perturbed,
     prompt,
-    serves,
-    with_weights,
     worst_error,
 )
 from tests.support.tiny_model import build_tiny_model
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher, announcement, push_state_dict
+
+__all__ = ["model_b"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -224,10 +224,11 @@ def test_a_wrong_pause_is_refused_and_pauses_nothing(server: Live) -> None:
 def test_a_model_with_its_own_lm_head_is_updated_too(tmp_path: Path) -> None:
     folder = build_tiny_model(tmp_path, tie_word_embeddings=False)
     with live(load(folder)) as server:
-        weights = perturbed(load(folder), seed=1)
+        other = load(build_tiny_model(tmp_path / "other", seed=1, tie_word_embeddings=False))
+        weights = weights_of(other)
         assert "lm_head.weight" in weights
         push_state_dict(server.url, None, weights, 1)
-        assert serves(server, with_weights(folder, weights), version=1)
+        serves(server, other, version=1)
 
 
 def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
@@ -251,11 +252,9 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
     assert time.monotonic() - began < 15.0
 
 
-def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_one(
-    own: Live, tiny_model: Path
-) -> None:
+def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_one(own: Live, model_b: Any) -> None:
     """The trainer goes on living, but sends no more: the server's own deadline ends it, and another trainer mends it."""
-    weights = perturbed(load(tiny_model), seed=1)
+    weights = weights_of(model_b)
     with WeightPusher(own.url, None, timeout_s=3.0) as stuck, WeightPusher(own.url, None) as pusher:
         stuck.connect()
         group = stuck.group
@@ -289,4 +288,4 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         assert 0 < num_old < 400
         assert going_on == [0] * num_old + [5] * (400 - num_old)
         assert scored.result(30.0).json()["policy_version"] == 5
-    assert serves(own, with_weights(tiny_model, weights), version=5)
+    serves(own, model_b, version=5)
