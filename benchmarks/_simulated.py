@@ -318,17 +318,15 @@ class SimulatedStore:
     def append(self, *args: object, **kwargs: object) -> None: ...
 
 
-class TellingBuffer(SampleBuffer):
-    """The real one; gives the thread back to the trainer, which may wait for a group, whenever one came or a failure did."""
+def give_back_at(buffer: SampleBuffer, loop: VirtualLoop) -> None:
+    """The thread goes back to the trainer, which may wait for a group, whenever one comes or a failure does."""
 
-    def __init__(self, loop: VirtualLoop, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._virtual_loop = loop
+    def telling(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            method(*given)
+            loop.give_back()
 
-    def add(self, *groups: ScoredGroup) -> None:
-        super().add(*groups)
-        self._virtual_loop.give_back()
+        return call
 
-    def fail(self, error: BaseException) -> None:
-        super().fail(error)
-        self._virtual_loop.give_back()
+    for name in ("add", "fail"):
+        setattr(buffer, name, telling(getattr(buffer, name)))

@@ -30,13 +30,13 @@ from benchmarks._simulated import (
     SimulatedScorer,
     SimulatedServer,
     SimulatedStore,
-    TellingBuffer,
     VirtualLoop,
+    give_back_at,
     lengths_of,
 )
 from benchmarks.report import Report, parser_of
 from grpo_async.batching.plan import plan_batch
-from grpo_async.buffer.ledger import Ledger, is_closed
+from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.sample_buffer import Watch
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
@@ -180,15 +180,6 @@ def simulate(setup: Setup) -> dict[str, float]:
     """
     loop = VirtualLoop()
     servers = [SimulatedServer(loop, setup.speed) for _ in range(setup.servers)]
-    ledger = Ledger(
-        groups_per_step=setup.groups_per_step, max_staleness=setup.max_staleness, version=0, last_version=setup.steps
-    )
-    worker: RolloutWorker
-    buffer = TellingBuffer(
-        loop,
-        max_staleness=setup.max_staleness,
-        on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
-    )
     scorer: Any = SimulatedScorer(filtered=setup.filtered, seed=setup.seed)
     store: Any = SimulatedStore()
     worker = RolloutWorker(
@@ -203,10 +194,11 @@ def simulate(setup: Setup) -> dict[str, float]:
         producer=SimulatedProducer(servers, setup.lengths),
         errors=ErrorLog(),
         scorer=scorer,
-        buffer=buffer,
-        ledger=ledger,
         store=store,
+        num_steps=setup.steps,
     )
+    ledger, buffer = worker.ledger, worker.buffer
+    give_back_at(buffer, loop)
     watch = Watch(
         timeout_s=_NEVER_S,
         setting="training.stall_timeout_s",

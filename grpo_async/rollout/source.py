@@ -1,6 +1,6 @@
 """The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
 
-Owns the loop thread, the worker, the buffer and the ledger; `start` after the first weight push, `stop` in any case.
+Owns the loop thread and the worker, with its buffer and its ledger; `start` after the first weight push, `stop` in any case.
 """
 
 from __future__ import annotations
@@ -14,19 +14,16 @@ from concurrent.futures import CancelledError, Future
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from grpo_async.buffer.ledger import Ledger
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, SampleBuffer, Watch
+from grpo_async.buffer.sample_buffer import HEARTBEAT_S, BufferInterrupted, Watch
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.records import GroupStatus, ScoredGroup, TokenStats
-from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.group import describe as describe_in_flight
 from grpo_async.rollout.metrics import group_metrics
 from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
-from grpo_async.scoring.advantages import Advantages
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +42,8 @@ class RolloutSource:
         self,
         config: ExperimentConfig,
         *,
-        thread: LoopThread,
         client: InferenceClient,
         worker: RolloutWorker,
-        buffer: SampleBuffer,
-        ledger: Ledger,
-        errors: ErrorLog,
-        advantages: Advantages,
         server_events: Callable[[], int] = int,
         closing: Sequence[Callable[[], None]] = (),
         closing_on_loop: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
@@ -59,13 +51,11 @@ class RolloutSource:
         """`server_events` grows while servers come and go: a wait for samples is not a stall then. `closing` are called at the end
         (worker pools of the reward functions), `closing_on_loop` run before that on the event loop (environments)."""
         self._config = config
-        self._thread = thread
-        self._client = client
+        self._thread = LoopThread()
+        self._thread.start()
         self._worker = worker
-        self._buffer = buffer
-        self._ledger = ledger
-        self._errors = errors
-        self._advantages = advantages
+        self._buffer = worker.buffer
+        self._ledger = worker.ledger
         self._server_events = server_events
         self._attention = threading.Event()
         self._closing = closing
@@ -128,7 +118,7 @@ class RolloutSource:
         except BufferInterrupted:
             return None
         self._noted = self._buffer.take_noted()
-        return self._advantages.over_step(groups)
+        return self._worker.scorer.advantages.over_step(groups)
 
     def describe(self) -> str:
         """What there is and what the oldest of it waits for. From any thread, also when the rollout thread hangs."""
@@ -194,7 +184,9 @@ class RolloutSource:
         gauges = {"epoch": self._worker.epoch}
         for kind, counts in self._ledger.snapshot().items():
             gauges.update({f"ledger/{kind}/{status}": float(count) for status, count in counts.items()})
-        gauges.update({f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._errors.counts.items()})
+        gauges.update(
+            {f"failures/{kind.replace(': ', '/')}": float(n) for kind, n in self._worker.errors.counts.items()}
+        )
         return gauges
 
     def ledger_snapshot(self) -> dict[str, dict[str, int]]:

@@ -47,11 +47,9 @@ class RolloutWorker:
     Args:
         section: sizes and limits.
         seed: of the run.
+        num_steps: of the run.
         resume: what a checkpoint had of this side; its queued groups are put into the buffer here.
         version: policy version at the start.
-        keeps_open_turns: a resume continues in the middle of a turn. Without, a turn that was being generated is generated again
-            from its seed, which gives the same tokens and logprobs to the last bit where the engine's do not depend on how they are
-            cut.
     """
 
     def __init__(
@@ -63,12 +61,10 @@ class RolloutWorker:
         producer: GroupProducer,
         errors: ErrorLog,
         scorer: Scorer,
-        buffer: SampleBuffer,
-        ledger: Ledger,
         store: RolloutStore,
+        num_steps: int,
         resume: ResumeState | None = None,
         version: int = 0,
-        keeps_open_turns: bool = True,
         timeline: Timeline = NO_TIMELINE,
     ) -> None:
         self._timeline = timeline
@@ -79,15 +75,28 @@ class RolloutWorker:
         self._max_without_signal = section.max_rounds_without_signal * section.groups_per_step
         self._stream = stream
         self._producer = producer
-        self._errors = errors
-        self._scorer = scorer
-        self._buffer = buffer
-        self._ledger = ledger
+        self.errors = errors
+        self.scorer = scorer
+        self.ledger = Ledger(
+            None if resume is None else resume.ledger,
+            groups_per_step=section.groups_per_step,
+            max_staleness=section.max_staleness,
+            version=version,
+            last_version=num_steps,
+        )
+        self.buffer = SampleBuffer(
+            max_staleness=section.max_staleness,
+            on_drop=lambda scored, status, step: self.close_group(scored.group, status, scored=scored, step=step),
+            next_step=version + 1,
+            last_step=num_steps,
+            timeline=timeline,
+        )
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
         self._server_version = version
         self._last_failure: Exception | None = None
-        self._keeps_open_turns = keeps_open_turns
+        # a synchronous run generates an open turn again from its seed: the same bits, where how it is cut does not change them
+        self._keeps_open_turns = section.max_staleness > 0
         self._failures_in_a_row = 0
         self._without_signal_in_a_row = 0
         self._outstanding: set[int] = set() if resume is None else set(resume.outstanding)
@@ -104,12 +113,12 @@ class RolloutWorker:
         kept = [queued for queued in resume.queued if not self._is_stale(queued.scored.oldest_version)]
         for queued in kept:
             group_id = queued.scored.group.group_id
-            self._ledger.start(group_id)
-            self._ledger.generated(group_id, queued.tokens)
-            self._ledger.queue(group_id)
-        self._buffer.add(*(queued.scored for queued in kept))
+            self.ledger.start(group_id)
+            self.ledger.generated(group_id, queued.tokens)
+            self.ledger.queue(group_id)
+        self.buffer.add(*(queued.scored for queued in kept))
         for noted in resume.noted:
-            self._buffer.note(noted)
+            self.buffer.note(noted)
         return {queued.scored.group.prompt.prompt_id for queued in kept}
 
     @property
@@ -133,7 +142,7 @@ class RolloutWorker:
             async with asyncio.TaskGroup() as tasks:
                 while self._reissue or not self._stream.is_at_end:
                     began = time.time()
-                    await self._ledger.admit()
+                    await self.ledger.admit()
                     waited_until = time.time()
                     if waited_until - began >= SHORTEST_WAIT_S:  # enough is queued, or too many steps ahead
                         self._timeline.add("wait for the trainer", "rollout", began, waited_until)
@@ -142,7 +151,7 @@ class RolloutWorker:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from errors
         else:
-            self._buffer.end()
+            self.buffer.end()
         finally:
             self._drop_not_running()
 
@@ -153,7 +162,7 @@ class RolloutWorker:
             try:
                 self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
             except RunError as error:
-                self._errors.note("group", error)
+                self.errors.note("group", error)
         self._in_flight.clear()
 
     def _start(self, prompt: Prompt) -> OpenGroup:
@@ -165,10 +174,10 @@ class RolloutWorker:
             size=self._section.group_size,
             seed=seed_of(self._seed, prompt_id),
             served_version=lambda: self._server_version,
-            on_tokens=partial(self._ledger.generated, prompt_id),
+            on_tokens=partial(self.ledger.generated, prompt_id),
         )
         self._in_flight[prompt_id] = group
-        self._ledger.start(prompt_id)
+        self.ledger.start(prompt_id)
         restorable = self._restorable.pop(prompt_id, None)
         if restorable is not None and not self._is_stale(restorable.oldest_version):
             group.restore(restorable.rollouts, keeps_open_turns=self._keeps_open_turns)
@@ -194,10 +203,10 @@ class RolloutWorker:
             elif (
                 scored.samples or self._section.zero_variance != "resample"
             ):  # without samples, it is filtered by its step
-                self._ledger.queue(group_id)
-                self._buffer.add(scored)
+                self.ledger.queue(group_id)
+                self.buffer.add(scored)
             else:
-                step = self._buffer.note(scored)
+                step = self.buffer.note(scored)
                 self.close_group(scored.group, GroupStatus.FILTERED, scored=scored, step=step)
             self._check_signal(scored)
         except NothingToLearnError:
@@ -208,15 +217,15 @@ class RolloutWorker:
         except _TooStaleError:
             self._drop_unscored(group, GroupStatus.STALE)
         except asyncio.CancelledError:
-            if not self._ledger.is_open(group_id):
+            if not self.ledger.is_open(group_id):
                 raise
             self._drop_unscored(group, GroupStatus.STALE if group.is_too_stale else GroupStatus.CANCELLED)
             if not group.is_too_stale:
                 raise
         except Exception as error:
-            if not self._ledger.is_open(group_id):
+            if not self.ledger.is_open(group_id):
                 raise  # it was closed, and storing it failed: that is the run's problem, not the group's
-            self._errors.note("group", error)
+            self.errors.note("group", error)
             self._drop_unscored(group, GroupStatus.FAILED)
             if error is not self._last_failure:  # one call of a rollout function fails all of its groups
                 self._failures_in_a_row += 1
@@ -243,10 +252,10 @@ class RolloutWorker:
                 # of an agent's rollout, what its cancelled calls had sampled is in no completion
                 kept = 0 if is_failed else completion.num_sampled_tokens
                 lost = group.num_tokens.get(index, 0) - kept
-                self._ledger.drop_tokens(group.prompt.prompt_id, max(0, lost))
+                self.ledger.drop_tokens(group.prompt.prompt_id, max(0, lost))
             record = group.record
             if len(record.trainable) >= 2:
-                return await self._scorer.score(record, environments=group.environments)
+                return await self.scorer.score(record, environments=group.environments)
         if group.size - num_failed >= 2:
             return None
         reasons = "; ".join(sorted({c.error for c in record.completions if c.error}))
@@ -270,7 +279,7 @@ class RolloutWorker:
 
     def _drop_unscored(self, group: OpenGroup, status: GroupStatus) -> None:
         is_seen = status in (GroupStatus.FILTERED, GroupStatus.STALE)
-        self.close_group(group.record, status, step=self._buffer.step if is_seen else None)
+        self.close_group(group.record, status, step=self.buffer.step if is_seen else None)
 
     def stores(self, group_id: int) -> bool:
         """Whether the store keeps this group should it be trained."""
@@ -294,7 +303,7 @@ class RolloutWorker:
             stats: of its trained tokens, by rollout id, where they are stored.
             was_taken: by a step; else its place is free at once.
         """
-        self._ledger.close_group(group.group_id, status, was_taken=was_taken)
+        self.ledger.close_group(group.group_id, status, was_taken=was_taken)
         if status is not GroupStatus.CANCELLED:
             self._outstanding.discard(group.prompt.prompt_id)
         self._store.append(group, status, step, scored=scored, stats=stats)
@@ -311,15 +320,15 @@ class RolloutWorker:
         return ResumeState(
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),
-            ledger=totals_for_resume(self._ledger.snapshot()),
+            ledger=totals_for_resume(self.ledger.snapshot()),
             queued=[
-                QueuedGroup(scored=scored, tokens=self._ledger.tokens_of(scored.group.group_id))
-                for scored in self._buffer.queued()
+                QueuedGroup(scored=scored, tokens=self.ledger.tokens_of(scored.group.group_id))
+                for scored in self.buffer.queued()
             ],
             in_progress=[group for group in in_progress if group.rollouts],
-            noted=self._buffer.noted(),
+            noted=self.buffer.noted(),
             store=self._store.position(),
-            failures=self._errors.counts,
+            failures=self.errors.counts,
         )
 
     def in_flight(self) -> list[OpenGroup]:
@@ -329,7 +338,7 @@ class RolloutWorker:
     def on_version(self, version: int) -> None:
         """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
         self._server_version = version
-        self._scorer.set_step(version)
+        self.scorer.set_step(version)
         for group in self._in_flight.values():
             if group.task is not None and self._is_stale(group.oldest_version):
                 group.is_too_stale = True

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_async.buffer.ledger import Ledger
-from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.checks.config_checks import reward_problems
 from grpo_async.config.experiment import ExperimentConfig
@@ -22,7 +20,6 @@ from grpo_async.rewards import RewardFunction, load_rewards
 from grpo_async.rollout.components import Components, load_components, token_counter
 from grpo_async.rollout.group import ErrorLog
 from grpo_async.rollout.source import RolloutSource
-from grpo_async.rollout.thread import LoopThread
 from grpo_async.rollout.worker import RolloutWorker
 from grpo_async.scoring.scorer import Scorer
 from grpo_async.store.rollout_store import RolloutStore
@@ -122,25 +119,11 @@ def build_rollout_side(
         state=state.rollouts["data"] if state else None,
     )
     resume = state.resume_state(stream.prompt) if state else None
-    ledger = Ledger(
-        resume.ledger if resume else None,
-        groups_per_step=rollout.groups_per_step,
-        max_staleness=rollout.max_staleness,
-        version=start,
-        last_version=config.num_steps,
-    )
 
     def supersede() -> None:
         if resume is not None and resume.store is not None:
             store.supersede_from(resume.store, step=start)
 
-    buffer = SampleBuffer(
-        max_staleness=rollout.max_staleness,
-        on_drop=lambda scored, status, step: worker.close_group(scored.group, status, scored=scored, step=step),
-        next_step=start + 1,
-        last_step=config.num_steps,
-        timeline=timeline,
-    )
     client = make_client(config, fleet)
     errors = ErrorLog(resume.failures if resume else None)
     worker = RolloutWorker(
@@ -158,25 +141,16 @@ def build_rollout_side(
         ),
         errors=errors,
         scorer=scorer,
-        buffer=buffer,
-        ledger=ledger,
         store=store,
+        num_steps=config.num_steps,
         resume=resume,
         version=start,
-        keeps_open_turns=rollout.max_staleness > 0,  # synchronous runs are bit-exact: see the worker
         timeline=timeline,
     )
-    thread = LoopThread()
-    thread.start()
     source = RolloutSource(
         config,
-        thread=thread,
         client=client,
         worker=worker,
-        buffer=buffer,
-        ledger=ledger,
-        errors=errors,
-        advantages=scorer.advantages,
         # servers that others run may come and go forever
         server_events=(lambda: 0) if config.inference.urls else (lambda: fleet.num_events),
         closing=[reward.close for reward in inputs.rewards],

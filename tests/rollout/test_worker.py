@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from grpo_async.buffer.ledger import Ledger, is_closed
+from grpo_async.buffer.ledger import is_closed
 from grpo_async.buffer.resume import ResumeState
-from grpo_async.buffer.sample_buffer import BufferInterrupted, SampleBuffer, Watch
+from grpo_async.buffer.sample_buffer import BufferInterrupted, Watch
 from grpo_async.config.sections import AdvantageSection, RolloutSection
 from grpo_async.data.stream import PromptStream
 from grpo_async.errors import FatalRolloutError, NothingToLearnError, RequestRejectedError, RunError
@@ -89,25 +89,10 @@ class _Setup:
         texts: Sequence[str] = ("ab", "cd", "ef"),
         resume: ResumeState | None = None,
         version: int = 0,
-        keeps_open_turns: bool = True,
         max_staleness: int = 1,
     ) -> None:
         self.client = _Client(script)
-        self.ledger = Ledger(
-            resume.ledger if resume else None,
-            groups_per_step=2,
-            max_staleness=max_staleness,
-            version=version,
-            last_version=50,
-        )
         self.errors = ErrorLog()
-        self.buffer = SampleBuffer(
-            max_staleness=max_staleness,
-            on_drop=lambda scored, status, step: self.worker.close_group(
-                scored.group, status, scored=scored, step=step
-            ),
-            next_step=version + 1,
-        )
         self.folder = folder
         self.store = LineStore(folder)
         self.stream = PromptStream(
@@ -143,13 +128,12 @@ class _Setup:
                 advantage=AdvantageSection(),
                 train_zero_variance=zero_variance == "train",
             ),
-            buffer=self.buffer,
-            ledger=self.ledger,
             store=self.store,
+            num_steps=50,
             resume=resume,
             version=version,
-            keeps_open_turns=keeps_open_turns,
         )
+        self.ledger, self.buffer = self.worker.ledger, self.worker.buffer
 
     async def queue_up(self) -> None:
         """Until all groups that are admitted at version 0 are in the buffer: rewards are computed in threads, in any order."""

@@ -188,16 +188,9 @@ def test_finished_groups_that_would_be_too_stale_are_issued_again(tmp_path: Path
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", ["too stale", "synchronous"])
-def test_open_turns_begin_anew_where_they_would_be_too_stale_or_the_run_is_synchronous(
-    tmp_path: Path, why: str
-) -> None:
-    """A synchronous run generates the turn again from its seed, which gives the same bits."""
-    how: dict[str, Any] = {"at": 2} if why == "too stale" else {"keeps_open_turns": False}
-    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, **how)
+def test_open_turns_begin_anew_where_they_would_be_too_stale(tmp_path: Path) -> None:
+    setup, _ = _resumed(tmp_path / "b", _of_a_run(tmp_path / "a", held=(2,)), 4, at=2)
     assert setup.begun["g2-r0"] == []
-    if why == "synchronous":
-        assert setup.ledger.snapshot()["tokens"]["started"] == 4 * 4 * 2  # as if there had been no token
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
