@@ -25,7 +25,7 @@ from grpo_async.utils.text import both_ends, format_number
 from grpo_async.viewer.report import sections
 from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS
-from grpo_async.viewer.report.plots import Drawing, draw_all, rollout_histogram
+from grpo_async.viewer.report.plots import Drawing, draw_all
 from grpo_async.viewer.report.run_data import RunData, changed_settings
 
 _STYLES = ("uplot.min.css", "theme.css", "report/report.css")
@@ -56,15 +56,7 @@ def render(runs: Sequence[RunData], *, made_at: str, version: str) -> str:
         chapters.append(_Plots(chapter.name, chapter.title, draw_all(chapter.plots, runs), chapter.why_not))
     rewards, held_out, *others = chapters
     drawings = [drawing for chapter in chapters for drawing in chapter.drawings]
-    charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings] + [
-        {"place": _histogram_id(kind, run), **rollout_histogram(title, unit, bins)}
-        for run in runs
-        for kind, title, unit, bins in (
-            ("rewards", "Rewards", "reward", run.rollouts.rewards),
-            ("lengths", "Lengths", "tokens", run.rollouts.lengths),
-        )
-        if run.rollouts.num_rollouts
-    ]
+    charts = [{"place": f"chart-{each.name}", **each.data} for each in drawings]
     configured = [run for run in runs if run.config]
     return _environment().get_template("report.html").render(
         runs=runs,
@@ -103,11 +95,9 @@ def _environment() -> Environment:
     )
     environment.globals.update(
         describe=describe,
-        histogram_id=_histogram_id,
         inspect_command=sections.inspect_command,
         levels=sections.LEVELS,
         sentence=sentence,
-        tools=sections.tools,
     )
     return environment
 
@@ -123,11 +113,6 @@ def _shortened(value: Any) -> str:
     """A column of the data, as JSON where it is not text."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return both_ends(text, _COLUMN_WIDTH)
-
-
-def _histogram_id(kind: str, run: RunData) -> str:
-    """Of the element that holds the histogram of rewards or lengths of a run."""
-    return f"histogram-{kind}-{''.join(letter if letter.isalnum() else '-' for letter in run.label)}"
 
 
 def _hash(source: str) -> str:

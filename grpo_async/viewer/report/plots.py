@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_async.findings import Row
-from grpo_async.store.summaries import Histogram
 from grpo_async.tracking.catalog import Reduction, describe
 from grpo_async.viewer.report.layout import Line, Plot
 from grpo_async.viewer.report.run_data import RunData
@@ -123,7 +122,6 @@ def draw(plot: Plot, runs: Sequence[RunData]) -> Drawing | None:
     if not series:
         return None
     data = {
-        "kind": "line",
         "title": plot.title,
         "unit": plot.unit,
         "format": plot.format,
@@ -194,19 +192,3 @@ def _shared_x(series: list[dict[str, Any]]) -> dict[str, Any]:
     for each in series:
         del each["x"]
     return {"x": first, "series": series}
-
-
-# -- histograms
-
-
-def rollout_histogram(title: str, unit: str, bins: Histogram | None) -> dict[str, Any]:
-    """Of all stored rollouts."""
-    return {
-        "kind": "histogram",
-        "title": f"{title} of all stored rollouts",
-        "unit": f"rollouts by their {unit}",
-        "xLabel": unit,
-        "label": "rollouts",
-        "edges": [] if bins is None else list(bins.edges),
-        "counts": [] if bins is None else list(bins.counts),
-    }

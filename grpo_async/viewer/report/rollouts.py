@@ -13,17 +13,16 @@ from grpo_async.errors import RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.store.query import EVERYTHING, parse_query
 from grpo_async.store.rows import GroupRow, RolloutRow
-from grpo_async.store.summaries import GroupSummary, Histogram, PromptChange
+from grpo_async.store.summaries import GroupSummary, PromptChange
 from grpo_async.store.table import RolloutTable
 from grpo_async.utils.text import both_ends
 from grpo_async.viewer.format import conversation, prompt_of
 
 _NUM_EXTREMES = 4
 _SAMPLED = "step>=0 and length>0 and not failed"
-_MAX_LISTED = 12  # messages of errors, names of tools
+_MAX_LISTED = 12  # messages of errors
 _MAX_TEXT = 6_000  # characters of a prompt or a completion; more is cut in the middle
 _MAX_ERROR = 160
-_HISTOGRAM_BINS = 24
 _NUM_HELD_OUT = 6
 _MAX_HELD_OUT = 10_000  # groups of an evaluation that are compared
 
@@ -101,9 +100,6 @@ class RolloutOverview:
     worst: Sequence[Example] = ()
     improved: Sequence[Change] = ()
     worsened: Sequence[Change] = ()
-    rewards: Histogram | None = None
-    lengths: Histogram | None = None
-    tools: Sequence[tuple[str, int]] = ()  # name, in how many rollouts it was called; the most frequent first
     errors: Sequence[tuple[str, int]] = ()  # message, of how many failed rollouts; the most frequent first
     notes: Sequence[str] = ()
     held_out: BeforeAfter | None = None
@@ -186,9 +182,6 @@ def _read(table: RolloutTable) -> RolloutOverview:
         worst=[Example(*table.rollout(each.rollout_id)) for each in extremes.worst],
         improved=[change_of(table, table, each) for each in extremes.improved],
         worsened=[change_of(table, table, each) for each in extremes.worsened],
-        rewards=table.histogram("reward", EVERYTHING, bins=_HISTOGRAM_BINS),
-        lengths=table.histogram("length", EVERYTHING, bins=_HISTOGRAM_BINS),
-        tools=table.facets("tools", EVERYTHING, limit=_MAX_LISTED),
         notes=tuple(table.notes),
     )
 

@@ -10,7 +10,7 @@ from grpo_async.config.loader import load_config
 from grpo_async.errors import ConfigError
 from grpo_async.findings import Finding, Severity, Verdict, find, judge
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
-from grpo_async.utils.text import format_number, percent
+from grpo_async.utils.text import percent
 from grpo_async.viewer.report.run_data import RunData
 from grpo_async.viewer.timeline import load_events, usage
 
@@ -125,14 +125,6 @@ def _value(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.0f}" if value == int(value) and abs(value) >= 10 else f"{value:.4g}"
-
-
-def tools(run: RunData) -> Iterator[list[str]]:
-    """A row for each tool: name, rollouts that called it, calls of a rollout, fraction that failed, seconds of a call."""
-    last = next((row for row in reversed(run.metrics) if any(name.startswith("tools/") for name in row)), {})
-    for name, count in run.rollouts.tools:
-        keys = [f"tools/{name}/{what}" for what in ("call_frequency", "failure_frequency", "duration_s")]
-        yield [name, f"{count:,}", *(format_number(last[key]) if key in last else "" for key in keys)]
 
 
 # -- timeline

@@ -6,7 +6,7 @@
   const data = JSON.parse(document.getElementById("report-data").textContent);
 
   for (const { place, ...options } of data) {
-    Charts[options.kind](document.getElementById(place), options);
+    Charts.line(document.getElementById(place), options);
   }
 
   // a printed report shows what is folded, too

@@ -15,13 +15,13 @@ export class Plots {
   show(place, plots, changes = {}) {
     const panels = plots.map((plot) => this.panel(plot));
     arrange(place, panels.map(({ element }) => element));
-    plots.forEach(({ options: { kind, ...options } }, at) => {
+    plots.forEach(({ options }, at) => {
       const all = { ...options, ...changes, height: HEIGHT, group: this.group };
       const { element, chart } = panels[at];
       if (chart) {
         chart.update(all);
       } else {
-        panels[at].chart = Charts[kind](element, all); // in the page by now: it has a width
+        panels[at].chart = Charts.line(element, all); // in the page by now: it has a width
       }
     });
   }
