@@ -51,11 +51,10 @@ from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import (
     CheckpointState,
     load_state,
-    load_tensors,
     prune,
     set_aside_later_checkpoints,
 )
-from grpo_async.training.export import CARD, export_model, model_card
+from grpo_async.training.export import CARD, model_card
 from grpo_async.training.loss_scale import LossScale
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
 from grpo_async.training.ranks import (
@@ -106,7 +105,7 @@ def lead(assignment: Assignment, control: ControlClient, context: TrainerContext
         stack.callback(side.source.close)
         config = context.config = side.config
         if step is not None:
-            load_tensors(run_dir, step, context.policy, context.optimizer, reference=context.moving_reference)
+            context.load(step)
             set_aside_later_checkpoints(run_dir, step)
             side.supersede()  # not before: a start that fails leaves the run's files as they are
         control.send("phase", name="waiting for the server")
@@ -654,14 +653,7 @@ class Leader:
                     },
                 )
                 self._command_all(SaveCommand(step=step))
-                context.checkpoints.begin(
-                    step,
-                    context.policy,
-                    context.optimizer,
-                    state,
-                    reference=context.moving_reference,
-                    on_written=self._prune,
-                )
+                context.save(step, state, on_written=self._prune)
             self._saved_step = step
         if wait:
             this = f"waiting for the checkpoint of step {step} to be written"
@@ -671,18 +663,9 @@ class Leader:
     def finish(self, step: int) -> None:
         """Write the last checkpoint and the exported model, and make the servers serve the last weights."""
         self.save(step, wait=True)
-        context = self._context
         with self.activity.during("exporting the model", "export the model", "checkpoint"):
             self._command_all(ExportCommand())
-            export_model(
-                context.run_dir.model,
-                context.policy,
-                context.tokenizer,
-                dtype=self._config.inference.dtype_in_use,
-                adapter=context.run_dir.adapter,
-                card=model_card(self._config, step=step),
-                heartbeat=self.heartbeat,
-            )
+            self._context.export(card=model_card(self._config, step=step), heartbeat=self.heartbeat)
         if self._pushed_version != step:
             self.activity.begin("pushing the last weights")
             self.push(step)

@@ -41,7 +41,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
     from grpo_async.trainer.lead import lead
-    from grpo_async.training.checkpoint import find_whole, load_tensors
+    from grpo_async.training.checkpoint import find_whole
     from grpo_async.training.ranks import follow
 
     timeline.add("import", "run", began, time.time())
@@ -64,13 +64,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
             lead(assignment, control, context, renderer)
         else:
             if assignment.resume_step is not None:
-                load_tensors(
-                    assignment.run_dir,
-                    assignment.resume_step,
-                    context.policy,
-                    context.optimizer,
-                    reference=context.moving_reference,
-                )
+                context.load(assignment.resume_step)
             follow(context)
         dist.barrier()
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import DeadlineError, RunError
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
-from grpo_async.training.checkpoint import CheckpointWriter
+from grpo_async.training.checkpoint import CheckpointState, CheckpointWriter, load_tensors
 from grpo_async.training.export import export_model
 from grpo_async.training.loss import Objective
 from grpo_async.training.model import Policy
@@ -185,9 +185,32 @@ class TrainerContext:
     """Most memory that each rank had held when its first step was done, in bytes; known to rank 0, empty on the others."""
 
     @property
-    def moving_reference(self) -> Policy | None:
+    def _moving_reference(self) -> Policy | None:
         """The reference where it follows the policy, so that a checkpoint has to have it."""
         return self.reference.policy if self.reference is not None and self.config.loss.sync_ref_model else None
+
+    def load(self, step: int) -> None:
+        """Load the tensors of a checkpoint. A collective."""
+        load_tensors(self.run_dir, step, self.policy, self.optimizer, reference=self._moving_reference)
+
+    def save(
+        self, step: int, state: CheckpointState | None = None, *, on_written: Callable[[], None] = lambda: None
+    ) -> None:
+        """See CheckpointWriter.begin. A collective."""
+        reference = self._moving_reference
+        self.checkpoints.begin(step, self.policy, self.optimizer, state, reference=reference, on_written=on_written)
+
+    def export(self, *, card: str | None = None, heartbeat: Callable[[], None] = lambda: None) -> None:
+        """Write the final model; see export_model. A collective."""
+        export_model(
+            self.run_dir.model,
+            self.policy,
+            self.tokenizer,
+            dtype=self.config.inference.dtype_in_use,
+            adapter=self.run_dir.adapter,
+            card=card,
+            heartbeat=heartbeat,
+        )
 
     def step(self, command: StepCommand, minibatches: Sequence[Sequence[MicroBatch]]) -> StepResult:
         """This rank's part of one training step, an update for each minibatch (see StepCommand). A collective."""
@@ -246,17 +269,9 @@ def follow(context: TrainerContext) -> None:
             case ScoreCommand():
                 context.score(command.sequences, command.rounding)
             case SaveCommand():
-                context.checkpoints.begin(
-                    command.step, context.policy, context.optimizer, None, reference=context.moving_reference
-                )
+                context.save(command.step)
             case ExportCommand():
-                export_model(
-                    context.run_dir.model,
-                    context.policy,
-                    context.tokenizer,
-                    dtype=context.config.inference.dtype_in_use,
-                    adapter=context.run_dir.adapter,
-                )
+                context.export()
             case StopCommand():
                 context.checkpoints.wait()
                 return

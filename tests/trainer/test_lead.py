@@ -158,9 +158,7 @@ class _Stub:
             (lead_module, "FleetSync", lambda *_, **__: self.sync),
             (lead_module, "run_preflight", self._preflight),
             (lead_module, "load_state", lambda run_dir, step: self._state(step)),
-            (lead_module, "load_tensors", lambda run_dir, step, *_, **__: self.events.append(f"restore {step}")),
             (lead_module, "set_aside_later_checkpoints", lambda run_dir, step: self.events.append(f"set aside {step}")),
-            (lead_module, "export_model", lambda *_, **__: self.events.append("export")),
             (Leader, "save", lambda leader, step, wait=False: self._save(leader._saved_step, step)),
         ):
             monkeypatch.setattr(module, name, fake)
@@ -184,6 +182,7 @@ class _Stub:
 
 
 def _lead(
+    stub: _Stub,
     config: ExperimentConfig,
     *,
     resume_step: int | None = None,
@@ -203,8 +202,8 @@ def _lead(
     model = SimpleNamespace(get_input_embeddings=lambda: SimpleNamespace(num_embeddings=7), config=sizes)
     cpu = torch.device("cpu")
     context: Any = SimpleNamespace(
-        config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), optimizer=None, tokenizer=None,
-        moving_reference=None, timeline=NO_TIMELINE,
+        config=config, run_dir=run_dir, policy=SimpleNamespace(model=model), timeline=NO_TIMELINE,
+        load=lambda step: stub.events.append(f"restore {step}"), export=lambda **_: stub.events.append("export"),
         checkpoints=SimpleNamespace(poll=lambda: None, take_metrics=dict),
         parameters=SimpleNamespace(specs=[], base=None, device=cpu), num_ranks=1, device=cpu, peaks=[1 << 30],
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
@@ -219,14 +218,14 @@ def test_generation_starts_after_the_checkpoint_was_restored_and_its_weights_wer
 ) -> None:
     """R1.7, R5.2: restore, push, check, and only then the first rollout, whatever makes it; a new run pushes version 0."""
     new = _Stub(monkeypatch)
-    _lead(make_config(tmp_path))
+    _lead(new, make_config(tmp_path))
     assert new.events == [
         "look for servers", "push 0", "serve 0", "preflight", "evaluate 0", "start generating", "take 0", "save 0",
     ]  # fmt: skip
     assert sorted(new.closed) == ["fleet", "rollout side", "weight group"]
     stub = _Stub(monkeypatch)
     config = make_config(tmp_path, training={"max_steps": 9})
-    _lead(config, resume_step=3)
+    _lead(stub, config, resume_step=3)
     assert stub.events == [
         "restore 3", "set aside 3", "supersede", "look for servers", "push 3", "serve 3", "preflight",
         "start generating", "take 3",
@@ -238,7 +237,7 @@ def test_a_push_that_fails_generates_nothing(tmp_path: Path, monkeypatch: pytest
     stub = _Stub(monkeypatch)
     stub.sync.outcomes = [OSError("no way to the server")]
     with pytest.raises(OSError, match="no way to the server"):
-        _lead(make_config(tmp_path))
+        _lead(stub, make_config(tmp_path))
     assert stub.events == ["look for servers"]
     assert sorted(stub.closed) == ["fleet", "rollout side", "weight group"]
 
@@ -251,7 +250,7 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     late = DeadlineError("a server", waited_s=0.01, setting="inference.startup_timeout_s")
     stub.sync.outcomes = [None]
     stub.fleet.up = [True, late, late, True]
-    told = _lead(make_config(tmp_path))
+    told = _lead(stub, make_config(tmp_path))
     assert told.count("WaitCommand") == 2
 
     again = _Stub(monkeypatch)
@@ -260,7 +259,7 @@ def test_a_wait_for_a_server_tells_the_other_ranks_and_ends_at_its_deadline(
     again.fleet.up = [True, *[late] * 1_000_000]
     (tmp_path / "2").mkdir()
     with pytest.raises(DeadlineError):
-        _lead(make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
+        _lead(again, make_config(tmp_path / "2", inference={"startup_timeout_s": 0.05}))
 
 
 def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
@@ -274,7 +273,7 @@ def test_a_check_that_fails_ends_the_run_before_anything_is_generated(
     with pytest.raises(
         RunError, match=r"the preflight found problems that would spoil the run:\nlogprobs: they differ by 3 nats$"
     ):
-        _lead(make_config(tmp_path))
+        _lead(stub, make_config(tmp_path))
     assert stub.events[-1] == "preflight"
     assert stub.context is not None
     assert (stub.context.policy_version, stub.context.num_embeddings) == (0, 7)
@@ -300,7 +299,7 @@ def test_a_server_that_dies_while_it_is_checked_is_checked_again(
         stub.checks = [whole]
 
     stub.meanwhile = [dies, is_back]
-    _lead(make_config(tmp_path))
+    _lead(stub, make_config(tmp_path))
     assert stub.events.count("preflight") == 2
     assert ("suspect 0" in stub.events) is not seen
     assert "start generating" in stub.events
@@ -317,7 +316,7 @@ def test_without_a_server_at_the_end_the_model_is_saved_and_exported_all_the_sam
 
     monkeypatch.setattr(Leader, "train", all_its_steps)
     stub.fleet.up = [True, RunError("all servers were given up")]
-    _lead(make_config(tmp_path))
+    _lead(stub, make_config(tmp_path))
     assert stub.events[-5:] == ["save 2", "export", "push 2", "serve 2", "evaluate 2"]
 
 
@@ -331,7 +330,7 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
     def lead_from_the_last_step(result: EvaluationResult | None) -> dict[str, Any]:
         stub = _Stub(monkeypatch)
         monkeypatch.setattr(stub.source, "await_evaluation", lambda *_, **__: result, raising=False)
-        _lead(config, resume_step=2)
+        _lead(stub, config, resume_step=2)
         assert stub.events[-2:] == ["export", "evaluate 2"]
         summary: dict[str, Any] = json.loads(run_dir.summary.read_text())
         return summary
@@ -347,7 +346,7 @@ def test_a_stop_during_the_evaluation_after_training_leaves_a_run_that_a_resume_
 
 def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R1.4: /health answers 503 forever; the request timeout and the queue wait are much longer."""
-    _Stub(monkeypatch)
+    stub = _Stub(monkeypatch)
     monkeypatch.setattr(connections_module, "Fleet", Fleet)
     config = make_config(
         tmp_path,
@@ -358,5 +357,5 @@ def test_the_start_up_time_out_is_a_setting_of_its_own(tmp_path: Path, monkeypat
         local_server(refuses={"/health": 503}) as server,
         pytest.raises(DeadlineError, match=r"raise `inference\.startup_timeout_s`"),
     ):
-        _lead(config, url=server.url)
+        _lead(stub, config, url=server.url)
     assert len(server.requests) > 1

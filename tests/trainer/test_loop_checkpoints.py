@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 from grpo_async.buffer.resume import ResumeState
 from grpo_async.errors import CheckpointError, RunError
 from grpo_async.records import ScoredGroup
-from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE
-from grpo_async.trainer import lead as lead_module
 from grpo_async.trainer.lead import Leader
 from grpo_async.training.checkpoint import CheckpointState
 from grpo_async.training.ranks import SaveCommand
@@ -34,7 +31,7 @@ class _Stub(FakeSource):
         self.lines: list[dict[str, float]] = []
         self._num_taken = 0
         # a TrainerContext
-        self.num_ranks, self.run_dir, self.policy, self.optimizer, self.moving_reference = 1, None, None, None, None
+        self.num_ranks = 1
         self.timeline, self.device, self.peaks = NO_TIMELINE, torch.device("cpu"), None
         self.channel = self.checkpoints = self
 
@@ -59,7 +56,7 @@ class _Stub(FakeSource):
     def prepare(self, heartbeat: Callable[[], None]) -> None:
         self.events.append("prepare")
 
-    def begin(self, step: int, policy: Any, optimizer: Any, state: CheckpointState, **_: Any) -> None:
+    def save(self, step: int, state: CheckpointState, **_: Any) -> None:
         self.events.append(f"begin {step}")
         self.states.append(state)
 
@@ -106,12 +103,11 @@ def test_a_step_that_overflows_float16_halves_the_loss_scale_which_is_saved_and_
         stub.leader(CheckpointState(step=0, rollouts={}, counters={"loss_scale": 2})).train()
 
 
-def test_the_other_ranks_are_told_to_wait_while_the_model_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_ranks_are_told_to_wait_while_the_model_is_written() -> None:
     stub = _Stub()
-    stub.run_dir, stub.tokenizer = RunDir(Path("run")), None  # type: ignore[assignment]
     sent: list[str] = []
     stub.send = lambda commands: sent.append(type(commands[0]).__name__)  # type: ignore[method-assign]
-    monkeypatch.setattr(lead_module, "export_model", lambda *_, heartbeat, **__: heartbeat())
+    stub.export = lambda *, heartbeat, **_: heartbeat()  # type: ignore[attr-defined]
     stub.leader(CheckpointState(step=3, rollouts={})).finish(3)
     assert sent[:2] == ["ExportCommand", "WaitCommand"]
 
