@@ -4,7 +4,7 @@
 #   scripts/test.sh                         format, lint, types, and the tests that guard every guarantee of docs/guarantees.md
 #   scripts/test.sh --all                   the same with every test: also those marked `nightly` (the soak, chains of kills)
 #   scripts/test.sh -m gpu                  the tests that need a GPU, without network where .venv is there
-#   scripts/test.sh tests/test_imports.py   with other arguments: pytest with these arguments, and nothing else
+#   scripts/test.sh tests/test_repository.py   with other arguments: pytest with these arguments, and nothing else
 #
 # A test that needs vLLM or a browser fails when that is missing; only where vLLM has no build (macOS) its tests are skipped.
 set -euo pipefail

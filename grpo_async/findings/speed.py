@@ -34,7 +34,6 @@ _MANY_TOOLS = 0.4
 _MANY_PUSHES, _PUSH_TARGET = 0.2, 0.1
 _MANY_SAVES, _SAVE_TARGET = 0.1, 0.05
 _MANY_STALE = 0.1
-_MANY_FILTERED = 0.5
 _MIN_STEPS = 3
 """Fewer say nothing: the first steps of a run are unlike the others."""
 _MAX_STALENESS = 4
@@ -56,7 +55,6 @@ class PipelineMetrics:
     waiting: float | None = None  # requests that wait inside the servers
     kv_usage: float | None = None  # of the servers' key/value caches, 0 to 1
     stale_fraction: float | None = None  # of the groups finalized in these steps, those that were dropped for their age
-    filtered_fraction: float | None = None  # of them, those whose rewards were all equal
     tool_fraction: float | None = None  # of a rollout's time, what its tools take
     scoring_fraction: float | None = None  # of a group's time from its first request on, what its rewards take
 
@@ -129,7 +127,6 @@ def pipeline_metrics(lines: Sequence[Mapping[str, float | None]]) -> PipelineMet
         waiting=mean("servers/waiting"),
         kv_usage=mean("servers/kv_usage"),
         stale_fraction=ended["stale"] / num_ended if num_ended else None,
-        filtered_fraction=ended["filtered"] / num_ended if num_ended else None,
         tool_fraction=None if tool_s is None or not rollout_s else min(1.0, tool_s / rollout_s),
         scoring_fraction=None if scoring_s is None or not rollout_s else scoring_s / (scoring_s + rollout_s),
     )
@@ -149,14 +146,6 @@ def advise(metrics: PipelineMetrics, setup: PipelineSetup) -> Finding | None:
         found = _training(metrics, setup, servers)
     if found is not None:
         return found
-    filtered, current = metrics.filtered_fraction or 0.0, setup.config.rollout.groups_per_step
-    if filtered >= _MANY_FILTERED and setup.config.rollout.zero_variance == "skip":
-        # with a fraction f filtered, n / (1 - f) groups leave n to train on; at most twice as many at once
-        suggested = min(2 * current, math.ceil(current / max(1.0 - filtered, 0.01) - 1e-9))
-        left = current * (1.0 - filtered)
-        why = f"{filtered:.0%} of the groups teach nothing (all rewards equal), so steps train on {left:.1f} groups"
-        tail = "or choose prompts that are neither always nor never solved"
-        return _change("equal rewards", why, "rollout.groups_per_step", current, suggested, tail=tail)
     return _bound("nothing", f"no setting would help: trainer idle {trainer:.0%}, servers idle {servers:.0%}")
 
 

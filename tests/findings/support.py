@@ -8,8 +8,8 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.findings.speed import PipelineSetup
 
 _SECTIONS = {
-    **dict.fromkeys(("group_size", "groups_per_step", "max_staleness", "max_in_flight", "zero_variance"), "rollout"),
-    **dict.fromkeys(("weight_sync_steps", "pack"), "training"),
+    **dict.fromkeys(("group_size", "groups_per_step", "max_staleness", "max_in_flight"), "rollout"),
+    **dict.fromkeys(("weight_sync_steps",), "training"),
     **dict.fromkeys(("num_trainer_ranks", "nodes"), "launch"),
 }
 

@@ -97,11 +97,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str, Change, str]] = [
     ({"nodes": {"train": 3}, "num_trainer_ranks": 2}, {"generator_idle": 0.4}, "training", (RANKS, 2, 4), "2 -> 4, of each"),
     # 2 machines with 4 servers each: twice as many at most, so 4 machines
     ({"nodes": {"infer": 2}, "replicas": 4}, BOUND, "generation", ("launch.nodes.infer", 2, 4), ""),
-    # 16 / (1 - 0.5) = 32; twice as many at most. They may be all right or all wrong: nothing is said of harder prompts
-    ({}, {"filtered_fraction": 0.5}, "equal rewards", ("rollout.groups_per_step", 16, 32), "neither always nor never solved"),
-    ({"zero_variance": "resample"}, {"filtered_fraction": 0.9}, "nothing", None, ""),
     # what is wasted comes before who waits
-    ({}, {"stale_fraction": 0.5, "push_fraction": 0.5, "trainer_idle": 0.6, "filtered_fraction": 0.9}, "dropped groups",
+    ({}, {"stale_fraction": 0.5, "push_fraction": 0.5, "trainer_idle": 0.6}, "dropped groups",
      (STALENESS, 1, 2), ""),
 ]  # fmt: skip
 
@@ -148,7 +145,7 @@ def test_metrics_are_weighted_by_the_time_of_their_steps() -> None:
         trainer_idle=pytest.approx(0.3),  # 6 of 20 s
         generator_idle=0.25,
         push_fraction=pytest.approx(0.1), push_s=1.0,  # 2 of 20 s
-        stale_fraction=pytest.approx(0.2), filtered_fraction=0.0,  # 2 of 8 + 2
+        stale_fraction=pytest.approx(0.2),  # 2 of 8 + 2
         kv_usage=0.5, tool_fraction=0.5,
     )  # fmt: skip
     assert (metrics.train_s, metrics.generation_s) == (pytest.approx(7.0), pytest.approx(7.5))
