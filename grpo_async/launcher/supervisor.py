@@ -119,7 +119,7 @@ class Supervisor:
         return outcome
 
     def _tell_trainer(self, index: int, event: str, detail: str, incarnation: int) -> None:
-        self._control.send_server_event(index, event, detail, incarnation)
+        self._control.send("server", index=index, event=event, detail=detail, incarnation=incarnation)
 
     async def _supervise(self) -> RunOutcome:
         local, watch, hub = self._local, self._run_dir_watch, self._hub
@@ -148,7 +148,7 @@ class Supervisor:
         """`saves`: ask it first to save the steps that it has made."""
         self._display.phase(f"{why}: stopping the trainer")
         if saves:
-            self._control.request_stop()
+            self._control.send("stop")
             await self._local.wait(timeout_s=self._config.launch.stop_timeout_s)
         await self._local.end_trainer()
 
@@ -170,7 +170,7 @@ class Supervisor:
         if not self._control.has_connected:  # nothing has been trained, so there is nothing to save
             error = f"{signals.first.name} before the trainer had started"
             return RunOutcome(exit_code=signals.exit_code, error=error)
-        self._control.request_stop()
+        self._control.send("stop")
         self._display.phase("stopping")
         self._display.note(
             "stopping: finishing the step and saving a checkpoint (press Ctrl-C again to stop immediately)"

@@ -186,15 +186,8 @@ class ControlServer:
             writer.transport.abort()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    def request_stop(self) -> None:
-        """Ask the trainer, now or when it connects, to finish its step, checkpoint and end."""
-        self._send("stop")
-
-    def send_server_event(self, index: int, event: str, detail: str, incarnation: int) -> None:
-        """Tell the trainer, now or when it connects, what happened to a server; see the module."""
-        self._send("server", index=index, event=event, detail=detail, incarnation=incarnation)
-
-    def _send(self, kind: str, **content: Any) -> None:
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell the trainer, now or when it connects; see the module. "stop": finish the step, save a checkpoint and end."""
         line = encode(kind, content)
         self._lines.append(line)
         for writer in self._readers.values():

@@ -146,12 +146,11 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_o
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(1,))
-    old = run_dir.checkpoint(2)
+    old = _old_run(config, steps=(1,)).checkpoint(2)
     old.mkdir()
     (old / "manifest.json").write_text('{"format": 2, "step": 2}')
-    _refused(config, "has format 2, of another version", resume="latest")
-    _refused(config, "has format 2, of another version", resume="2")
+    for resume in ("latest", "2"):
+        _refused(config, "has format 2, of another version", resume=resume)
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
@@ -172,16 +171,21 @@ def test_resume_refuses_other_data_or_weights_and_names_other_changes(tmp_path: 
     assert start.notes == ("changed since the run started: optimizer.lr: 1e-06 -> 0.5",)
 
 
-def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
-    run_dir = _old_run(config, steps=(2,))
-    assert check_start(config, resume="latest", clean=False).resume_step == 2  # only the export may be missing
+def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epochs(tmp_path: Path) -> None:
+    def config(**training: Any) -> ExperimentConfig:
+        return make_config(tmp_path, training={"max_steps": 2, **training})
+
+    run_dir = _old_run(config(), steps=(2,))
+    assert check_start(config(), resume="latest", clean=False).resume_step == 2  # only the export may be missing
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 1}))  # of an attempt with fewer
-    assert check_start(config, resume="latest", clean=False).resume_step == 2
+    assert check_start(config(), resume="latest", clean=False).resume_step == 2
     run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 2}))
-    _refused(config, "has finished its 2 steps", resume="latest")
-    longer = make_config(tmp_path, training={"max_steps": 5})
-    assert check_start(longer, resume="latest", clean=False).resume_step == 2
+    _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
+    assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
+    run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
+    _refused(config(max_steps=None, epochs=2.0), "has finished its 2 steps; raise training.epochs", resume="latest")
+    for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
+        assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
 
 
 def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:
@@ -277,14 +281,3 @@ def test_a_dry_run_finds_everything_that_is_wrong_at_once(tmp_path: Path) -> Non
         assert key in text
     hub = make_config(tmp_path, model={"path": "org/name"})
     assert any("taken as a hub name" in note for note in check_inputs(hub, engine=EMBEDDED))
-
-
-def test_resume_of_a_run_that_used_its_epochs_is_refused_unless_there_are_more(tmp_path: Path) -> None:
-    def config(**training: Any) -> ExperimentConfig:
-        return make_config(tmp_path, training={"max_steps": None, **training})
-
-    run_dir = _old_run(config(epochs=2.0), steps=(6,))
-    run_dir.summary.write_text(json.dumps({"status": "finished", "steps": 6}))
-    _refused(config(epochs=2.0), "has finished its 6 steps; raise training.epochs", resume="latest")
-    for longer in (config(epochs=3.0), config(max_steps=9), config(epochs=3.0, max_steps=9)):
-        assert check_start(longer, resume="latest", clean=False).resume_step == 6
