@@ -14,6 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,8 @@ def _choose_folder(config: ExperimentConfig, target: EvaluationTarget, out: Path
             raise ConfigError(f"--out {out}: exists and is not an empty directory; name another one")
         return out
     name = f"{config.run.name}.eval-{target.label}"
-    for number in range(1, 10_000):
-        folder = config.run.dir / (name if number == 1 else f"{name}-{number}")
-        if not folder.exists():
-            return folder
-    raise ConfigError(f"{config.run.dir}/{name}-N: all names are taken; name a folder with --out")
+    folders = (config.run.dir / f"{name}{suffix}" for suffix in chain([""], (f"-{number}" for number in count(2))))
+    return next(folder for folder in folders if not folder.exists())
 
 
 @contextlib.contextmanager

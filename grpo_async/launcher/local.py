@@ -135,7 +135,7 @@ class LocalProcesses:
         """Until the trainer ends, one of `events` is set or a signal arrives. Without `timeout_s` as long as the run takes: the
         trainer has deadlines for everything that it waits for, and a run has no other natural bound."""
         children = [self._trainer] if for_trainer and self._trainer is not None else []
-        await self._first_of(children, events, timeout_s)
+        await _first_of(children, [self.signals.arrived, *events], timeout_s)
 
     async def end_trainer(self) -> None:
         """SIGTERM; a signal to the launcher cuts the grace short."""
@@ -191,21 +191,19 @@ class LocalProcesses:
         while (left := [child for child in children if child.is_running]) and not self.signals.arrived.is_set():
             if (left_s := ends_at - loop.time()) <= 0:
                 return
-            await self._first_of(left, (), left_s)
+            await _first_of(left, [self.signals.arrived], left_s)
 
-    async def _first_of(
-        self, children: Sequence[Child], events: Sequence[asyncio.Event], timeout_s: float | None
-    ) -> None:
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.signals.arrived, *events)]
-        try:
-            await asyncio.wait(
-                [*waits, *(child.exited for child in children)],
-                timeout=timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            for wait in waits:
-                wait.cancel()
+
+async def _first_of(children: Sequence[Child], events: Sequence[asyncio.Event], timeout_s: float | None = None) -> None:
+    """Wait for the end of a child or for an event."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(
+            [*waits, *(child.exited for child in children)], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 class RestartCount:
@@ -321,12 +319,7 @@ class SpawnedServer:
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""
         assert self.child is not None
-        events = [asyncio.ensure_future(event.wait()) for event in (self._asked, self._local.stopping)]
-        try:
-            await asyncio.wait([self.child.exited, *events], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for event in events:
-                event.cancel()
+        await _first_of([self.child], [self._asked, self._local.stopping])
         if self._local.stopping.is_set():
             return None
         if self.child.has_ended:  # the trainer may have noticed before this process did
