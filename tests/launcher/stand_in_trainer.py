@@ -65,8 +65,9 @@ class Modes:
 
     def start_helper(self) -> None:
         """A process that outlives its parent, ignores SIGTERM and leaves the session."""
-        helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
-        leave_pid(self.folder, "helper", helper.pid)
+        if self.assignment.rank == 0:
+            helper = subprocess.Popen([sys.executable, "-c", HELPER], start_new_session=True)
+            leave_pid(self.folder, "helper", helper.pid)
         self.ignore_stop()
 
     def hold(self) -> None:
@@ -79,11 +80,6 @@ class Modes:
             leave_pid(self.folder, "ready")
             signal.pause()
             raise TimeoutError("rank 0 sends nothing")
-        self.ignore_stop()
-
-    def kill_rank_1(self) -> None:
-        if self.assignment.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
         self.ignore_stop()
 
     def full_disk(self) -> None:

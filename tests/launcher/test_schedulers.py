@@ -9,10 +9,8 @@ import re
 import shlex
 import shutil
 import signal
-import stat
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ from grpo_async.launcher.gpus import gpus_needed
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.run_directory import RunDir
 from grpo_async.servers.engine_choice import choose_engine
-from tests.e2e.support import REPOSITORY, SMALL, Run, finish, make_run, run_command
+from tests.e2e.support import REPOSITORY, make_run, run_command
 from tests.launcher.support import make_config
-from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 LIMIT_S = 600.0  # five processes import torch, on a machine that may be busy
@@ -223,23 +220,28 @@ def test_a_job_that_is_queued_again_resumes_what_it_began_itself(tmp_path: Path,
     assert options(1) == ["--clean"]
 
 
-@pytest.fixture(scope="module")
-def quickstart_files() -> None:
-    prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
-
-
-def _batch_script(folder: Path, settings: Sequence[str]) -> tuple[Run, Path]:
-    """A run of the quickstart, and its script as the command writes it."""
-    run = make_run(folder, "quickstart.yaml", settings)
-    script = folder / "run.sbatch"
-    made = run_command("launch", "slurm", str(run.config))
-    assert made.returncode == 0, made.stdout + made.stderr
-    script.write_text(made.stdout)
-    return run, script
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, "requeue 42\n"), (signal.SIGTERM, "")])
+def test_a_signal_stops_the_tasks_which_save_and_only_at_the_time_limit_the_job_is_queued_again(
+    tmp_path: Path, cluster: dict[str, str], number: signal.Signals, requeued: str
+) -> None:
+    train = tmp_path / "python"  # saves and ends as a launcher does after SIGTERM
+    train.write_text(
+        f"#!/bin/bash\ntrap 'echo saved; kill $!; exit 143' TERM\ntouch {tmp_path}/begun_$SLURM_NODEID\nsleep 60 & wait\n"
+    )
+    train.chmod(0o755)
+    script = tmp_path / "x.sbatch"
+    script.write_text(_script(_cluster(tmp_path), python=str(train), working_dir=tmp_path))
+    job = subprocess.Popen(["bash", str(script)], env=cluster, stdout=subprocess.PIPE, text=True)
+    assert eventually(lambda: len(list(tmp_path.glob("begun_*"))) == 3, 60.0)
+    job.send_signal(number)
+    printed, _ = job.communicate(timeout=60.0)
+    assert (job.returncode, printed.count("saved")) == (143, 3)
+    assert (tmp_path / "scancel.log").read_text() == "--signal=TERM 42\n"
+    log = tmp_path / "scontrol.log"
+    assert (log.read_text() if log.exists() else "") == requeued
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quickstart_files")
 def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bound(
     tmp_path: Path, cluster: dict[str, str]
 ) -> None:
@@ -251,7 +253,11 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
         "inference.replicas=2",
         "inference.vllm.tensor_parallel_size=2",
     )
-    _, script = _batch_script(tmp_path, settings)
+    prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
+    made = run_command("launch", "slurm", str(make_run(tmp_path, "quickstart.yaml", settings).config))
+    assert made.returncode == 0, made.stdout + made.stderr
+    script = tmp_path / "run.sbatch"
+    script.write_text(made.stdout)
     environment = {
         **cluster,
         "SLURM_JOB_NODELIST": "gpu[7,9]",
@@ -270,53 +276,6 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
     assert "inference server 1: 1 process, 1 CPU thread each, GPU 6,7" in done.stdout
     (srun_line,) = (tmp_path / "srun.log").read_text().splitlines()
     assert "--ntasks-per-node=1 --cpus-per-task=2 --mem=0" in srun_line
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.usefixtures("quickstart_files")
-def test_the_script_trains_on_three_machines_saves_ahead_of_the_time_limit_and_goes_on_after_a_requeue(
-    tmp_path: Path, cluster: dict[str, str]
-) -> None:
-    settings = (
-        *SMALL,
-        "evaluation.num_prompts=4",
-        "training.max_steps=5000",
-        "launch.nodes.train=2",
-        "launch.nodes.infer=1",
-        f"launch.rdzv=127.0.0.1:{free_port()}",
-    )
-    run, script = _batch_script(tmp_path, settings)
-
-    def start(**more: str) -> subprocess.Popen[str]:
-        environment = {**cluster, "GRPO_ASYNC_TEST_MARK": run.mark, **more}
-        return subprocess.Popen(
-            ["bash", str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def ends(job: subprocess.Popen[str], number: signal.Signals) -> str:
-        job.send_signal(number)
-        done = finish(job, timeout_s=LIMIT_S)
-        assert done.returncode == 143, done.stdout[-4000:]
-        assert (tmp_path / "scontrol.log").read_text() == "requeue 42\n"
-        assert run.checkpoints()[-1] == len(run.metrics())
-        run.assert_nothing_is_left()
-        return done.stdout
-
-    job = start()
-    token = run.folder / "token"
-    assert eventually(lambda: token.is_file() and bool(token.read_text()), LIMIT_S), "the token"
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    secret = token.read_text()
-    run.wait_for_step(2, job, timeout_s=LIMIT_S)
-    printed = ends(job, signal.SIGUSR1)
-    assert run.summary()["num_devices"] == 2
-    assert not token.exists()
-    assert secret not in printed
-    steps = len(run.metrics())
-    again = start(SLURM_RESTART_COUNT="1")
-    run.wait_for_step(steps + 2, again, timeout_s=LIMIT_S)
-    assert f"from the checkpoint of step {steps}" in ends(again, signal.SIGTERM)  # by hand: saved, not queued again
 
 
 # ---- Kubernetes ----

@@ -13,7 +13,6 @@ import pytest
 from grpo_async.errors import ConfigError
 from grpo_async.launcher.train import launch
 from tests.launcher.support import LauncherProcess, make_config
-from tests.support.waiting import eventually
 
 
 def test_a_run_that_finishes_exits_0_ends_the_server_shows_the_summary_and_notes_its_job(
@@ -93,16 +92,6 @@ def test_a_signal_before_the_trainer_has_begun_ends_everything_at_once(tmp_path:
         assert launcher.end() == 130
         assert "before the trainer had started" in launcher.output
         assert launcher.left() == {}
-
-
-def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder(tmp_path: Path) -> None:
-    """The helper has left the session, as a daemon that a reward has started."""
-    with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term") as launcher:
-        launcher.wait_for_line("training")
-        launcher.wait_for_processes("server", "rank0", "helper")
-        launcher.process.kill()
-        assert eventually(lambda: launcher.left() == {}, 10.0), launcher.left()
-        assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
 
 
 @pytest.mark.clock  # heartbeats of seconds

@@ -15,20 +15,12 @@ from tests.support.waiting import eventually, is_alive
 pytestmark = pytest.mark.slow
 
 
-def test_a_rank_that_is_killed_is_named_and_nobody_is_left(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="kill-rank-1", torchrun=True) as launcher:
-        assert launcher.end() == 1, launcher.output
-        rank_1 = launcher.pids()["rank1"]
-        assert f"trainer rank 1 (pid {rank_1}) was killed by SIGKILL" in launcher.output
-        assert launcher.left() == {}
-        assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
-
-
 def test_a_rank_that_can_write_nowhere_is_shown_with_its_error(tmp_path: Path) -> None:
     with LauncherProcess(tmp_path, trainer="full-disk", torchrun=True) as launcher:
         assert launcher.end() == 1, launcher.output
         assert "trainer rank 1 failed: OSError: [Errno 28] No space left on device: 'metrics.jsonl'" in launcher.output
         assert launcher.left() == {}
+        assert list(Path(launcher.temporary).iterdir()) == []  # torchrun makes a folder there by itself
 
 
 @pytest.mark.nightly
@@ -58,12 +50,15 @@ def test_a_rank_that_was_stopped_is_the_cause_of_what_fails_after_that(tmp_path:
         assert launcher.left() == {}
 
 
-def test_a_killed_launcher_takes_torchrun_and_its_ranks_with_it_and_nothing_listens_in_public(tmp_path: Path) -> None:
-    with LauncherProcess(tmp_path, trainer="ignore-stop", torchrun=True) as launcher:
-        launcher.wait_for_processes("server", "rank0", "rank1")
+def test_a_killed_launcher_leaves_nobody_and_no_temporary_folder_and_nothing_listens_in_public(tmp_path: Path) -> None:
+    """The helper has left the session, as a daemon that a reward has started."""
+    with LauncherProcess(tmp_path, trainer="start-helper", server="ignore-term", torchrun=True) as launcher:
+        launcher.wait_for_line("training")
+        launcher.wait_for_processes("server", "rank0", "rank1", "helper")
         tree = psutil.Process(launcher.process.pid).children(recursive=True)
-        assert len(tree) == 5  # the reaper, the server, torchrun, two ranks
+        assert len(tree) == 6  # the reaper, the server, torchrun, two ranks, the helper
         listening = [c.laddr for p in tree for c in p.net_connections(kind="inet") if c.status == psutil.CONN_LISTEN]
         assert listening == []
         launcher.process.kill()
-        assert eventually(lambda: not any(is_alive(process.pid) for process in tree), 5.0)
+        assert eventually(lambda: not any(is_alive(process.pid) for process in tree), 10.0)
+        assert eventually(lambda: not list(Path(launcher.temporary).iterdir()), 10.0)
