@@ -201,7 +201,6 @@ def simulate(setup: Setup) -> dict[str, float]:
     give_back_at(buffer, loop)
     watch = Watch(
         timeout_s=_NEVER_S,
-        setting="training.stall_timeout_s",
         progress=lambda: ledger.num_events,
         heartbeat=loop.run_until_call,
         heartbeat_s=0.0,  # it never blocks: virtual seconds pass in the heartbeat

@@ -33,8 +33,7 @@ class Watch:
     """How long `take` may wait, and what it does meanwhile.
 
     Attributes:
-        timeout_s: longest wait without `progress()` changing.
-        setting: path of the setting that holds `timeout_s`.
+        timeout_s: training.queue_timeout_s, the longest wait without `progress()` changing.
         progress: a counter that grows while generation is alive (generated tokens).
         heartbeat: called about every `heartbeat_s` seconds of waiting.
         on_change: called after `wake`, in the waiting thread.
@@ -42,7 +41,6 @@ class Watch:
     """
 
     timeout_s: float
-    setting: str
     progress: Callable[[], int]
     heartbeat: Callable[[], None] = _nothing
     on_change: Callable[[], None] = _nothing
@@ -188,7 +186,7 @@ class SampleBuffer:
                 raise DeadlineError(
                     f"samples for step {trainer_version + 1}; no token was generated meanwhile ({watch.describe()})",
                     waited_s=watch.timeout_s,
-                    setting=watch.setting,
+                    setting="training.queue_timeout_s",
                     hint="With groups in flight the server or a reward function hangs; look into the servers' logs.",
                 )
             if now - last_heartbeat >= watch.heartbeat_s:

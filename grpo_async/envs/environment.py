@@ -175,7 +175,7 @@ class Environment:
         self.instance = instance
         self.broken: str | None = None
         """Why the instance can no longer be used."""
-        self._kind = kind
+        self.kind = kind
         self._thread = thread
         self._caller = Caller(thread, kind.timeout_s, loop=ASYNC_LOOP)
         self._is_done: Callable[[], Any] | None = instance.is_done if "is_done" in kind.methods else None
@@ -186,20 +186,7 @@ class Environment:
         ]
 
     def __repr__(self) -> str:
-        return f"Environment({self._kind.name!r})"
-
-    @property
-    def name(self) -> str:
-        return self._kind.name
-
-    @property
-    def reward_name(self) -> str | None:
-        """Name of its reward in the metrics, the class's; None without `get_reward`."""
-        return self._kind.reward_name
-
-    @property
-    def timeout_s(self) -> float:
-        return self._kind.timeout_s
+        return f"Environment({self.kind.name!r})"
 
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode; returns the text that is added to the prompt.
@@ -211,13 +198,13 @@ class Environment:
             EnvironmentCallError: the row lacks a column; or `reset` raised, took too long or returned something else than
                 text, and then the instance is broken.
         """
-        if self._kind.selected_by_column:
+        if self.kind.selected_by_column:
             row = {name: value for name, value in row.items() if name != COLUMN}
-        parameters = self._kind.reset_parameters
+        parameters = self.kind.reset_parameters
         missing = parameters.missing(row)
         if missing:
             raise EnvironmentCallError(
-                self.name,
+                self.kind.name,
                 f"`reset` needs the column(s) {missing}, but the row has {sorted(row)}; rename with "
                 "`data.train.columns`, or give them a default",
             )
@@ -246,7 +233,7 @@ class Environment:
         Raises:
             EnvironmentCallError: `get_reward` raised, took too long, or returned no finite number.
         """
-        if "get_reward" not in self._kind.methods:
+        if "get_reward" not in self.kind.methods:
             return None
         return await self._call("get_reward", UserCall(self.instance.get_reward, finish=_reward))
 
@@ -270,7 +257,7 @@ class Environment:
     async def wait_idle(self) -> None:
         """Wait for the call that runs, if any; its own time limit bounds this."""
         if self._running is not None:
-            await asyncio.wait({self._running}, timeout=self.timeout_s + 1.0)
+            await asyncio.wait({self._running}, timeout=self.kind.timeout_s + 1.0)
 
     @property
     def is_idle(self) -> bool:
@@ -280,9 +267,9 @@ class Environment:
     async def close(self) -> None:
         """End the instance and its thread, within the time limit of a call. Failures are logged, not raised."""
         freed = asyncio.wrap_future(self.discard())
-        done, _ = await asyncio.wait({freed}, timeout=self.timeout_s)
+        done, _ = await asyncio.wait({freed}, timeout=self.kind.timeout_s)
         if not done:
-            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
+            logger.warning("environment `%s`: `close` took longer than %g s", self.kind.name, self.kind.timeout_s)
 
     def discard(self) -> Future[None]:
         """End the instance without waiting: `close` runs behind a call that hangs in the instance's thread, and the future is done
@@ -293,19 +280,21 @@ class Environment:
         return freed
 
     def _close_in_thread(self) -> None:
-        if "close" not in self._kind.methods:
+        if "close" not in self.kind.methods:
             return
         call: UserCall[Any] = UserCall(self.instance.close)
         try:
-            result = ASYNC_LOOP.post(call.attempt_async).result(self.timeout_s) if call.is_async else call.attempt()
+            result = (
+                ASYNC_LOOP.post(call.attempt_async).result(self.kind.timeout_s) if call.is_async else call.attempt()
+            )
         except TimeoutError:
-            logger.warning("environment `%s`: `close` took longer than %g s", self.name, self.timeout_s)
+            logger.warning("environment `%s`: `close` took longer than %g s", self.kind.name, self.kind.timeout_s)
             return
         except GrpoAsyncError as error:
-            logger.warning("environment `%s`: `close` could not be called: %s", self.name, error)
+            logger.warning("environment `%s`: `close` could not be called: %s", self.kind.name, error)
             return
         if isinstance(result, Raised):
-            logger.warning("environment `%s`: `close` raised %s%s", self.name, result.summary, result.place)
+            logger.warning("environment `%s`: `close` raised %s%s", self.kind.name, result.summary, result.place)
 
     async def _call(self, method: str, call: UserCall[Result]) -> Result:
         try:
@@ -316,7 +305,7 @@ class Environment:
                 problem = f"`{method}` returned {error.error}"
             elif error.is_timeout:
                 problem = self.broken or problem
-            raise EnvironmentCallError(self.name, problem) from error.origin
+            raise EnvironmentCallError(self.kind.name, problem) from error.origin
 
     async def _run(self, call: UserCall[Result]) -> Result:
         try:
@@ -324,7 +313,7 @@ class Environment:
         except CallError as error:
             if error.is_timeout:
                 method = getattr(call.function, "__name__", "a call")
-                hint = f"raise `{self._kind.setting}.timeout_s` if this is expected"
+                hint = f"raise `{self.kind.setting}.timeout_s` if this is expected"
                 self.broken = f"`{method}` {error.problem}; {hint}"
             raise
         except asyncio.CancelledError:  # the loop ends
@@ -333,7 +322,7 @@ class Environment:
 
     def _refuse_if_broken(self) -> None:
         if self.broken is not None:
-            raise EnvironmentCallError(self.name, f"this instance can no longer be used: {self.broken}")
+            raise EnvironmentCallError(self.kind.name, f"this instance can no longer be used: {self.broken}")
 
 
 class _BadResultError(Exception):

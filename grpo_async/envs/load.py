@@ -34,9 +34,6 @@ class Environments:
         self.pools = dict(pools)
         self._extra_schemas = list(extra_schemas)
 
-    def __len__(self) -> int:
-        return len(self.pools)
-
     @property
     def reward_weights(self) -> dict[str, float]:
         """Weight by name, for those with a `get_reward`: {"GuessingGame": 1.0}."""

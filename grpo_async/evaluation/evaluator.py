@@ -20,6 +20,7 @@ from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.config.sections import EvaluationSection
 from grpo_async.data import LoadedData, make_prompt
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.metrics import EvaluationResult, evaluation_result
@@ -64,11 +65,9 @@ class EvaluationTask:
 
 
 class Evaluator:
-    """Makes `samples` completions per prompt with `producer`, which knows how to sample, and scores them.
+    """Makes `samples_per_prompt` completions per prompt with `producer`, which knows how to sample, and scores them.
 
     Args:
-        pass_threshold: a completion passes when its reward is at least this.
-        group_by: column whose values get separate results.
         errors: counts failures; that of an evaluation, not of training.
         majority_baseline: fraction of the most frequent held-out answer; None without `evaluation.baseline_column`.
 
@@ -81,21 +80,18 @@ class Evaluator:
         prompts: Sequence[Prompt],
         producer: GroupProducer,
         scorer: Scorer,
+        section: EvaluationSection,
         *,
-        samples: int = 1,
-        pass_threshold: float = 1.0,
-        group_by: str | None = None,
         errors: ErrorLog | None = None,
         majority_baseline: float | None = None,
     ) -> None:
         self._prompts = prompts
         self._producer = producer
         self._scorer = scorer
-        self._samples = samples
-        self._pass_threshold = pass_threshold
+        self._section = section
+        self._samples = section.samples_per_prompt
         self._errors = errors or ErrorLog()
-        self._group_by = group_by
-        _check_group_by(prompts, group_by)
+        _check_group_by(prompts, section.group_by)
         self.majority_baseline = majority_baseline
         self.num_tokens = 0
         """Sampled so far, over all evaluations. Grows while one runs."""
@@ -121,9 +117,9 @@ class Evaluator:
         self._check_failures([f"{completion.rollout_id}: {completion.error}" for completion in failed])
         result = evaluation_result(
             made,
-            group_by=self._group_by,
+            group_by=self._section.group_by,
             samples=self._samples,
-            pass_threshold=self._pass_threshold,
+            pass_threshold=self._section.pass_threshold,
             duration_s=time.monotonic() - began,
         )
         rows = [{"step": task.step, **_row(scored)} for scored in made[:_NUM_SHOWN]]
@@ -250,9 +246,7 @@ def build_evaluator(
             tracks=timeline.slots("evaluation"),
         ),
         scorer,
-        samples=section.samples_per_prompt,
-        pass_threshold=section.pass_threshold,
-        group_by=section.group_by,
+        section,
         errors=errors,
         majority_baseline=None if column is None else majority_fraction(data.evaluation, column),
     )

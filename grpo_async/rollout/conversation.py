@@ -324,10 +324,10 @@ class ConversationProducer:
                     if not rollout.prompt_ids.size:
                         rollout.prompt_ids = self._prompt_ids(group, rollout.prompt_messages, tools, rendered)
                     completion = await rollout.run()
-                    if environment is not None and environment.reward_name is not None:
+                    if environment is not None and (name := environment.kind.reward_name) is not None:
                         with track.span("environment", call="get_reward"):
                             reward = await environment.get_reward()
-                        completion = replace(completion, environment_rewards={environment.reward_name: reward})
+                        completion = replace(completion, environment_rewards={name: reward})
                     span.details |= {
                         "status": str(completion.status),
                         "turns": len(completion.turns),

@@ -107,7 +107,6 @@ class RolloutSource:
         """The groups of the next step: see SampleBuffer.take. None: the run is to stop; []: the data is at its end."""
         watch = Watch(
             timeout_s=self._config.training.queue_timeout_s,
-            setting="training.queue_timeout_s",
             progress=lambda: self._ledger.num_events + self._server_events() + self._evaluated_tokens(),
             heartbeat=heartbeat,
             on_change=on_change,

@@ -23,7 +23,7 @@ class _Fixture:
         )
 
     def take(self, count: int, *, version: int = 0, timeout_s: float = 0.2, progress: int = 0) -> list[int]:
-        watch = Watch(timeout_s=timeout_s, progress=lambda: progress, setting="training.queue_timeout_s")
+        watch = Watch(timeout_s=timeout_s, progress=lambda: progress)
         taken = self.buffer.take(count, trainer_version=version, watch=watch)
         return [scored.group.group_id for scored in taken]
 
@@ -104,7 +104,6 @@ def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
     watch = Watch(
         timeout_s=0.05,
         progress=lambda: next(ticks),
-        setting="training.queue_timeout_s",
         heartbeat=lambda: beats.append(1),
         heartbeat_s=0.02,
     )
@@ -124,7 +123,7 @@ def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting(
         if len(attended) == 2:
             fixture.buffer.add(make_scored(7))
 
-    watch = Watch(timeout_s=10.0, progress=lambda: 0, setting="s", on_change=on_change)
+    watch = Watch(timeout_s=10.0, progress=lambda: 0, on_change=on_change)
     fixture.buffer.wake()  # also one that came before anybody waited
     second = threading.Timer(0.1, fixture.buffer.wake)
     second.start()
@@ -148,7 +147,7 @@ def test_a_waiting_take_is_woken_and_does_not_wait_for_its_next_check(what: str)
     timer = threading.Timer(0.2, actions[what])
     timer.start()
     began = time.monotonic()
-    watch = Watch(timeout_s=60.0, setting="s", progress=lambda: 0, heartbeat_s=20.0)
+    watch = Watch(timeout_s=60.0, progress=lambda: 0, heartbeat_s=20.0)
     expected = {"fail": pytest.raises(RunError), "interrupt": pytest.raises(BufferInterrupted)}
     with expected.get(what, nullcontext()):
         assert len(buffer.take(1, trainer_version=0, watch=watch)) == (what == "add")

@@ -37,7 +37,7 @@ def test_an_environment_without_is_done_is_never_done_and_one_without_get_reward
         await environment.reset({})
         assert await environment.is_done() is False
         assert await environment.get_reward() is None
-        assert environment.reward_name is None
+        assert environment.kind.reward_name is None
         assert environment.tools == []
 
     with_one("Bare", use)

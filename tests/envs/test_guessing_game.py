@@ -26,7 +26,7 @@ def test_a_game_from_reset_to_reward() -> None:
         assert answers == ["higher", "lower", "correct"]
         assert await environment.is_done()
         assert await environment.get_reward() == 1.0
-        assert environment.reward_name == "GuessingGame"
+        assert environment.kind.reward_name == "GuessingGame"
         after = await call(environment, "guess", number=7)
         assert (after.result, after.failed) == ('{"error": "ValueError: the game is over"}', True)
         assert await environment.get_reward() == 1.0

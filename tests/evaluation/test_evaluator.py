@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_async.config.sections import AdvantageSection
+from grpo_async.config.sections import AdvantageSection, EvaluationSection
 from grpo_async.errors import ConfigError, FatalRolloutError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask, Evaluator
 from grpo_async.evaluation.metrics import EvaluationResult
@@ -75,7 +75,7 @@ def _evaluator(producer: _Producer, count: int = 4, reward: Any = _reward, **set
         environment_weights={"Maze": 2.0},
     )
     prompts = [make_prompt(number, source="odd" if number % 2 else "even") for number in range(count)]
-    return Evaluator(prompts, producer, scorer, **settings)
+    return Evaluator(prompts, producer, scorer, EvaluationSection(temperature=1.0, **settings))
 
 
 def _run(evaluator: Evaluator, *, max_in_flight: int = 2, store: RolloutStore | None = None) -> EvaluationResult:
@@ -108,7 +108,7 @@ def test_means_are_over_the_prompts_that_have_a_reward() -> None:
 
 
 def test_the_first_completion_of_each_of_the_first_prompts_is_a_row_of_a_table() -> None:
-    result = _run(_evaluator(_Producer(failing=[2]), count=20, samples=2))
+    result = _run(_evaluator(_Producer(failing=[2]), count=20, samples_per_prompt=2))
     assert len(result.completions) == 16
     texts = {"step": 5, "prompt": "1 + 1 ="}
     assert result.completions[:3] == [
@@ -122,14 +122,14 @@ def test_the_bound_is_on_rollouts_and_lets_one_prompt_through_in_any_case() -> N
     """3 samples: at most 7 at once are 2 prompts; at most 1 at once is one prompt all the same."""
     for bound, most in ((7, 6), (1, 3)):
         producer = _Producer()
-        _run(_evaluator(producer, samples=3), max_in_flight=bound)
+        _run(_evaluator(producer, samples_per_prompt=3), max_in_flight=bound)
         assert producer.most_leased == most
 
 
 def test_seeds_are_of_prompt_and_sample_and_the_same_in_every_evaluation() -> None:
     """Not those of training: groups there have seed_of(run.seed, group)."""
     producer = _Producer()
-    evaluator = _evaluator(producer, samples=2)
+    evaluator = _evaluator(producer, samples_per_prompt=2)
     first, second = _run(evaluator), _run(evaluator)
     seeds = [request.seed for request in producer.requests]
     assert len(set(seeds[:4])) == 4
@@ -144,8 +144,8 @@ def test_a_column_that_is_not_there_or_has_too_many_values_is_refused() -> None:
     scorer = Scorer([RewardFunction(_reward)], advantage=AdvantageSection(), train_zero_variance=False)
     many = [make_prompt(number, level=number) for number in range(65)]
     with pytest.raises(ConfigError, match="65 different values"):
-        Evaluator(many, _Producer(), scorer, group_by="level")
-    Evaluator(many[:64], _Producer(), scorer, group_by="level")
+        Evaluator(many, _Producer(), scorer, EvaluationSection(group_by="level"))
+    Evaluator(many[:64], _Producer(), scorer, EvaluationSection(group_by="level"))
 
 
 def test_failed_rollouts_are_counted_told_of_and_end_the_evaluation_when_they_are_most(
@@ -183,7 +183,7 @@ def test_a_reward_or_a_rollout_function_that_fails_for_one_prompt_fails_that_pro
 
 def test_rows_are_stored_with_step_rewards_and_versions(tmp_path: Path) -> None:
     with LineStore(tmp_path / "rows") as store:
-        evaluator = _evaluator(_Producer(), samples=2)
+        evaluator = _evaluator(_Producer(), samples_per_prompt=2)
         _run(evaluator, store=store)
     rows = {row.group_id: row for row in read_groups(tmp_path / "rows")}
     assert sorted(rows) == [0, 1, 2, 3]

@@ -146,7 +146,7 @@ class _Setup:
             self.buffer.take,
             count,
             trainer_version=version,
-            watch=Watch(timeout_s=5.0, progress=lambda: 0, setting="s"),
+            watch=Watch(timeout_s=5.0, progress=lambda: 0),
         )
 
     def run(self, steps: Callable[[asyncio.Task[None]], Any]) -> None:

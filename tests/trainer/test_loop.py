@@ -199,7 +199,7 @@ class _Polled(FakeSource):
         self, num_groups: int, *, trainer_version: int, heartbeat: Callable[[], None], on_change: Callable[[], None]
     ) -> list[ScoredGroup]:
         self.on_take()
-        watch = Watch(timeout_s=30.0, setting="s", progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
+        watch = Watch(timeout_s=30.0, progress=lambda: 0, heartbeat=heartbeat, heartbeat_s=0.02)
         return self.buffer.take(num_groups, trainer_version=trainer_version, watch=watch)
 
 
