@@ -89,31 +89,6 @@ def test_take_without_progress_names_the_wait_and_the_setting() -> None:
         fixture.take(1, timeout_s=0.05)
 
 
-def test_an_empty_queue_is_not_the_end_while_tokens_are_generated() -> None:
-    """R1.4: the deadline counts silence, not waiting."""
-    fixture = _Fixture()
-    ticks = iter(range(1000))
-    results: list[int] = []
-
-    def late_put() -> None:
-        fixture.buffer.add(make_scored(7))
-
-    timer = threading.Timer(0.3, late_put)
-    timer.start()
-    beats: list[int] = []
-    watch = Watch(
-        timeout_s=0.05,
-        progress=lambda: next(ticks),
-        heartbeat=lambda: beats.append(1),
-        heartbeat_s=0.02,
-    )
-    taken = fixture.buffer.take(1, trainer_version=0, watch=watch)
-    assert beats, "the other ranks would have waited without a word"
-    results.extend(scored.group.group_id for scored in taken)
-    timer.join()
-    assert results == [7]
-
-
 def test_wake_makes_the_waiting_take_attend_in_its_own_thread_and_go_on_waiting() -> None:
     fixture = _Fixture()
     attended: list[str] = []

@@ -18,7 +18,7 @@ from grpo_async.errors import DeadlineError, RunError
 from grpo_async.evaluation.evaluator import EvaluationTask
 from grpo_async.evaluation.metrics import EvaluationResult
 from grpo_async.trainer.rollout_side import RolloutSide
-from tests.support.local_server import LIMIT_S, LocalServer, Request, line, local_server
+from tests.support.local_server import Request, line, local_server
 from tests.support.stored import LineStore
 from tests.trainer.sides import open_side, side_config
 
@@ -27,17 +27,14 @@ NUM_PROMPTS = 6
 
 def _config(folder: Path, model: Path, **sections: Any) -> ExperimentConfig:
     held_out = folder / "held.jsonl"
-    rows = [{"prompt": f"7 + {n}", "answer": "1", "part": "ab"[n % 2]} for n in range(NUM_PROMPTS)]
+    rows = [{"prompt": f"7 + {n}", "answer": "1"} for n in range(NUM_PROMPTS)]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = {
         "data": {"type": "jsonl", "path": str(held_out)},
         "samples_per_prompt": 2,
         "temperature": 0.7,
-        "group_by": "part",
-        "stop": ["\nQ:"],
     }
-    rollout = {"stop": ["END"], **sections.pop("rollout", {})}
-    return side_config(folder, model, evaluation=evaluation, rollout=rollout, **sections)
+    return side_config(folder, model, evaluation=evaluation, **sections)
 
 
 def _begin(side: RolloutSide, folder: Path, *, max_in_flight: int = 4) -> Future[EvaluationResult]:
@@ -62,47 +59,6 @@ def _sample(request: Request) -> int:
 
 
 def _nothing() -> None: ...
-
-
-def _of_evaluation(server: LocalServer) -> list[Request]:
-    return [request for request in server.requests if _is_evaluation(request)]
-
-
-def test_an_evaluation_runs_beside_generation_with_a_bound_seeds_and_a_temperature_of_its_own(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    running = most = 0
-
-    async def counting(request: Request) -> AsyncIterator[bytes]:
-        nonlocal running, most
-        if not _is_evaluation(request):
-            await asyncio.Event().wait()  # training's requests hold their places forever
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.02)
-        running -= 1
-        yield line([5 + _sample(request) % 2, *request["stop_token_ids"][:1]])
-
-    with local_server(counting) as server, open_side(_config(tmp_path, tiny_model), server) as side:
-        side.source.start()
-        server.wait_for(lambda: len(server.requests) == 4, "2 groups of 2 to be asked for")
-        result = _begin(side, tmp_path).result(timeout=LIMIT_S)
-        assert most == 4
-        asked = _of_evaluation(server)
-        assert len(asked) == 2 * NUM_PROMPTS
-        assert len({request["seed"] for request in server.requests}) == 2 * NUM_PROMPTS + 4
-        assert {request["temperature"] for request in asked} == {0.7}
-        assert {tuple(request["stop"]) for request in asked} == {("\nQ:",)}
-        assert {tuple(request["stop"]) for request in server.requests if request not in asked} == {("END",)}
-        assert result.metrics["reward"] == 0.5  # of two samples one is odd
-        assert result.metrics["pass@2"] == 1.0
-        assert result.by_group.keys() == {"a", "b"}
-        ledger = side.source.ledger_snapshot()
-        assert ledger["groups"]["started"] == ledger["groups"]["in_flight"] == 2
-        assert ledger["tokens"]["started"] == 0
-        assert not [name for name in side.source.gauges() if name.startswith("failures/")]
-        assert side.evaluator is not None
-        assert side.evaluator.num_tokens == 4 * NUM_PROMPTS
 
 
 async def _slow_evaluation(request: Request) -> AsyncIterator[bytes]:

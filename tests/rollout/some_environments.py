@@ -8,10 +8,7 @@ import threading
 class Counter:
     """Counts what it is given; done at its goal."""
 
-    made = 0
-
     def __init__(self) -> None:
-        Counter.made += 1
         self.total = 0
         self.goal = 0
 
@@ -63,7 +60,6 @@ class Waiting:
     """Its tool waits until the test lets it go."""
 
     go_on = threading.Event()
-    entered = threading.Event()
 
     def reset(self, **row: object) -> None:
         return None
@@ -75,6 +71,5 @@ class Waiting:
         Args:
             a: for what
         """
-        Waiting.entered.set()
         Waiting.go_on.wait(30.0)
         return "done"

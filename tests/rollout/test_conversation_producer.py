@@ -18,7 +18,6 @@ from grpo_async.tools import Tool
 from tests.rollout import some_environments
 from tests.rollout.fakes import CALL, EOS, Answer, FakeRenderer, ScriptedClient, open_group, stop
 from tests.support.records import make_prompt
-from tests.support.waiting import until
 
 HERE = "tests.rollout.some_environments"
 
@@ -104,25 +103,6 @@ def test_the_text_of_reset_reaches_the_prompt_and_the_reward_the_record() -> Non
     assert completion.environment_rewards == {"Counter": 4.0}
 
 
-def test_every_rollout_has_an_instance_of_its_own_and_the_next_group_uses_them_again() -> None:
-    """R6.1: instances return to their pool."""
-    some_environments.Counter.made = 0
-    setup = _Setup(stop(CALL, EOS), counter="Counter")
-
-    async def main() -> None:
-        for _ in range(3):
-            produced = open_group(make_prompt(goal=1), size=4)
-            async with setup.producer.produce(produced):
-                assert produced.environments is not None
-                assert len({id(instance) for instance in produced.environments}) == 4
-                assert [instance.total for instance in produced.environments] == [1, 1, 1, 1]
-        assert setup.environments is not None
-        await setup.environments.close()
-
-    asyncio.run(main())
-    assert some_environments.Counter.made == 4
-
-
 def test_a_column_chooses_the_environment_and_only_its_tools_are_offered() -> None:
     setup = _Setup(stop(6, EOS), counter="Counter", broken="Broken")
     first, second = setup.make(make_prompt(0, environment="counter"), make_prompt(1, environment="broken", seed=1))
@@ -140,34 +120,6 @@ def test_an_environment_that_fails_fails_its_rollout_only_and_is_counted() -> No
     (produced,) = setup.make(make_prompt(seed=0))
     assert [completion.status for completion in produced.completions] == [RolloutStatus.FAILED] * 2
     assert setup.errors.counts == {"rollout: EnvironmentCallError": 2}
-
-
-def test_a_cancelled_group_gives_its_slots_and_instances_back() -> None:
-    """R6.1: cancelled in the middle of a tool call."""
-    some_environments.Waiting.go_on.clear()
-    some_environments.Waiting.entered.clear()
-    setup = _Setup(stop(CALL, EOS), stop(6, EOS), max_in_flight=2, waiting="Waiting")
-
-    async def main() -> None:
-        assert setup.environments is not None
-
-        async def group() -> int:
-            made = open_group(make_prompt())
-            async with setup.producer.produce(made):
-                return len(made.completions)
-
-        task = asyncio.create_task(group())
-        await asyncio.to_thread(some_environments.Waiting.entered.wait, 10.0)
-        task.cancel()
-        await asyncio.wait([task], timeout=5.0)
-        assert task.cancelled()
-        some_environments.Waiting.go_on.set()
-        assert await asyncio.wait_for(group(), 10.0) == 2  # both slots are free again
-        (pool,) = setup.environments.pools.values()
-        await until(lambda: pool.num_taken == 0)  # once the threads of the cancelled calls are awake
-        await setup.environments.close()
-
-    asyncio.run(main())
 
 
 def test_a_rollout_that_takes_too_long_fails_with_the_setting() -> None:
