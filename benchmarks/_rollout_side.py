@@ -31,25 +31,10 @@ _QUESTION = (
 @functools.cache
 def load_tokenizer() -> Any:
     """One that every machine can make in seconds: byte-level BPE with 16,384 tokens, trained on Python's own library."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from grpo_async.quickstart.model import train_tokenizer
 
-    from grpo_async.quickstart.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_ENDS, TURN_STARTS
-
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=16_384,
-        special_tokens=[END_OF_TEXT, TURN_STARTS, TURN_ENDS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     library = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    core.train([str(file) for file in library], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=TURN_ENDS, pad_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE
-    )
+    return train_tokenizer((file.read_text(encoding="utf-8", errors="replace") for file in library), num_tokens=16_384)
 
 
 def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:

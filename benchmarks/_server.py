@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,32 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
         if time.monotonic() > ends_at:
             raise SystemExit(f"the server does not answer within {START_TIMEOUT_S:g} s")
         time.sleep(0.1)
+
+
+def run_logged(command: Sequence[str], log: Path, *, environment: Mapping[str, str], timeout_s: float) -> None:
+    """Run a command in the checkout, until it ends.
+
+    Raises:
+        RuntimeError: it failed, or took longer than that; with the end of its log.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: object = process.wait(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            code = error
+        finally:
+            stop(process)
+    if code != 0:
+        tail = log.read_bytes()[-4000:].decode(errors="replace")
+        raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of its log:\n{tail}")
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Of JSON."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

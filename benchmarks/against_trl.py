@@ -161,22 +161,8 @@ def _run(inputs: Path, folder: Path, url: str, side: str, options: argparse.Name
         command = [sys.executable, "-m", "benchmarks._trl_train", json.dumps(own)]
     environment = {name: value for name, value in os.environ.items() if name not in ("GRPO_ASYNC_TOKEN", "PYTHONPATH")}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code: object = process.wait(timeout=RUN_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            code = error
-        finally:
-            _server.stop(process)
-    if code != 0:
-        tail = log.read_bytes()[-4000:].decode(errors="replace")
-        raise RuntimeError(f"{' '.join(command)} ended with {code}; the end of its log:\n{tail}")
-    written = folder / "run" / "metrics.jsonl" if side == OURS else folder / "steps.jsonl"
-    lines = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()]
+    _server.run_logged(command, folder / "log", environment=environment, timeout_s=RUN_TIMEOUT_S)
+    lines = _server.read_lines(folder / "run" / "metrics.jsonl" if side == OURS else folder / "steps.jsonl")
     return steps_of(lines) if side == OURS else lines
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _server
 from benchmarks._models import ModelSize
-from benchmarks.report import ROOT, Report, in_turns, parser_of, ratios
+from benchmarks.report import Report, in_turns, parser_of, ratios
 
 RUN_TIMEOUT_S = 600.0
 SYNCHRONOUS, ASYNCHRONOUS = "synchronous", "asynchronous"
@@ -57,7 +58,10 @@ def main(arguments: list[str]) -> int:
         folder = Path(scratch)
         config = make_compute(folder, seed=options.seed)
         for number, variant in in_turns(list(runs), options.pairs):
-            lines = _run(config, folder / f"{variant}-{number}", variant, options)
+            run_dir = folder / f"{variant}-{number}"
+            log, made = folder / f"{run_dir.name}.log", command(config, run_dir, variant, options)
+            _server.run_logged(made, log, environment=os.environ, timeout_s=RUN_TIMEOUT_S)
+            lines = _server.read_lines(run_dir / "metrics.jsonl")
             last = options.staleness + 1  # both: in the last steps of an asynchronous run nothing is left to generate
             runs[variant].append(statistics_of(lines, skip=options.skip, last=last))
     _report(report, runs)
@@ -80,25 +84,6 @@ def command(config: Path, run_dir: Path, variant: str, options: argparse.Namespa
     for pair in [f"{key}={value}" for key, value in settings.items()] + options.set:
         made += ["--set", pair]
     return made
-
-
-def _run(config: Path, run_dir: Path, variant: str, options: argparse.Namespace) -> list[dict[str, float]]:
-    """Launch a run; its metrics, step by step.
-
-    Raises:
-        RuntimeError: it failed.
-    """
-    done = subprocess.run(
-        command(config, run_dir, variant, options),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=RUN_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the {variant} run failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 UNITS = {

@@ -129,7 +129,7 @@ def parts(device: str) -> dict[int, tuple[str, ...]]:
     )
     return {
         1: (
-            f"-m grpo_async doctor{' --full' if on_gpu else ''}",
+            "-m grpo_async doctor",
             "-m pytest -q -m gpu tests/training tests/weights",
             f"-m benchmarks step {train if on_gpu else '--device cpu --shape tiny --samples 8 --rounds 1'}",
         ),

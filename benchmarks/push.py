@@ -6,9 +6,9 @@
 
 A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
 receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time, without that of
-waiting for what it loads. "paused" is how long the server stands still. --trainer-dtype float32 --dtype bfloat16 makes gathering a
-cast. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU NCCL's two ends have two
-NCCL_HOSTIDs.
+waiting for what it loads. "paused" is how long the server stands still. The trainer's weights are float32, so with --dtype bfloat16
+gathering is a cast, as in a run. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU NCCL's
+two ends have two NCCL_HOSTIDs.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -47,7 +47,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--transport", choices=["gloo", "nccl", "ipc"], default="gloo")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of trainer and server")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the server")
-    parser.add_argument("--trainer-dtype", choices=["float32", "bfloat16"], help="without it the server's")
     parser.add_argument("--shape", choices=sorted(SIZES), help="of the model; without it one of --megabytes")
     parser.add_argument("--megabytes", type=int, default=400, help="of float32 parameters")
     parser.add_argument("--rounds", type=int, default=15)
@@ -59,8 +58,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-push-") as name:
         folder = Path(name)
         size = SIZES[options.shape] if options.shape else size_of(options.megabytes)
-        dtype = options.trainer_dtype or options.dtype
-        model = size.save(folder / "model", train_tokenizer([]), seed=options.seed, dtype=dtype)
+        model = size.save(folder / "model", train_tokenizer([]), seed=options.seed)
         config = _server.write_config(folder, _sections(options))
         environment = {**os.environ, **(_nccl_environment() if options.transport == "nccl" else {})}
         with (

@@ -1,4 +1,4 @@
-"""The trainer's step against a plain padded Hugging Face loop: tokens/s, packing, and what comes before the first forward.
+"""The trainer's step: packed against padded, MFU, and what comes before the first forward.
 
     python -m benchmarks step [--rounds 9] [--json FILE]
     python -m benchmarks step --device cuda --dtype bfloat16 --shape 1.7b --micro-batch-tokens 32768 --completion-tokens 4096
@@ -6,17 +6,14 @@
     python -m benchmarks step --before-forward --ranks 8 --samples 1024 --prompt-tokens 512 --completion-tokens 22000
                               --micro-batch-tokens 32768
 
-The same random Qwen3, ragged samples from a seed, GRPO's clipped loss, AdamW and tokens in a micro-batch, padding included, for all
-of them; they take turns in one process:
-
-    packed    plan, pack, train_step: the trainer's
-    padded    samples as they come, padded to the longest of their micro-batch
-    sorted    the same loop, samples sorted by length before
+A random Qwen3, ragged samples from a seed, GRPO's clipped loss and AdamW. Two trainers take turns in one process, with the same
+tokens in a micro-batch, padding included: `training.pack: true`, and `false`, which pads samples of like length to the longest of
+their micro-batch.
 
 Tokens are trained tokens (of completions). "needed / computed" is the packing efficiency. On a GPU that is listed in _models.py the
-MFU is tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Exit code 1 when the step is not as fast as the padded
-loop. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time of a step goes is in
-every run's timeline (`events.jsonl`).
+MFU is tokens/s x (6 N + 6 L A (length + 1)) / peak; N, L, A: see ModelSize. Exit code 1 when the packed step is not as fast as the
+padded one. Host syncs and collectives of an update are counted in tests/training/test_step_syncs.py; where the time of a step goes
+is in every run's timeline (`events.jsonl`).
 
 With --before-forward no model is made: rank 0 plans, divides the columns by rank and sends each rank its own, and each rank packs
 them, as the trainer's loop does it. The sum on rank 0 is what every GPU waits for. It has a target from 8 million tokens on, in CPU
@@ -26,24 +23,26 @@ time, since the ranks of this machine share its cores.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
 
 from benchmarks._models import SIZES, listed_peaks
 from benchmarks.report import ROOT, Report, parser_of, ratios, time_in_turns
 from grpo_async.utils.processes import usable_cpus
 
-if TYPE_CHECKING:
-    from benchmarks._step_sides import OurSide, PlainSide, StepOutcome
-
 PHASES = ("plan", "divide", "send", "pack")
-SAME = 1e-3  # relative, of losses and norms of the first step, which all compute from the same weights
+SAME = 1e-3  # relative, of losses and norms of the first step, which both compute from the same weights
+TIMEOUT_S = 1800.0
 
 
 def main(arguments: list[str]) -> int:
@@ -81,52 +80,145 @@ def _under_torchrun(num_ranks: int, arguments: list[str]) -> int:
 def _measure(options: argparse.Namespace) -> int:
     import torch
 
-    from benchmarks._step_sides import OurSide, PlainSide, make_samples, process_group
-
     torch.set_num_threads(options.threads)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    device = torch.device(kind)
     samples = make_samples(options)
     trained = sum(sample.num_trained_tokens for sample in samples)
-    real = sum(len(sample.token_ids) for sample in samples)
+    lengths = [len(sample.token_ids) for sample in samples]
+    size = SIZES[options.shape]
     report = Report("step", options)
-    with process_group(1, device):
-        sides: dict[str, OurSide | PlainSide] = {"packed": OurSide(options, device)}
-        sides |= {name: PlainSide(options, device, is_sorted=name == "sorted") for name in ("padded", "sorted")}
+    with process_group(1, torch.device(kind)):
+        sides = {
+            name: _trainer(samples, options, torch.device(kind), pack=name == "packed") for name in ("packed", "padded")
+        }
         # memory, threads and optimizer states are there when it counts
-        outcomes = {name: side.step(samples) for name, side in sides.items()}
-        wanted = outcomes["packed"]
-        for name, first in outcomes.items():
-            for value, right in ((first.loss, wanted.loss), (first.grad_norm, wanted.grad_norm)):
-                if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
-                    raise SystemExit(f"{name} and packed do not compute the same: {first} and {wanted}")
-
-        def step_of(side: OurSide | PlainSide) -> None:
-            side.step(samples)
-            if kind == "cuda":
-                torch.cuda.synchronize()
-
-        seconds = time_in_turns({name: partial(step_of, side) for name, side in sides.items()}, options.rounds)
-    _report_speed(report, seconds, outcomes, trained=trained, real=real)
-    report.note(
-        f"{len(samples)} samples, {real} tokens, {trained} of them trained; {options.threads} threads, {kind}; "
-        f"{SIZES[options.shape].num_parameters / 1e6:.1f} M parameters"
-    )
+        (packed, computed), (padded, computed_padded) = (side() for side in sides.values())
+        for value, right in zip(padded, packed, strict=True):
+            if options.dtype == "float32" and abs(value - right) > SAME * max(abs(right), 0.01):
+                raise SystemExit(f"loss and norm are not the same: {padded} padded, {packed} packed")
+        seconds = time_in_turns(sides, options.rounds)
+    for name, values in seconds.items():
+        report.row(f"{name}: trained tokens/s", [trained / value for value in values], "tokens/s")
+    speedups = ratios(seconds, "padded", "packed")
+    report.row("packed over padded", speedups, "ratio")
+    for name, tokens in (("packed", computed), ("padded", computed_padded)):
+        report.row(f"{name}: needed / computed tokens", [sum(lengths) / tokens], "fraction")
     if kind == "cuda":
         if (peaks := listed_peaks(torch.cuda.get_device_name())) is not None:
-            flops = sum(
-                len(each.token_ids) * SIZES[options.shape].training_flops(len(each.token_ids)) for each in samples
-            )
+            flops = sum(length * size.training_flops(length) for length in lengths)
             report.row("packed: MFU", [flops / peaks.flops / each for each in seconds["packed"]], "fraction")
-        report.row("memory of all three, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
+        report.row("memory of both, peak", [torch.cuda.max_memory_allocated() / 2**30], "GiB")
+    report.target("packed over padded, median of the rounds", statistics.median(speedups), at_least=1.0)
+    report.note(
+        f"{len(samples)} samples, {sum(lengths)} tokens, {trained} of them trained; {options.threads} threads, {kind}; "
+        f"{size.num_parameters / 1e6:.1f} M parameters"
+    )
     return report.finish()
+
+
+def _trainer(
+    samples: Sequence[Any], options: argparse.Namespace, device: Any, *, pack: bool
+) -> Callable[[], tuple[tuple[float, float], int]]:
+    """A step, plan -> pack -> train_step as the trainer's loop does it, on the shards of FSDP: ((loss, norm of the gradient),
+    tokens that it computed, padding included)."""
+    import torch
+
+    from grpo_async.batching.minibatch import token_weights
+    from grpo_async.batching.pack import split_by_rank
+    from grpo_async.batching.plan import plan_batch
+    from grpo_async.config.sections import ClippedLoss, OptimizerSection
+    from grpo_async.training.attention import choose_attention
+    from grpo_async.training.loss import Objective
+    from grpo_async.training.model import Policy, make_mesh, shard_policy
+    from grpo_async.training.optimizer import make_optimizer
+    from grpo_async.training.step import train_step
+
+    section, dtype = OptimizerSection(), getattr(torch, options.dtype)
+    longest = options.prompt_tokens + options.completion_tokens
+    model = SIZES[options.shape].build(seed=options.seed, max_length=longest, use_cache=False).train()  # master weights
+    attention, _ = choose_attention("auto", device=device, dtype=dtype, config=model.config)
+    policy = Policy(model, temperature=1.0, chunk_tokens=options.chunk, attention=attention)
+    shard_policy(policy, make_mesh(device.type, world_size=1), compute_dtype=dtype)
+    optimizer = make_optimizer(policy, section)
+    objective = Objective(ClippedLoss(type="dapo"), num_updates=1)
+
+    def step() -> tuple[tuple[float, float], int]:
+        plan = plan_batch(
+            [len(sample.token_ids) for sample in samples],
+            num_ranks=1,
+            micro_batch_tokens=options.micro_batch_tokens,
+            pack=pack,
+        )
+        weights = token_weights(samples, plan, reduction="dapo", max_completion_tokens=options.completion_tokens)
+        (part,) = split_by_rank(samples, weights, plan, trainer_version=0)
+        result = train_step(
+            policy, optimizer, [part.pack()], objective=objective, reference=None, lr=section.lr,
+            max_grad_norm=section.max_grad_norm, device=device,
+        )  # fmt: skip
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return (result.loss, result.grad_norm), plan.num_computed_tokens
+
+    return step
+
+
+def make_samples(options: argparse.Namespace) -> list[Any]:
+    """Groups of --group-size samples with one prompt of half to all of --prompt-tokens, and completions of 1/16 to all of
+    --completion-tokens, most of them short (the square of an even draw), as those of reasoning models are."""
+    from grpo_async.records import RolloutSample
+
+    draw = np.random.default_rng(options.seed)
+    vocab = SIZES[options.shape].vocab
+    samples = []
+    num_prompt = 0
+    prompt = np.empty(0, np.int32)
+    for number in range(options.samples):
+        if number % options.group_size == 0:
+            num_prompt = int(draw.integers(max(1, options.prompt_tokens // 2), options.prompt_tokens + 1))
+            prompt = draw.integers(vocab, size=num_prompt, dtype=np.int32)
+        shortest = max(1, options.completion_tokens // 16)
+        length = shortest + round((options.completion_tokens - shortest) * draw.random() ** 2)
+        is_sampled = np.arange(num_prompt + length) >= num_prompt
+        logprobs = draw.normal(-math.log(vocab), 0.1, num_prompt + length)
+        samples.append(
+            RolloutSample(
+                group_id=number // options.group_size,
+                rollout_id=str(number),
+                token_ids=np.concatenate([prompt, draw.integers(vocab, size=length, dtype=np.int32)]),
+                loss_mask=is_sampled,
+                sampler_logprobs=np.where(is_sampled, logprobs, 0.0).astype(np.float32),
+                policy_versions=np.where(is_sampled, 0, -1).astype(np.int32),
+                advantage=draw.normal(),
+                rewards={},
+                reward=None,
+                truncated=False,
+            )
+        )
+    return samples
+
+
+@contextmanager
+def process_group(num_ranks: int, device: Any) -> Iterator[None]:
+    """Of torchrun's ranks, or of this process alone."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=TIMEOUT_S)
+    alone = {} if num_ranks > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timeout, **alone)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _measure_before_forward(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from benchmarks._step_sides import make_samples, process_group
     from grpo_async.batching.minibatch import token_weights
     from grpo_async.batching.pack import split_by_rank
     from grpo_async.batching.plan import plan_batch
@@ -181,28 +273,6 @@ def _measure_before_forward(options: argparse.Namespace) -> int:
     if num_tokens >= 8_000_000:
         report.target("CPU time of all, median", statistics.median(whole), at_most=0.3)
     return report.finish()
-
-
-def _report_speed(
-    report: Report,
-    seconds: Mapping[str, Sequence[float]],
-    outcomes: Mapping[str, StepOutcome],
-    *,
-    trained: int,
-    real: int,
-) -> None:
-    """Speed and padding of each side, of `trained` and of all `real` tokens of a step. The plain loop over ours in seconds is ours
-    over the plain loop in speed."""
-    for name, values in seconds.items():
-        report.row(f"{name}: trained tokens/s", [trained / value for value in values], "tokens/s")
-    for name in list(seconds)[1:]:
-        report.row(f"packed over {name}", ratios(seconds, name, "packed"), "ratio")
-    for name, outcome in outcomes.items():
-        report.row(f"{name}: needed / computed tokens", [real / outcome.computed_tokens], "fraction")
-        report.row(f"{name}: computed tokens", [outcome.computed_tokens], "of a step")
-        report.row(f"{name}: micro-batches", [outcome.num_micro_batches], "of a rank")
-    middle = statistics.median(ratios(seconds, "padded", "packed"))
-    report.target("packed over padded, median of the rounds", middle, at_least=1.0)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ CHAT_TEMPLATE = r"""
 """
 
 
-def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """At most 384 tokens: 256 bytes, 9 specials and tags, and merges learned from `texts`. The end of a turn is the eos."""
+def train_tokenizer(texts: Iterable[str], *, num_tokens: int = MAX_VOCABULARY) -> PreTrainedTokenizerFast:
+    """At most `num_tokens`: 256 bytes, 9 specials and tags, and merges learned from `texts`. The end of a turn is the eos."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCABULARY - len(TAGS),
+        vocab_size=num_tokens - len(TAGS),
         special_tokens=[END_OF_TEXT, TURN_STARTS, TURN_ENDS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import _models, asynchrony, gpu, push, step
-from benchmarks._step_sides import StepOutcome
+from benchmarks import _models, asynchrony, gpu, push
 from benchmarks.report import Report, in_turns, ratios
 
 
@@ -129,27 +128,6 @@ def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp
     assert values["bare broadcast", "MB/s"] == pytest.approx([400.0, 800.0, 400.0])
     measured.bare_s[:] = [0.1, 0.1, 0.1]
     assert push._report(measured, Namespace(**options)) == 1
-
-
-# -------------------------------------------------------------------------------------------------------------- the step
-
-
-def test_the_median_round_decides_and_speed_counts_trained_tokens_only() -> None:
-    """A step of 200 tokens, 120 of them trained. Rounds of 2, 2 and 1 s against 3, 4 and 0.5 s."""
-    report = Report("step", Namespace())
-    seconds = {"packed": [2.0, 2.0, 1.0], "padded": [3.0, 4.0, 0.5], "sorted": [1.0, 1.0, 1.0]}
-    outcomes = {
-        name: StepOutcome(0.0, 1.0, computed, number)
-        for number, (name, computed) in enumerate([("packed", 200), ("padded", 400), ("sorted", 250)], 1)
-    }
-    step._report_speed(report, seconds, outcomes, trained=120, real=200)
-    rows = _rows(report)
-    assert rows["packed: trained tokens/s"] == [60.0, 60.0, 120.0]
-    assert rows["packed over padded"] == [1.5, 2.0, 0.5]
-    assert rows["packed: needed / computed tokens"] == [1.0]
-    assert rows["padded: needed / computed tokens"] == [0.5]
-    (target,) = report.targets
-    assert (target.value, target.at_least, target.met) == (1.5, 1.0, True)
 
 
 # -------------------------------------------------------------------------------------------------------------- asynchrony

@@ -88,18 +88,17 @@ def test_a_push_is_measured_beside_its_broadcast(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_the_step_and_the_padded_loops_compute_the_same_and_are_compared(run: Run) -> None:
+def test_the_packed_and_the_padded_step_compute_the_same_and_are_compared(run: Run) -> None:
     """What differs raises SystemExit."""
     sizes = (
         "--samples 32 --group-size 8 --prompt-tokens 8 --completion-tokens 32 --micro-batch-tokens 128 --shape tiny --chunk 16 "
         "--rounds 2 --device cpu"
     )
     found = _medians(run("step", sizes))
-    for side in ("packed", "padded", "sorted"):
+    for side in ("packed", "padded"):
         assert found[f"{side}: trained tokens/s"] > 0.0
         assert 0.0 < found[f"{side}: needed / computed tokens"] <= 1.0
     assert found["packed: needed / computed tokens"] > found["padded: needed / computed tokens"]
-    assert found["packed: computed tokens"] < found["padded: computed tokens"]
 
 
 def test_plan_split_send_and_pack_add_up_to_the_time_before_the_first_forward(run: Run) -> None:
