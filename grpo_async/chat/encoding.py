@@ -29,12 +29,6 @@ class Guarded:
     messages: Sequence[Mapping[str, Any]]
     placeholders: Mapping[str, str]
 
-    def restore(self, rendered: str) -> str:
-        """Rendered text as a person would read it."""
-        for placeholder, text in self.placeholders.items():
-            rendered = rendered.replace(placeholder, text)
-        return rendered
-
 
 class Encoder:
     """Tokenizes rendered conversations.

@@ -185,9 +185,6 @@ class Environment:
             Tool(getattr(instance, name), spec, self, failures=kind.failures) for name, spec in kind.specs.items()
         ]
 
-    def __repr__(self) -> str:
-        return f"Environment({self.kind.name!r})"
-
     async def reset(self, row: Mapping[str, Any]) -> str | None:
         """Begin an episode; returns the text that is added to the prompt.
 

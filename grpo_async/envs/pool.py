@@ -97,9 +97,6 @@ class EnvironmentPool:
         self._discarded: list[Future[Any]] = []
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"EnvironmentPool({self.name!r}, free={self.num_free}, taken={self.num_taken})"
-
     @property
     def name(self) -> str:
         return self.kind.name

@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
 
@@ -266,14 +267,8 @@ def turn_boundaries(mask: Sequence[int]) -> list[tuple[int, int, int]]:
 
     [1, 1, 0, 1] -> [(0, 2, 3), (3, 4, 4)]; [0, 1] -> [(0, 0, 1), (1, 2, 2)].
     """
-    boundaries = []
-    begin, length = 0, len(mask)
-    while begin < length:
-        cut = next((index for index in range(begin, length) if not mask[index]), length)
-        end = next((index for index in range(cut, length) if mask[index]), length)
-        boundaries.append((begin, cut, end))
-        begin = end
-    return boundaries
+    begins = [index for index in range(len(mask)) if index == 0 or (mask[index] and not mask[index - 1])]
+    return [(begin, begin + sum(mask[begin:end]), end) for begin, end in pairwise([*begins, len(mask)])]
 
 
 def _plain_list(value: Any) -> list[Any] | None:

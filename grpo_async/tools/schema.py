@@ -2,7 +2,7 @@
 Google-style docstring; the arguments of a call, checked against the type hints before the tool is called.
 
 Functions, partials, callable objects and bound methods are taken; arguments that a partial or the config fixes are hidden.
-All that is wrong with a function is reported at once.
+Transformers says what is wrong with a docstring or a type hint.
 
 pydantic checks arguments, strictly: "3" is not an integer, and an error teaches the model to write 3. The one conversion is
 3.0 -> 3 where an integer is wanted, for JSON has only one kind of number and JSON schema calls 3.0 an integer.
@@ -119,13 +119,12 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         "object", "properties": {"a": {"type": "integer", "description": "One number."}}, "required": ["a"]}, ...}}
 
     Raises:
-        UnusableError: everything that is wrong with it.
+        UnusableError: it cannot be described.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
         get_json_schema,
-        parse_google_format_docstring,
     )
 
     name = name or own_name(function)
@@ -136,23 +135,13 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         raise UnusableError(["has no signature that can be read; wrap it in a `def`"]) from error
     hidden = {*hidden, *_fixed_by_partial(function)}
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in hidden]
-    documentation = _documentation(function)
     problems = _problems_of(parameters)
-    if not documentation:
-        problems.append("has no docstring; the model reads there what it is for (Google style, with `Args:`)")
-    else:
-        description, described, _ = parse_google_format_docstring(documentation)
-        if not description:
-            problems.append("has a docstring that does not say what it is for; begin it with one sentence")
-        missing = [p.name for p in parameters if p.name not in (described or {})]
-        if missing:
-            problems.append(
-                f"has no description of {backticked(missing)} in the `Args:` of its docstring; add `name: text`"
-            )
     if problems:
         raise UnusableError(problems)
-    hints = {parameter.name: parameter.annotation for parameter in parameters}
-    view = _view(name, documentation, signature.replace(parameters=parameters), hints)
+    hints = {
+        parameter.name: parameter.annotation for parameter in parameters if parameter.annotation is not parameter.empty
+    }
+    view = _view(name, _documentation(function), signature.replace(parameters=parameters), hints)
     try:
         resolved = typing.get_type_hints(view, globalns=names)
         view.__annotations__ = resolved | _return_hint(signature, names)
@@ -165,6 +154,8 @@ def build_spec(function: Callable[..., Any], *, name: str | None = None, hidden:
         raise UnusableError([f"cannot be described to the model: {error.message.partition('. ')[0]}"]) from error
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
         raise UnusableError([f"cannot be described to the model: {' '.join(str(error).split())}"]) from error
+    if not schema["function"]["description"]:
+        raise UnusableError(["has a docstring that does not say what it is for; begin it with one sentence"])
     _refuse_media(schema)
     return ToolSpec(name, schema, arguments)
 
@@ -202,9 +193,6 @@ def _problems_of(parameters: list[inspect.Parameter]) -> list[str]:
         elif parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             stars = "*" if parameter.kind is parameter.VAR_POSITIONAL else "**"
             problems.append(f"takes `{stars}{parameter.name}`; name every argument, the model has to know them")
-        elif parameter.annotation is parameter.empty:
-            name = parameter.name
-            problems.append(f"has no type hint for `{name}`; write for example `{name}: str`")
     return problems
 
 

@@ -96,9 +96,6 @@ class Tool:
         threads = ThreadRunner(f"tool-{spec.name}", max_threads=_MAX_THREADS, max_abandoned=_MAX_THREADS)
         return cls(function, spec, Caller(threads, timeout_s, loop=ASYNC_LOOP), fixed=arguments)
 
-    def __repr__(self) -> str:
-        return f"Tool({self.name!r})"
-
     @property
     def name(self) -> str:
         return self._spec.name

@@ -27,7 +27,7 @@ def test_every_problem_of_every_environment_is_in_one_error() -> None:
     lines = str(caught.value).splitlines()
     starts = [
         f"environments.NoReset.factory: {SAMPLES}:NoReset: makes a NoReset, which has no method `reset(**row)`",
-        f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but has no docstring",
+        f"environments.NoReset.factory: {SAMPLES}:NoReset: `nod` is a public method, so a tool, but cannot be",
         f"environments.NeedsUrl.factory: {SAMPLES}:NeedsUrl: making an instance raised TypeError: NeedsUrl.__init__() missing 1 ",
         f"environments.Unreachable.factory: {SAMPLES}:Unreachable: making an instance raised ConnectionError: nobody answers",
         f"environments.Ful.factory: {SAMPLES}:Ful: `{SAMPLES}` has no `Ful`; it has `AsyncClose`, ",

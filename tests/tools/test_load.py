@@ -33,9 +33,8 @@ def test_every_problem_of_every_tool_is_in_one_error() -> None:
     lines = str(caught.value).splitlines()
     starts = [
         "tools.1.arguments.c: tests.tools.sample_tools:undocumented takes no `c`; it takes ['a']",
-        "tools.1.function: tests.tools.sample_tools:undocumented: has no docstring",
-        "tools.2.function: tests.tools.sample_tools:half_documented: has no type hint for `b`",
-        "tools.2.function: tests.tools.sample_tools:half_documented: has no description of `b`, `c`",
+        "tools.1.function: tests.tools.sample_tools:undocumented: cannot be described to the model: ",
+        "tools.2.function: tests.tools.sample_tools:half_documented: cannot be described to the model: ",
         "tools.3.function: tests.tools.sample_tools:Greeter: is a class; make an instance",
         "tools.4.function: tests.tools.sample_tools:number: is a int, which cannot be called",
         "tools.5.function: tests.tools.sample_tools:multipy: `tests.tools.sample_tools` has no `multipy`",
