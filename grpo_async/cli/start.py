@@ -109,26 +109,20 @@ def prepare_quickstart(
             help="; ".join(f"{task}: {', '.join(names)}" for task, names in _CONFIGS.items()) + ".",
         ),
     ] = "think",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Where to write. Default: .cache/quickstart/seed_N; for tasks other than think, .cache/quickstart/TASK/seed_N.",
-        ),
-    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the weights and the data.")] = 0,
 ) -> None:
     """Make a tiny model and data for one of the tiny tasks; does nothing if they already exist.
+
+    They are in .cache/quickstart/seed_N, those of tasks other than think in .cache/quickstart/TASK/seed_N.
 
     \b
     Examples:
       grpo-async prepare-quickstart
       grpo-async prepare-quickstart --task tool
-      grpo-async prepare-quickstart --seed 1 --out .cache/quickstart/other
+      grpo-async prepare-quickstart --seed 1
     """
     from grpo_async.quickstart.prepare import prepare
 
-    prepare(out, task=task, seed=seed)
-    if out is None and seed == 0:  # what the configs name
+    prepare(task=task, seed=seed)
+    if seed == 0:  # what the configs name
         typer.echo(f"Next: grpo-async train {shlex.quote(str(shipped(f'configs/{_CONFIGS[task][0]}')))}")

@@ -37,11 +37,11 @@ def default_folder(seed: int = 0, *, task: str = DEFAULT_TASK) -> Path:
     return (base if task == DEFAULT_TASK else base / task) / f"seed_{seed}"
 
 
-def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int = 0) -> None:
-    """Make a task's model and data in `folder`, unless they are there already.
+def prepare(root: Path = Path(), *, task: str = DEFAULT_TASK, seed: int = 0) -> None:
+    """Make a task's model and data in `default_folder(seed, task=task)`, unless they are there already.
 
     Args:
-        folder: default `default_folder(seed, task=task)`.
+        root: of the repository, or the working directory.
         task: name of one of `TASKS`.
         seed: of the initial weights, the demonstrations and the order of the rows. The same seed gives the same bytes
             of data and tokenizer, and on one machine the same weights.
@@ -53,11 +53,14 @@ def prepare(folder: Path | None = None, *, task: str = DEFAULT_TASK, seed: int =
         hint = did_you_mean(task, TASKS) or f"; there are {backticked(TASKS)}"
         raise ConfigError(f"there is no quickstart task {task!r}{hint}")
     chosen = TASKS[task]
-    folder = default_folder(seed, task=task) if folder is None else folder
+    folder = root / default_folder(seed, task=task)
     marker = _marker(chosen, seed)
     if _is_made_by(marker, folder):
         return
-    _refuse_a_folder_of_others(folder)
+    if folder.exists() and not (folder / _MARKER).is_file():
+        raise ConfigError(
+            f"{folder} holds what the quickstart did not make (no {_MARKER} is in it); move it, or remove it"
+        )
 
     print(f"making the model and data of the task `{task}` in {folder} (once, about half a minute)")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,18 +89,6 @@ def _marker(task: Task[Any], seed: int) -> str:
 def _is_made_by(marker: str, folder: Path) -> bool:
     path = folder / _MARKER
     return path.is_file() and path.read_text(encoding="utf-8") == marker
-
-
-def _refuse_a_folder_of_others(folder: Path) -> None:
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARKER).is_file():
-        raise ConfigError(
-            f"{folder}: this folder holds files that the quickstart did not make (no {_MARKER} in it), so it is left "
-            "alone; name another folder, or remove this one"
-        )
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(
-            f"{folder}: a file is in the way of the quickstart's folder; name another folder, or remove it"
-        )
 
 
 def _build(folder: Path, task: Task[Any], seed: int) -> None:

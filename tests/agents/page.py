@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.agents.agent import Agent, AgentResult
-from grpo_async.quickstart.prepare import default_folder, prepare
+from grpo_async.quickstart.prepare import prepare
 from grpo_async.records import RolloutCompletion, RolloutStatus
 from tests.agents.support import FakePolicy, check_exact, renderer, serving
 from tests.e2e.support import REPOSITORY, make_run
@@ -49,7 +49,7 @@ async def play(
 def learn(folder: Path, *overrides: str) -> None:
     """A run of the tiny tool model in the embedded engine, the files of the page at hand, whose reward is low at first and rises
     clearly."""
-    prepare(REPOSITORY / default_folder(task="tool"), task="tool")
+    prepare(REPOSITORY, task="tool")
     for name, text in FILES.items():
         (folder / name).write_text(text)
     run = make_run(folder, "tools.yaml", ["tools=[]", "rewards=[]", "evaluation=null", *overrides])

@@ -13,7 +13,7 @@ from tests.e2e.support import REPOSITORY, Run, make_run, run_command
 def quickstart_files() -> None:
     from grpo_async.quickstart.prepare import prepare
 
-    prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
+    prepare(REPOSITORY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.quickstart.prepare import default_folder, prepare
+from grpo_async.quickstart.prepare import prepare
 from tests.e2e.support import REPOSITORY, Run, make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000), pytest.mark.nightly]
 
 
 def _train(config: str, task: str, folder: Path) -> Run:
-    prepare(REPOSITORY / default_folder(task=task), task=task)
+    prepare(REPOSITORY, task=task)
     run = make_run(folder, config)
     summary, _ = run.complete(timeout_s=900.0)
     assert summary["reward_last"] > summary["reward_first"] + 0.2, summary

@@ -253,7 +253,7 @@ def test_every_process_of_a_task_gets_gpus_of_its_own_of_those_that_slurm_has_bo
         "inference.replicas=2",
         "inference.vllm.tensor_parallel_size=2",
     )
-    prepare(REPOSITORY / ".cache" / "quickstart" / "seed_0", seed=0)
+    prepare(REPOSITORY)
     made = run_command("launch", "slurm", str(make_run(tmp_path, "quickstart.yaml", settings).config))
     assert made.returncode == 0, made.stdout + made.stderr
     script = tmp_path / "run.sbatch"

@@ -24,11 +24,14 @@ def _short_warmup() -> Iterator[None]:
         yield
 
 
+FOLDER = Path(".cache/quickstart")
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quickstart") / "seed_0"
-    prepare(folder)
-    return folder
+    root = tmp_path_factory.mktemp("quickstart")
+    prepare(root)
+    return root / FOLDER / "seed_0"
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -51,7 +54,7 @@ def test_the_folder_holds_a_loadable_model_and_rows_and_a_second_call_touches_no
     assert [path.name for path in prepared.parent.iterdir()] == [prepared.name]
     before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
     capsys.readouterr()
-    prepare(prepared)
+    prepare(prepared.parents[2])
     assert capsys.readouterr().out == ""
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
 
@@ -60,33 +63,33 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(prepa
     import torch
 
     torch.manual_seed(99)  # what the caller drew before must not matter
-    prepare(tmp_path / "again")
-    assert _content(tmp_path / "again") == _content(prepared)
-    prepare(tmp_path / "other", seed=1)
-    other, first = _content(tmp_path / "other"), _content(prepared)
+    prepare(tmp_path)
+    assert _content(tmp_path / FOLDER / "seed_0") == _content(prepared)
+    prepare(tmp_path, seed=1)
+    other, first = _content(tmp_path / FOLDER / "seed_1"), _content(prepared)
     differing = {"prepared.json", "train.jsonl", "heldout.jsonl", "model/model.safetensors"}
     assert {name for name in first if first[name] != other[name]} == differing
 
 
-def test_another_recipe_or_another_task_makes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "made"
-    prepare(folder)
+def test_another_recipe_makes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path)
+    folder = tmp_path / FOLDER / "seed_0"
     weights = (folder / "model" / "model.safetensors").read_bytes()
     monkeypatch.setattr(type(TASKS["think"]), "recipe", WarmupRecipe(num_steps=3, batch_size=4))
-    prepare(folder)
+    prepare(tmp_path)
     assert (folder / "model" / "model.safetensors").read_bytes() != weights
-    prepare(folder, task="game")
-    assert '"target"' in (folder / "train.jsonl").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert [path.name for path in folder.parent.iterdir()] == ["seed_0"]
     with pytest.raises(ConfigError, match="no quickstart task 'gaem'; did you mean 'game'"):
-        prepare(folder, task="gaem")
+        prepare(tmp_path, task="gaem")
 
 
 def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
+    thesis = tmp_path / FOLDER / "seed_0" / "thesis.txt"
+    thesis.parent.mkdir(parents=True)
+    thesis.write_text("mine")
     with pytest.raises(ConfigError, match="did not make"):
         prepare(tmp_path)
-    assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert thesis.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -102,13 +105,12 @@ def test_files_of_others_are_never_replaced(tmp_path: Path) -> None:
 def test_every_task_makes_what_its_config_names(config: str, task: str, columns: set[str], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    prepare(tmp_path / "made", task=task)
-    train, held_out = (
-        load_rows(JsonlSource(path=tmp_path / "made" / f"{name}.jsonl")) for name in ("train", "heldout")
-    )
+    prepare(tmp_path, task=task)
+    folder = tmp_path / default_folder(task=task)
+    train, held_out = (load_rows(JsonlSource(path=folder / f"{name}.jsonl")) for name in ("train", "heldout"))
     assert len(train) > len(held_out) >= 20
     assert set(train[0]) == set(held_out[0]) == {"prompt"} | columns
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "made" / "model")) <= MAX_VOCABULARY
+    assert len(AutoTokenizer.from_pretrained(folder / "model")) <= MAX_VOCABULARY
     text = (Path(__file__).parents[2] / "configs" / config).read_text(encoding="utf-8")
     for file in ("model",) if task == "reasoning_gym" else ("model", "train.jsonl", "heldout.jsonl"):
         assert f"path: {default_folder(0, task=task)}/{file}\n" in text
