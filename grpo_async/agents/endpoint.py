@@ -1,7 +1,6 @@
 """The HTTP server that agents talk to: one in each process with a rollout loop, on that loop.
 
     POST /v1/chat/completions   /v1/responses   /v1/messages   /v1/messages/count_tokens
-    POST /v1/reward             {"reward": 1.0, "id": "chatcmpl-..."}: of one answer (without id: the newest), and so of its branch
     GET  /v1/models             the one name; any other is taken too, and means the policy
 
 Without /v1 they work as well. The key of a rollout comes as `Authorization: Bearer KEY` or `x-api-key: KEY`; 401 without, and once
@@ -28,7 +27,6 @@ from grpo_async.agents.session import AgentSession, Sessions, closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
-from grpo_async.user_code.calls import read_number
 from grpo_async.utils.network import host_in_url
 
 logger = logging.getLogger(__name__)
@@ -144,16 +142,14 @@ class AgentEndpoint:
             session, is_trained = self._session(request)
             if request.method == "GET" and (path == "/models" or path.startswith("/models/")):
                 return self._models(path.removeprefix("/models").removeprefix("/"))
-            if request.method != "POST" or (path not in _EXCHANGES and path != "/reward"):
+            if request.method != "POST" or path not in _EXCHANGES:
                 raise AgentRefusal(
                     404,
                     "invalid_request_error",
-                    f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)}, /v1/reward and "
+                    f"there is no {request.method} {request.path}; there are POST /v1{', /v1'.join(_EXCHANGES)} and "
                     "GET /v1/models",
                 )
             body = await _body(request)
-            if path == "/reward":
-                return _reward(session, body)
             exchange = kind(body, str(body.get("model") or self.sessions.model), session.kept)
             if path == "/messages/count_tokens":
                 return _json({"input_tokens": session.prompt_length(exchange.call, is_trained=is_trained)})
@@ -213,17 +209,6 @@ async def _body(request: web.BaseRequest) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise refuse("the body is not a JSON object")
     return body
-
-
-def _reward(session: AgentSession, body: Mapping[str, Any]) -> web.Response:
-    try:
-        reward = read_number(body.get("reward"))
-    except ValueError as error:
-        raise refuse(f"reward is {error}", param="reward") from error
-    if reward is None:
-        raise refuse("there is no reward", param="reward")
-    session.set_reward(reward, body.get("id"))
-    return _json({})
 
 
 def _refusal_of(error: Exception, request: web.BaseRequest) -> AgentRefusal:

@@ -7,7 +7,6 @@ block without holding up the rollouts of others. What it has in hand when its ti
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
 from grpo_async.user_code.calls import Caller, CallError, UserCall, is_async
 from grpo_async.user_code.loop import UserLoop
-from grpo_async.user_code.references import resolve_function
+from grpo_async.user_code.references import resolve_plain_function
 from grpo_async.user_code.threads import ThreadRunner
 from grpo_async.utils.extras import needs
 
@@ -130,11 +129,6 @@ def load_function_agent(section: AgentSection, *, max_concurrent: int) -> Functi
         ConfigError: it cannot be found or imported, or does not take what it would be given.
     """
     assert section.function is not None
-    where = f"{SETTING}: {section.function}"
-    function = resolve_function(section.function, where)
-    try:
-        inspect.signature(function).bind({}, None, **section.arguments)
-    except TypeError as error:
-        given = "".join(f", {name}=..." for name in section.arguments)
-        raise ConfigError(f"{where}: it is called as f(row, client{given}), but: {error}") from error
+    given = {"row": {}, "client": None}
+    function = resolve_plain_function(section.function, SETTING, given=given, arguments=section.arguments)
     return FunctionAgent(function, section, max_concurrent=max_concurrent)

@@ -36,7 +36,7 @@ from grpo_async.agents.history import Answer, History, HistoryRenderer, Request
 from grpo_async.errors import GrpoAsyncError, RequestRejectedError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.inference.client import Generation, InferenceClient, OnTokens
-from grpo_async.inference.sampling import SamplingSettings, find_stop
+from grpo_async.inference.sampling import SamplingSettings
 from grpo_async.records import (
     AGENT_REWARD,
     FinishReason,
@@ -181,19 +181,17 @@ class AgentSession:
             self._history.record(answer)
         return answer
 
-    def set_reward(self, reward: float, answer_id: str | None = None) -> None:
-        """The agent's reward of one answer, which becomes that of the answer's branch; without an id, of the newest answer.
+    def set_reward(self, answer_id: str, reward: float) -> None:
+        """The agent's reward of one answer, which becomes that of the answer's branch.
 
         Raises:
-            AgentRefusal: there is no such answer.
+            LookupError: there is no such answer.
         """
-        answers = self._history.answers
-        found = [answer for answer in answers if answer_id is None or answer.id == _bare_id(answer_id)]
-        if not found:
-            raise AgentRefusal(
-                404, "invalid_request_error", f"there is no answer {answer_id!r} in this rollout", param="id"
-            )
-        found[-1].reward = float(reward)
+        bare_id = answer_id.rpartition("-")[2].rpartition("_")[2]  # without the prefix of an API: "chatcmpl-1f" -> "1f"
+        answer = next((answer for answer in self._history.answers if answer.id == bare_id), None)
+        if answer is None:
+            raise LookupError(f"there is no answer {answer_id!r} in this rollout")
+        answer.reward = reward
 
     def completion(
         self,
@@ -333,17 +331,15 @@ class AgentSession:
             parse_error = turn.parse_error or next(iter(problems), None)
             if not problems:  # else the client gets the whole text: it cannot make half of the calls
                 calls, text = turn.tool_calls, turn.content
-        found = find_stop(text, settings.stop)
-        reasoning, content = chat.split_thinking(text if found is None else text[: found[0]])
+        text = settings.shown(text)
+        reasoning, content = chat.split_thinking(text)
         called = [each.as_dict() for each in calls]
         is_cut = generation.finish_reason is FinishReason.LENGTH
         return Answer(
             id=answer_id,
             request=request,
             generation=generation,
-            sampled=TaggedMessage(
-                role="assistant", content=settings.shown(text), origin=Origin.POLICY, tool_calls=called
-            ),
+            sampled=TaggedMessage(role="assistant", content=text, origin=Origin.POLICY, tool_calls=called),
             content=content,
             reasoning=reasoning,
             calls=calls,
@@ -375,11 +371,6 @@ def _structured_outputs(response_format: Mapping[str, Any] | None) -> dict[str, 
             param="response_format",
         )
     return {"json": dict(schema)}
-
-
-def _bare_id(answer_id: str) -> str:
-    """Without the prefix of an API: "chatcmpl-1f" -> "1f"."""
-    return answer_id.rpartition("-")[2].rpartition("_")[2]
 
 
 def closed() -> AgentRefusal:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from grpo_async.agents.agent import Agent, AgentError, AgentResult
-from grpo_async.agents.calls import AgentRefusal
 from grpo_async.agents.endpoint import AgentEndpoint
 from grpo_async.agents.session import AgentSession
 from grpo_async.chat.renderer import ChatRenderer
@@ -168,10 +167,10 @@ class AgentProducer:
 
     def _completion(self, result: AgentResult, session: AgentSession) -> RolloutCompletion:
         """With what the result says of single answers; AgentError where nothing can be learned from the rollout."""
-        for reply_id, reward in result.rewards.items():
+        for answer_id, reward in result.rewards.items():
             try:
-                session.set_reward(reward, reply_id)
-            except AgentRefusal as error:
+                session.set_reward(answer_id, reward)
+            except LookupError as error:
                 raise AgentError(f"`rewards` of the agent's result: {error}") from error
         completion = session.completion(
             RolloutStatus.FINISHED, reward=result.reward, reward_columns={**result.columns, "result": result.value}

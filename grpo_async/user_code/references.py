@@ -96,21 +96,21 @@ def _choices(wanted: str, available: Sequence[str]) -> str:
 
 
 def resolve_plain_function(
-    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], turns: str
+    reference: str, setting: str, *, given: Mapping[str, Any], arguments: Mapping[str, Any], turns: str = ""
 ) -> Callable[..., Any]:
     """A function of the user's that is called as f(*given, **arguments), checked before anything is started.
 
     Args:
         setting: path of the setting that names it, such as `loss.function`; its arguments are next to it.
         given: name and a stand-in of each positional argument.
-        turns: what it turns into what, for the message about one that is async.
+        turns: what it turns into what, for the message about one that is async; "" where it may be.
 
     Raises:
         ConfigError: it is not there, is a coroutine, or does not take what it would be given.
     """
     where = f"{setting}: {reference}"
     function = resolve_function(reference, where)
-    if is_async(function):
+    if turns and is_async(function):
         raise ConfigError(f"{where}: is async; make it a plain function, it has {turns}")
     names = ", ".join(given)
     try:

@@ -384,22 +384,6 @@ def test_a_client_goes_on_after_all_tasks_of_the_loop_were_cancelled() -> None:
     assert _run(_policy("one", "two"), agent, num_branches=1) == "two"
 
 
-def test_rewards_by_http() -> None:
-    policy = _policy("a", "b")
-
-    async def agent(session: AgentSession) -> None:
-        async with _openai(session) as client:
-            chat = await client.chat.completions.create(model="m", messages=[user("q")])
-            await client.chat.completions.create(model="m", messages=[user("r")])
-            await client.post("/reward", body={"id": chat.id, "reward": 0.5}, cast_to=object)
-            await client.post("/reward", body={"reward": 0.25}, cast_to=object)  # of the newest
-        completion = session.completion(RolloutStatus.FINISHED)
-        assert completion.environment_rewards == {"agent": 0.25}
-        assert [branch.reward for branch in completion.branches] == [0.5]
-
-    _run(policy, agent, num_branches=1)
-
-
 @pytest.fixture(autouse=True)
 def _without_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):

@@ -53,11 +53,6 @@ def raises_picky(completions: list[str]) -> list[float]:
     raise PickyError("this", "that")
 
 
-def blocks(completions: list[str]) -> list[float]:
-    release.wait(30.0)
-    return [0.0] * len(completions)
-
-
 def sleeps_if_asked(completions: list[str]) -> list[float]:
     if completions[0] == "sleep":
         time.sleep(60.0)
