@@ -181,7 +181,6 @@ class History:
     def __init__(self, renderer: HistoryRenderer) -> None:
         self._renderer = renderer
         self._by_key: dict[bytes, list[Answer]] = {}
-        self._requests: dict[tuple[bytes, str], Request] = {}
         self._newest: list[tuple[list[Any], list[bytes]]] = []
         self.answers: list[Answer] = []
 
@@ -197,19 +196,13 @@ class History:
         length = next((length for length in range(len(call.messages), 0, -1) if keys[length] in self._by_key), 0)
         if length:
             answer = _choose(self._by_key[keys[length]], call.messages[length - 1])
-            name = (keys[-1], answer.id)
-            if name not in self._requests and (rest := _rest(answer, call.messages, length)) is not None:
-                ids = self._renderer.suffix_ids(answer, rest)
-                if ids is not None:
-                    self._requests[name] = Request(key=keys[-1], parent=answer, ids=array("i", ids), messages=rest)
-            if name in self._requests:
-                return self._requests[name]
-        name = (keys[-1], "")
-        if name not in self._requests:
-            messages = _tagged(call.messages)
-            prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools))
-            self._requests[name] = Request(key=keys[-1], parent=None, ids=prompt_ids, messages=messages)
-        return self._requests[name]
+            rest = _rest(answer, call.messages, length)
+            ids = None if rest is None else self._renderer.suffix_ids(answer, rest)
+            if rest is not None and ids is not None:
+                return Request(key=keys[-1], parent=answer, ids=array("i", ids), messages=rest)
+        messages = _tagged(call.messages)
+        prompt_ids = array("i", self._renderer.prompt_ids(messages, call.tools))
+        return Request(key=keys[-1], parent=None, ids=prompt_ids, messages=messages)
 
     def _keys(self, items: list[Any]) -> list[bytes]:
         """[1 + num_messages]: of each beginning of `items`, the tools and the messages of a call.

@@ -9,11 +9,13 @@ the user's own instances, one per completion. A function gets those that its sig
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.findings.messages import reward_failure
@@ -23,12 +25,19 @@ logger = logging.getLogger(__name__)
 
 RewardCallable = Callable[..., Any]
 
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, asyncio.Semaphore]] = WeakKeyDictionary()
+
 ENVIRONMENTS = "environments"
 ALWAYS_OFFERED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 OFFERED = ALWAYS_OFFERED | {ENVIRONMENTS}
 """Arguments that every reward may ask for; no column of the data can have such a name."""
 # TRL's documentation spells it this way in its examples; given only to functions that name it.
 ALIASES = {"completions_ids": "completion_ids"}
+
+
+def shared_slots(what: Hashable, count: int) -> asyncio.Semaphore:
+    """For so much of something at once, over all calls of all rewards on the running loop."""
+    return _slots.setdefault(asyncio.get_running_loop(), {}).setdefault((what, count), asyncio.Semaphore(count))
 
 
 class RewardError(GrpoAsyncError):

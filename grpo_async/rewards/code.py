@@ -32,8 +32,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from grpo_async.rewards.call import shared_slots
 from grpo_async.rewards.code_rows import RowKind, RowTests, code_in, names_of, read_row
 from grpo_async.rewards.text import final_text
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, SandboxLimits, SandboxStatus, startup_notes
@@ -64,9 +64,6 @@ from grpo_async.rewards.code_examiner import {main}
 """
 _TOLERANCE = 1e-6  # of numbers in the output of programs
 _EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
-
-# Shared by all calls on one event loop: runs that starve each other miss their time limits.
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 def prepare_worker() -> None:
@@ -120,7 +117,9 @@ async def code_tests(
     judge = await asyncio.to_thread(
         _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )
-    slots = _slots_of_loop(max_parallel or max(1, usable_cpus() // 2))
+    slots = shared_slots(
+        "code_tests", max_parallel or max(1, usable_cpus() // 2)
+    )  # runs that starve each other are late
 
     async def score(index: int, completion: Any) -> float | None:
         try:
@@ -237,11 +236,6 @@ def _work(row: RowTests) -> dict[str, Any]:
         "provided": provided,
         "may_be_nan": "nan" in f"{row.setup} {row.tests}".lower(),
     }
-
-
-def _slots_of_loop(count: int) -> asyncio.Semaphore:
-    by_count = _slots.setdefault(asyncio.get_running_loop(), {})
-    return by_count.setdefault(count, asyncio.Semaphore(count))
 
 
 def is_same_output(given: str, wanted: str) -> bool:

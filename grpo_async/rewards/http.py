@@ -24,14 +24,13 @@ import ssl
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import httpx
 from pydantic import field_validator
 
 from grpo_async.config.base import Count, StrictModel, read_arguments
 from grpo_async.errors import GrpoAsyncError
-from grpo_async.rewards.call import ENVIRONMENTS
+from grpo_async.rewards.call import ENVIRONMENTS, shared_slots
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
 from grpo_async.utils.text import clipped
@@ -123,8 +122,7 @@ async def remote_reward(
     headers = (
         {} if settings.token_env is None else {"authorization": f"Bearer {os.environ[settings.token_env].strip()}"}
     )
-    slots = _slots.setdefault(asyncio.get_running_loop(), {})
-    slot = slots.setdefault((url, settings.max_concurrency), asyncio.Semaphore(settings.max_concurrency))
+    slot = shared_slots(url, settings.max_concurrency)
 
     async def scores(first: int) -> list[float | None]:
         part = slice(first, first + size)
@@ -148,7 +146,6 @@ async def remote_reward(
 
 
 remote_reward.check_arguments = _check  # type: ignore[attr-defined]
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, int], asyncio.Semaphore]] = WeakKeyDictionary()
 _ssl_context = cache(ssl.create_default_context)
 
 

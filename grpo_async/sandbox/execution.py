@@ -32,7 +32,13 @@ from grpo_async.utils.child_process import CHUNK, ChildProcess
 
 
 class SandboxError(GrpoAsyncError):
-    """The sandbox itself failed; says nothing about the code. The message carries the system's answer."""
+    """The sandbox itself failed; says nothing about the code. The message carries the system's answer.
+
+    Attributes:
+        mechanism: the restriction that cannot be set up on this system, if that is what failed.
+    """
+
+    mechanism: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,19 +204,6 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-class MechanismError(SandboxError):
-    """A restriction cannot be set up on this system.
-
-    Args:
-        mechanism: which.
-        problem: the system's answer.
-    """
-
-    def __init__(self, mechanism: str, problem: str) -> None:
-        self.mechanism, self.problem = mechanism, problem
-        super().__init__(f"the sandbox cannot start ({mechanism}): {problem}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What to run and under which restrictions."""
@@ -307,7 +300,10 @@ async def _execute(job: Job, base: str) -> tuple[SandboxResult, list[str]]:
     if stdout.over.done() or stderr.over.done():
         status = SandboxStatus.OUTPUT
     if report.problem is not None:
-        raise MechanismError(*report.problem) if job.is_confined else SandboxError(report.problem[1])
+        what, problem = report.problem
+        failed = SandboxError(f"the sandbox cannot start: {problem}" if job.is_confined else problem)
+        failed.mechanism = what
+        raise failed
     if not report.started.done():
         what = f"took over {START_TIMEOUT_S:.0f} s to start" if status else "ended before it had started the code"
         raise SandboxError(f"the sandbox {what}; is the machine overloaded? {stderr.text[-500:]}".rstrip())

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 
 from grpo_async.sandbox.execution import (
     Job,
-    MechanismError,
     SandboxError,
     SandboxLimits,
     execute,
@@ -199,12 +198,12 @@ def try_restrictions(*, without: frozenset[str] = frozenset()) -> Findings:
         try:
             passed = _attack(mechanisms)
         except SandboxError as error:
-            suspect = error.mechanism if isinstance(error, MechanismError) else None
+            suspect = error.mechanism
             if suspect not in mechanisms:
                 suspect = next((name for name in _SUSPECTS if name in mechanisms), None)
             if suspect is None:
                 raise
-            refused[suspect] = error.problem if isinstance(error, MechanismError) else str(error)
+            refused[suspect] = str(error)
         else:
             return Findings(mechanisms=mechanisms, passed=passed, refused=refused)
 

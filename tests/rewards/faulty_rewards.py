@@ -6,12 +6,9 @@ import asyncio
 import os
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
-
-release = threading.Event()  # ends the threads that `blocks` left behind
 
 a_number = 3
 

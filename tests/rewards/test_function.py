@@ -5,34 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_async.config.sections import RewardSection
+from grpo_async.errors import ConfigError
 from grpo_async.rewards import RewardError, RewardFunction, load_rewards
-from tests.rewards import faulty_rewards
-from tests.rewards.helpers import FAULTY, loaded, score
+from tests.rewards.helpers import FAULTY, TRL, loaded, score, values_of
 from tests.support.waiting import until
 
-
-@pytest.fixture
-def released() -> Iterator[None]:
-    """Lets the threads that `blocks` holds end after the test."""
-    faulty_rewards.release.clear()
-    yield
-    faulty_rewards.release.set()
+_release = threading.Event()
 
 
 async def _blocks(completions: list[Any]) -> list[float]:
     """As one that calls time.sleep or a plain HTTP client."""
     if completions[0] == "block":
-        faulty_rewards.release.wait(30)
+        _release.wait(30)
     return [1.0] * len(completions)
 
 
-def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_line(released: None) -> None:
+def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_line() -> None:
     reward = RewardFunction(_blocks, timeout_s=0.2)
 
     async def run() -> None:
@@ -49,7 +43,7 @@ def test_an_async_function_that_blocks_misses_its_limit_and_is_named_with_its_li
                 await score(reward, ["block"])
         with pytest.raises(RewardError, match="4 of its event loops are still held"):
             await score(reward, ["x"])
-        faulty_rewards.release.set()
+        _release.set()
         await until(lambda: not any("reward-_blocks" in thread.name for thread in threading.enumerate()[1:]))
         assert (await score(reward, ["x"])).values == [1.0]
 
@@ -144,3 +138,153 @@ def test_an_async_function_that_swallows_its_cancellation_does_not_outlast_the_t
             return time.monotonic() - start
 
     assert asyncio.run(run()) < 2.0  # 0.05 s and the margin of a busy machine; having swallowed, it sleeps 5 s
+
+
+# -- as the sections of a config name them
+
+
+def _message(*functions: str, **section: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_rewards([RewardSection.model_validate({"function": function, **section}) for function in functions])
+    return str(caught.value)
+
+
+def test_a_module_of_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rewards_of_the_user.py").write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/usr/lib/nothing-here"])
+    (reward,) = load_rewards([RewardSection(function="rewards_of_the_user:f")])
+    assert reward.name == "f"
+
+
+def test_a_module_that_raises_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_at_import.py").write_text("\nvalue = 1 / 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = _message("broken_at_import:f")
+    assert "raised ZeroDivisionError" in message
+    assert "broken_at_import.py, line 2" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "section", "text"),
+    [
+        ("tests.rewards.trl_style_reward:x", {}, "there is no module `tests.rewards.trl_style_reward`"),
+        (f"{TRL}:boxed_rewards", {}, "did you mean 'boxed_reward'?"),
+        (f"{FAULTY}:a_number", {}, "is a int, which cannot be called"),
+        (f"{FAULTY}:NotAnInstance", {}, "is a class; make an instance"),
+        (f"{FAULTY}:positional_only", {}, "['completions'] are positional-only"),
+        (f"{FAULTY}:takes_nothing", {}, "takes no keyword arguments"),
+        (f"{FAULTY}:burns", {"arguments": {"second": 1.0}}, "arguments.second: "),
+        (f"{TRL}:scaled", {"arguments": {"prompts": []}}, "arguments.prompts: every reward gets `prompts`"),
+        (f"{TRL}:counter_reward", {"run_in": "process"}, "run_in: process: "),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused(function: str, section: dict[str, object], text: str) -> None:
+    assert text in _message(function, **section)
+
+
+def test_all_problems_come_at_once_with_their_index() -> None:
+    lines = _message(f"{TRL}:zzz", f"{FAULTY}:a_number", f"{TRL}:scaled_by_ten", f"{TRL}:scaled").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["rewards.0.function", "rewards.1.function", "rewards"]
+    assert "the name `scaled` belongs to more than one function" in lines[2]
+
+
+def test_missing_columns_and_environments_are_known_before_the_run() -> None:
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_reward")])
+    assert reward.needs_environments
+    assert "the run has none" in (reward.lack(["answer"]) or "")
+    assert reward.lack(["answer"], has_environments=True) is None
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:counter_if_there_is_one")])
+    assert not reward.needs_environments
+    (reward,) = load_rewards([RewardSection(function=f"{TRL}:boxed_reward")])
+    assert "needs the column(s) ['ground_truth'], but the data has ['answer']" in (reward.lack(["answer"]) or "")
+    assert reward.lack(["ground_truth"]) is None
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "text"),
+    [
+        ("text:regex_match", {"pattern": "(a"}, "rewards.0.arguments.pattern: '(a' is not a regular expression"),
+        ("text:regex_match", {"pattern": 3}, "rewards.0.arguments.pattern: 3 is not a regular expression"),
+        ("length:soft_overlong", {"max_completion_tokens": 8, "cache_tokens": 9}, "cache_tokens: 9 must be in 1..max"),
+        ("length:soft_overlong", {"max_completion_tokens": "8"}, "max_completion_tokens: '8' must be a whole number"),
+    ],
+)
+def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
+    function: str, arguments: dict[str, object], text: str
+) -> None:
+    assert text in _message(f"grpo_async.rewards.{function}", arguments=arguments)
+
+
+# -- Functions written for TRL run unchanged.
+
+
+@pytest.mark.parametrize(
+    ("function", "completions", "columns", "values"),
+    [
+        ("length_in_tokens", ["a", "b"], {}, [1.0, 2.0]),
+        ("documented_spelling", ["a", "b"], {}, [1.0, 2.0]),
+        ("all_three", ["ab", ""], {}, [14.0, 13.0]),  # "What is it?" has 11 characters: 11 + 2 + 1 and 11 + 0 + 2
+        ("format_reward", [[{"role": "assistant", "content": "<think>so</think><answer>12</answer>"}],
+                           [{"role": "assistant", "content": "12"}]], {}, [1.0, 0.0]),
+        ("boxed_reward", [r"It is \boxed{2}.", r"It is \boxed{6}."], {"ground_truth": ["2", "5"], "unrelated": [0, 0]},
+         [1.0, 0.0]),
+        ("math_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [1.0, None, -1.0]),
+        ("coding_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [None, 1.0, None]),
+        ("async_reward", ["is 4", "is 5"], {"ground_truth": ["4", "4"]}, [1.0, 0.0]),
+        ("async_partial", ["4"], {"ground_truth": ["4"]}, [1.0]),
+    ],
+)  # fmt: skip
+def test_functions_of_the_documentation_get_what_they_ask_for(
+    function: str, completions: list[Any], columns: dict[str, list[Any]], values: list[float | None]
+) -> None:
+    """R1.11: sync or async, functions or partials, for plain text or messages; None where they do not apply."""
+    assert values_of(f"{TRL}:{function}", completions, columns) == values
+
+
+class Counting:
+    def __init__(self, counter: int) -> None:
+        self.counter = counter
+
+
+def _with_environments(function: str, environments: list[object] | None, **section: object) -> list[float | None]:
+    with loaded(f"{TRL}:{function}", **section) as reward:
+        call = reward.score(["p"] * 2, ["a", "b"], [[1], [1]], {}, environments=environments)
+        return asyncio.run(call).values
+
+
+@pytest.mark.parametrize(
+    "function", ["counter_reward", "counter_from_kwargs", "counter_if_there_is_one", "async_counter_reward"]
+)
+def test_environments_arrive_as_the_users_own_objects(function: str) -> None:
+    assert _with_environments(function, [Counting(3), Counting(5)]) == [3.0, 5.0]
+
+
+def test_without_environments_the_keyword_is_absent() -> None:
+    assert _with_environments("counter_if_there_is_one", None) == [None, None]
+    with loaded(f"{TRL}:names_of_keywords") as reward:
+        alone = asyncio.run(score(reward, ["a"])).extra_columns["names"]
+        inside = asyncio.run(reward.score(["p"], ["a"], [[1]], {}, environments=[object()])).extra_columns["names"]
+    assert "environments" not in alone[0].split()
+    assert set(inside[0].split()) - set(alone[0].split()) == {"environments"}
+
+
+def test_a_function_in_a_process_gets_no_environments_but_the_rest() -> None:
+    assert _with_environments("counter_if_there_is_one", [Counting(3), Counting(5)], run_in="process") == [None, None]
+
+
+def test_names_of_functions_partials_and_objects_and_an_async_call_is_awaited() -> None:
+    """R1.11: names of functions, partials and callable objects; an async `__call__` is awaited. The section's name wins."""
+    cases = {
+        "length_in_characters": ("length_in_characters", [3.0]),
+        "scaled_by_ten": ("scaled", [30]),
+        "length_target": ("LengthTarget", [-2.0]),
+        "async_judge": ("AsyncJudge", [0.0]),
+    }
+    for attribute, (name, values) in cases.items():
+        with loaded(f"{TRL}:{attribute}") as reward:
+            assert reward.name == name
+            assert asyncio.run(score(reward, ["abc"])).values == values
+    with loaded(f"{TRL}:scaled", name="judge", arguments={"factor": 3}) as reward:
+        assert reward.name == "judge"
+        assert asyncio.run(score(reward, ["ab"])).values == [6.0]

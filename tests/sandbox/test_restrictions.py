@@ -11,7 +11,6 @@ import pytest
 
 from grpo_async.errors import ConfigError
 from grpo_async.sandbox import REQUIRED, Sandbox, SandboxError, capabilities, restrictions, startup_notes
-from grpo_async.sandbox.execution import MechanismError
 from grpo_async.sandbox.inside import seccomp
 from grpo_async.sandbox.restrictions import NAMES, Findings
 
@@ -92,7 +91,9 @@ def test_a_refused_mechanism_is_replaced_by_the_next_and_its_answer_kept(monkeyp
     def attack(mechanisms: frozenset[str]) -> frozenset[str]:
         tried.append(set(mechanisms))
         if "namespaces" in mechanisms:
-            raise MechanismError("namespaces", "unshare: Operation not permitted")
+            error = SandboxError("unshare: Operation not permitted")
+            error.mechanism = "namespaces"
+            raise error
         if "user" in mechanisms:
             raise SandboxError("a trial run gave no result")
         return frozenset()
