@@ -19,7 +19,6 @@ passed, and the log says so once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -28,7 +27,7 @@ import json
 import logging
 import marshal
 import math
-import os
+import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ for name in ("grpo_async", "grpo_async.rewards"):
     sys.modules[name] = package = type(sys)(name)
     package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
 from grpo_async.rewards.code_examiner import {main}
-{main}({descriptors})
+{main}({descriptor})
 """
 _TOLERANCE = 1e-6  # of numbers in the output of programs
 _EXAMINER_SPARE_S = 10.0  # it waits for the candidate, and has to tell the verdict after the candidate was ended
@@ -117,9 +116,8 @@ async def code_tests(
     judge = await asyncio.to_thread(
         _Judge, limits, require=tuple(require), with_site_packages=with_site_packages, all_or_nothing=all_or_nothing
     )
-    slots = shared_slots(
-        "code_tests", max_parallel or max(1, usable_cpus() // 2)
-    )  # runs that starve each other are late
+    # Runs that starve each other miss their time limits.
+    slots = shared_slots("code_tests", max_parallel or max(1, usable_cpus() // 2))
 
     async def score(index: int, completion: Any) -> float | None:
         try:
@@ -166,41 +164,31 @@ class _Judge:
         return passed, len(row.tests)
 
     async def _examine(self, code: str, row: RowTests) -> tuple[int, int]:
-        """Run the two processes; the candidate's end of the pipes closes with it, so the examiner never waits for it in vain."""
-        to_candidate, to_examiner = os.pipe(), os.pipe()
-        theirs, ours = (to_candidate[0], to_examiner[1]), (to_examiner[0], to_candidate[1])
-        with contextlib.ExitStack() as pipes:
-            for descriptor in ours:
-                pipes.callback(os.close, descriptor)
+        """Run the two processes; the candidate's end of the channel closes with it, so the examiner never waits for it in vain."""
+        ours, theirs = socket.socketpair()
 
-            async def run_candidate() -> None:
-                with contextlib.ExitStack() as ends:
-                    for descriptor in theirs:
-                        ends.callback(os.close, descriptor)
-                    files = {**_MODULES, "candidate.txt": code}
-                    main = _MAIN.format(main="run_candidate", descriptors=theirs)
-                    await self._candidate.run(main, files=files, pass_descriptors=theirs)
+        async def run_candidate() -> None:
+            with theirs:
+                files = {**_MODULES, "candidate.txt": code}
+                main = _MAIN.format(main="run_candidate", descriptor=theirs.fileno())
+                await self._candidate.run(main, files=files, pass_descriptors=[theirs.fileno()])
 
-            async def run_examiner() -> str:
-                main = _MAIN.format(main="run_examiner", descriptors=ours)
-                result = await self._examiner.run(
-                    main, stdin=json.dumps(_work(row)), files=_MODULES, pass_descriptors=ours
-                )
-                if not result.stdout:
-                    raise SandboxError(
-                        f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}"
-                    )
-                return result.stdout
-
+        with ours:
             candidate = asyncio.create_task(run_candidate())
             try:
-                lines = await run_examiner()  # its sandbox has wall_s
+                main = _MAIN.format(main="run_examiner", descriptor=ours.fileno())
+                result = await self._examiner.run(
+                    main, stdin=json.dumps(_work(row)), files=_MODULES, pass_descriptors=[ours.fileno()]
+                )  # its sandbox has wall_s
             finally:
                 candidate.cancel()
                 await asyncio.wait({candidate})
+                theirs.close()  # it may not have begun
             if not candidate.cancelled():
                 candidate.result()  # raises what the sandbox raised
-        return _verdict(lines)
+        if not result.stdout:
+            raise SandboxError(f"the process of the tests did not start: {result.status}. {result.stderr[-500:]}")
+        return _verdict(result.stdout)
 
 
 def _verdict(lines: str) -> tuple[int, int]:

@@ -7,9 +7,9 @@ import sys
 
 from grpo_async.rewards.code_peer import (
     Candidate,
+    Channel,
     Handle,
     PeerGone,
-    Pipes,
     RefusedError,
     encode,
     read_json,
@@ -28,9 +28,9 @@ CHECK_CALL = "_check_call"
 _FUNCTION: type[Any] = type(lambda: None)
 
 
-def run_candidate(descriptors: tuple[int, int]) -> None:
+def run_candidate(descriptor: int) -> None:
     """Main function of the candidate's process: import its code, then do what the examiner asks."""
-    pipes = Pipes(descriptors)
+    channel = Channel(descriptor)
     module = type(sys)(CANDIDATE_MODULE)
     sys.modules[CANDIDATE_MODULE] = module
 
@@ -41,12 +41,12 @@ def run_candidate(descriptors: tuple[int, int]) -> None:
         return {name: vars(module)[name] for name in wanted if name in vars(module)}
 
     try:
-        serve(pipes, load)
+        serve(channel, load)
     except PeerGone:
         os._exit(0)
 
 
-def run_examiner(descriptors: tuple[int, int]) -> None:
+def run_examiner(descriptor: int) -> None:
     """Main function of the examiner's process: reads the work from stdin, where no other process finds it, and writes JSON lines to
     stdout: ["total", number of tests], again where a script has defined its own, and [test number, passed, why it was refused] for
     each test. Those that it does not name have failed.
@@ -61,7 +61,7 @@ def run_examiner(descriptors: tuple[int, int]) -> None:
 
     tell("total", len(work["tests"]))
     try:
-        _examine(Candidate(Pipes(descriptors), may_be_nan=work["may_be_nan"]), work, tell)
+        _examine(Candidate(Channel(descriptor), may_be_nan=work["may_be_nan"]), work, tell)
     finally:  # whatever the row's own code raised
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The two ends of a test run, each in a sandbox of its own, joined by two pipes. Nothing here runs in the trainer's process.
+"""The two ends of a test run, each in a sandbox of its own, joined by a socket. Nothing here runs in the trainer's process.
 
     examiner: the row's tests                       candidate: the model's code
       f(3)      -- call f, 3 ------------------->     runs f(3)
@@ -79,33 +79,29 @@ def read_json(text: str) -> Any:
     return value
 
 
-class Pipes:
-    """Lines of JSON to and from the other process.
+class Channel:
+    """Lines of JSON to and from the other process, over the Unix socket `descriptor`."""
 
-    Args:
-        descriptors: to read from and to write to.
-    """
-
-    def __init__(self, descriptors: tuple[int, int]) -> None:
-        self._input: BinaryIO = open(descriptors[0], "rb")  # noqa: SIM115 - as long as the process
-        self._output: BinaryIO = open(descriptors[1], "wb")  # noqa: SIM115
+    def __init__(self, descriptor: int) -> None:
+        self._input: BinaryIO = open(descriptor, "rb")  # noqa: SIM115 - as long as the process
+        self._output: BinaryIO = open(descriptor, "wb", closefd=False)  # noqa: SIM115
         self.is_gone = False
 
     def send(self, message: str) -> None:
         try:
             self._output.write(message.encode("ascii") + b"\n")
             self._output.flush()
-        except BrokenPipeError as error:
+        except ConnectionError as error:
             self.is_gone = True
             raise PeerGone from error
 
     def receive(self) -> Any:
-        line = self._input.readline(MAX_MESSAGE_BYTES) if not self.is_gone else b""  # the sandbox has wall_s
         try:
+            line = self._input.readline(MAX_MESSAGE_BYTES) if not self.is_gone else b""  # the sandbox has wall_s
             if not line.endswith(b"\n"):
                 raise ValueError("it has ended, or sends more than any result needs")
             return read_json(line[:-1].decode("ascii"))
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, ConnectionError) as error:
             self.is_gone = True
             raise PeerGone from error
 
@@ -216,7 +212,7 @@ def text_of(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------- the candidate
 
 
-def serve(pipes: Pipes, load: Callable[[list[str]], dict[str, Any]]) -> None:
+def serve(channel: Channel, load: Callable[[list[str]], dict[str, Any]]) -> None:
     """Do what the examiner asks until it is gone. `load` is the object number 0."""
     shown: list[Any] = [load]
     numbers: dict[int, int] = {}  # id of a shown object, which `shown` keeps alive -> its number
@@ -234,7 +230,7 @@ def serve(pipes: Pipes, load: Callable[[list[str]], dict[str, Any]]) -> None:
         return shown[reference[1]]
 
     while True:  # PeerGone ends it
-        name, number, arguments, keywords = pipes.receive()
+        name, number, arguments, keywords = channel.receive()
         try:
             values = [decode(item, find) for item in arguments]
             by_name = {key: decode(item, find) for key, item in keywords}
@@ -246,7 +242,7 @@ def serve(pipes: Pipes, load: Callable[[list[str]], dict[str, Any]]) -> None:
             given = error.args[0] if len(error.args) == 1 else None
             said = given if type(given) in (str, int, float) else text_of(error)
             answer = f'["error",{show(type(error))},{encode(said, show)}]'
-        pipes.send(answer)
+        channel.send(answer)
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -327,13 +323,13 @@ class Candidate:
     """The candidate's process, which is not to be trusted.
 
     Args:
-        pipes: to and from it.
+        channel: to and from it.
         may_be_nan: whether a NaN can be a right result. It is neither above nor below any limit, so it slips through
             `if abs(x - y) > limit: fail`; where the tests do not speak of it, it is a failure.
     """
 
-    def __init__(self, pipes: Pipes, *, may_be_nan: bool) -> None:
-        self._pipes = pipes
+    def __init__(self, channel: Channel, *, may_be_nan: bool) -> None:
+        self._channel = channel
         self._may_be_nan = may_be_nan
         self._exceptions: dict[int, type[BaseException]] = {}  # number over there -> class made here
         self.faults: list[Exception] = []  # of the test that runs: it has failed, whatever it catches
@@ -341,7 +337,7 @@ class Candidate:
 
     @property
     def is_gone(self) -> bool:
-        return self._pipes.is_gone
+        return self._channel.is_gone
 
     def ask(
         self,
@@ -354,8 +350,8 @@ class Candidate:
         self.num_asked += 1
         given = ",".join([encode(item, self._show) for item in arguments])
         by_name = ",".join([f"[{_text(key)},{encode(item, self._show)}]" for key, item in (keywords or {}).items()])
-        self._pipes.send(f"[{_text(operation)},{number},[{given}],[{by_name}]]")
-        message = self._pipes.receive()
+        self._channel.send(f"[{_text(operation)},{number},[{given}],[{by_name}]]")
+        message = self._channel.receive()
         try:
             kind, first, second = message
             _must(kind in ("value", "error"))

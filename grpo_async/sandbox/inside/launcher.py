@@ -223,7 +223,7 @@ def _wait_watching(child: int, *, memory_mb: int | None) -> tuple[int, float, bo
 
     RLIMIT_AS holds each process alone. The sum is looked at 20 times a second: what a process tree can take in between is
     little beside the memory of a machine, and more exact means (control groups) need rights that containers rarely give.
-    Other children are reaped on the way: this process is pid 1 and inherits orphans.
+    This process is pid 1 and inherits orphans.
 
     Args:
         child: a child of this process.
@@ -232,17 +232,22 @@ def _wait_watching(child: int, *, memory_mb: int | None) -> tuple[int, float, bo
     Returns:
         Wait status, CPU seconds of the child and its reaped children, and whether the memory was exceeded.
     """
-    while True:
-        while True:
-            pid, status, usage = os.wait4(-1, os.WNOHANG)
-            if pid == child:
-                return status, usage.ru_utime + usage.ru_stime, False
-            if pid == 0:
-                break
+    while (ended := _reap(child)) is None:
         if memory_mb is None:
             signal.sigwait({signal.SIGCHLD})  # the launcher kills the code after wall_s
         elif signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S) is None and _exceeds(memory_mb * 1024):
             return 0, 0.0, True
+    return *ended, False
+
+
+def _reap(child: int) -> tuple[int, float] | None:
+    """Reap what has ended, orphans too; the status and CPU seconds of the child, once it has."""
+    while True:
+        pid, status, usage = os.wait4(-1, os.WNOHANG)
+        if pid == child:
+            return status, usage.ru_utime + usage.ru_stime
+        if pid == 0:
+            return None
 
 
 def _exceeds(limit_kb: int) -> bool:
@@ -284,16 +289,14 @@ def _fork(report: _Report, run: Callable[[], None]) -> int:
 def _wait_or_kill(child: int, plan: Plan, kill: Callable[[int, int], None]) -> tuple[int, float]:
     """Wait for the child; on SIGTERM, and when the owner forgets to send it, kill it. Returns its status and CPU seconds."""
     signal.setitimer(signal.ITIMER_REAL, plan["timeout_s"] + _OWNER_IS_GONE_S)
-    while True:
-        pid, status, usage = os.wait4(-1, os.WNOHANG)  # orphans, too
-        if pid == child:
-            with contextlib.suppress(OSError):
-                os.killpg(child, signal.SIGKILL)  # what it left behind in its process group
-            return status, usage.ru_utime + usage.ru_stime
-        if pid == 0 and signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
+    while (ended := _reap(child)) is None:
+        if signal.sigwait(_AWAITED) != signal.SIGCHLD:  # the timer above ends it
             for end in (kill, os.kill):  # it may not have its process group yet
                 with contextlib.suppress(OSError):
                     end(child, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(child, signal.SIGKILL)  # what it left behind in its process group
+    return ended
 
 
 def _kill_the_rest() -> None:
