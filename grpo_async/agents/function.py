@@ -129,6 +129,6 @@ def load_function_agent(section: AgentSection, *, max_concurrent: int) -> Functi
         ConfigError: it cannot be found or imported, or does not take what it would be given.
     """
     assert section.function is not None
-    given = {"row": {}, "client": None}
+    given: dict[str, Any] = {"row": {}, "client": None}
     function = resolve_plain_function(section.function, SETTING, given=given, arguments=section.arguments)
     return FunctionAgent(function, section, max_concurrent=max_concurrent)
