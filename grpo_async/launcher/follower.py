@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from grpo_async.cluster.rendezvous import JoinedRun, join
@@ -78,7 +79,8 @@ class Follower:
         self._launchers = joined.launchers
         self._trains = plan.trainer is not None
         self._display = display
-        self._local = LocalProcesses(config, plan, display, tell_trainer=self._tell_trainer, total=config.num_servers)
+        tell_trainer = partial(self._launchers.post, 0, "server_event")
+        self._local = LocalProcesses(config, plan, display, tell_trainer=tell_trainer, total=config.num_servers)
         self._ended = asyncio.Event()  # the run is over
         self._exit_code: int | None = None  # node 0's; None: it is gone
         self._error: str | None = None
@@ -153,9 +155,6 @@ class Follower:
             self._display.note("the run is over; its summary is on node 0")
         error = None if self._error is None else f"node 0 has ended the run: {self._error}"
         return RunOutcome(exit_code=self._exit_code, error=error)
-
-    def _tell_trainer(self, index: int, event: str, detail: str, incarnation: int) -> None:
-        self._launchers.post(0, "server_event", index=index, event=event, detail=detail, incarnation=incarnation)
 
     async def _listen(self) -> None:
         """What node 0 says, until it says that the run is over, or is gone."""

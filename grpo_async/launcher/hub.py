@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from grpo_async.cluster.rendezvous import NodeInfo, deliver_last_messages
 from grpo_async.cluster.store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
-from grpo_async.display.display import Display
 from grpo_async.errors import RunError
 from grpo_async.launcher.local import LocalProcesses
 from grpo_async.processes.assignment import Assignment
@@ -48,8 +47,7 @@ class NodeHub:
     """The other machines of a run that has started.
 
     Args:
-        display, local: of node 0. Its signals get those of the others, its liveness what their ranks reported.
-        tell_trainer: gets index, event, detail and incarnation of a server elsewhere.
+        local: the processes of node 0. Its signals get those of the others, its liveness what their ranks reported.
 
     Attributes:
         trouble: set as soon as the run cannot continue because of another machine; `failure` says why.
@@ -57,21 +55,13 @@ class NodeHub:
     """
 
     def __init__(
-        self,
-        launchers: LauncherStore,
-        members: Sequence[NodeInfo],
-        assignment: Assignment,
-        *,
-        display: Display,
-        local: LocalProcesses,
-        tell_trainer: Callable[[int, str, str, int], None],
+        self, launchers: LauncherStore, members: Sequence[NodeInfo], assignment: Assignment, local: LocalProcesses
     ) -> None:
         self._launchers = launchers
         self._members = {member.rank: member for member in members}
         self._assignment = assignment
-        self._display = display
         self._local = local
-        self._tell_trainer = tell_trainer
+        self._display = local.display
         self._ended: set[int] = set()  # their trainer has ended, or they are gone
         self._gone: set[int] = set()
         self._limit_s = HEARTBEAT_TIMEOUT_S
@@ -95,9 +85,7 @@ class NodeHub:
             try:
                 messages = await exchange(self._launchers)
             except (RunError, RuntimeError, TimeoutError) as error:
-                self._fail(
-                    self._members[min(self._members)], f"the store of the launchers does not work anymore: {error}"
-                )
+                self._fail(f"the store of the launchers does not work anymore: {error}")
                 return
             for message in messages:
                 self._take(message)
@@ -138,7 +126,9 @@ class NodeHub:
             case {"kind": "warning", "text": str(text)}:
                 self._display.warning(f"{member.name}: {text}")
             case {"kind": "server_event", "index": int(index), "event": str(event)}:
-                self._tell_trainer(index, event, str(message["detail"]), int(message["incarnation"]))
+                self._local.tell_trainer(
+                    index=index, event=event, detail=message["detail"], incarnation=message["incarnation"]
+                )
                 if event == "given_up":
                     self._local.give_up(index, f"server {index} of {member.name}: {message['detail']}")
             case {"kind": "signal", "name": str(name)} if name in signal.Signals.__members__:
@@ -148,7 +138,7 @@ class NodeHub:
                 self._end(member)
                 self._local.liveness.reports += map(from_json, message["reports"])
                 if status != 0:
-                    self._fail(member, f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
+                    self._fail(f"the trainer of {member.name} failed: {plain(str(message.get('error')))}")
             case {"kind": "failed", "error": str(error)}:
                 self._local.lose_servers(f"on {member.name} {plain(error)}")
             case _:
@@ -160,19 +150,19 @@ class NodeHub:
         gone = f"{member.name} is gone: its launcher was killed, or the machine or the network failed"
         if member.rank < self._assignment.node.num_train:
             self.has_lost_a_node = True
-            self._fail(member, gone)
+            self._fail(gone)
             return
         self._display.warning(gone)
         for index, url in enumerate(self._assignment.server_urls):
             if url in member.urls:
-                self._tell_trainer(index, "given_up", gone, 0)
+                self._local.tell_trainer(index=index, event="given_up", detail=gone, incarnation=0)
                 self._local.give_up(index, gone)
 
     def _end(self, member: NodeInfo) -> None:
         self._ended.add(member.rank)
         self._changed.set()
 
-    def _fail(self, member: NodeInfo, reason: str) -> None:
+    def _fail(self, reason: str) -> None:
         if self.failure is None:  # what comes after the first is a consequence
             self.failure = reason
         self.trouble.set()

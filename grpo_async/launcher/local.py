@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
@@ -31,11 +31,8 @@ from grpo_async.utils.concurrency import in_background
 from grpo_async.utils.processes import describe_exit
 from grpo_async.utils.text import count
 
-if TYPE_CHECKING:
-    from grpo_async.inference.fleet import ServerEvent
-
-    TellTrainer = Callable[[int, ServerEvent, str, int], None]
-    """Gets index, event, detail, and the server's incarnation."""
+TellTrainer: TypeAlias = Callable[..., None]
+"""Gets index, event (an inference.fleet.ServerEvent), detail, and the server's incarnation, each by its name."""
 
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL."""
@@ -313,8 +310,8 @@ class SpawnedServer:
                 return
             end = await self._restart() or await self._wait_for_end()
 
-    def _tell(self, event: ServerEvent, detail: str) -> None:
-        self._local.tell_trainer(self._index, event, detail, self._incarnation)
+    def _tell(self, event: str, detail: str) -> None:
+        self._local.tell_trainer(index=self._index, event=event, detail=detail, incarnation=self._incarnation)
 
     async def _wait_for_end(self) -> _End | None:
         """None: the run stops."""

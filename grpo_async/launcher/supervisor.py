@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from grpo_async.checks.report import Check
@@ -77,14 +78,14 @@ class Supervisor:
         self._assignment = plan.assignment
         self._display = display
         self._cluster = cluster
+        self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
         self._local = LocalProcesses(
             config,
             plan,
             display,
-            tell_trainer=self._tell_trainer,
+            tell_trainer=partial(self._control.send, "server"),
             total=None if cluster is None else config.num_servers,
         )
-        self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
         self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root)
         self._config_text = self._assignment.run_dir.config.read_text(encoding="utf-8")
         self._summary: Mapping[str, Any] | None = None
@@ -101,14 +102,7 @@ class Supervisor:
 
     async def _lead(self, cluster: Cluster) -> RunOutcome:
         """Let the other machines begin and end with this one."""
-        hub = self._hub = NodeHub(
-            cluster.launchers,
-            cluster.members,
-            self._assignment,
-            display=self._display,
-            local=self._local,
-            tell_trainer=self._tell_trainer,
-        )
+        hub = self._hub = NodeHub(cluster.launchers, cluster.members, self._assignment, self._local)
         hub.start()
         outcome = RunOutcome(exit_code=1, error="its launcher failed")
         try:
@@ -117,9 +111,6 @@ class Supervisor:
         finally:
             await hub.end(outcome.exit_code, outcome.error)
         return outcome
-
-    def _tell_trainer(self, index: int, event: str, detail: str, incarnation: int) -> None:
-        self._control.send("server", index=index, event=event, detail=detail, incarnation=incarnation)
 
     async def _supervise(self) -> RunOutcome:
         local, watch, hub = self._local, self._run_dir_watch, self._hub
