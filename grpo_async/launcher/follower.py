@@ -80,7 +80,7 @@ class Follower:
         self._trains = plan.trainer is not None
         self._display = display
         tell_trainer = partial(self._launchers.post, 0, "server_event")
-        self._local = LocalProcesses(config, plan, display, tell_trainer=tell_trainer, total=config.num_servers)
+        self._local = LocalProcesses(config, plan, display, tell_trainer=tell_trainer)
         self._ended = asyncio.Event()  # the run is over
         self._exit_code: int | None = None  # node 0's; None: it is gone
         self._error: str | None = None

@@ -46,7 +46,6 @@ class LocalProcesses:
     Args:
         display: shows the user what becomes of the servers.
         tell_trainer: see TellTrainer.
-        total: servers of all machines; None: those here are all.
 
     Attributes:
         signals: that this process gets meanwhile.
@@ -63,7 +62,6 @@ class LocalProcesses:
         display: Display,
         *,
         tell_trainer: TellTrainer,
-        total: int | None = None,
     ) -> None:
         assignment = plan.assignment
         self.display = display
@@ -77,7 +75,7 @@ class LocalProcesses:
         self.have_served = False
         self._plan = plan
         self._trainer: Child | None = None
-        self._total = len(plan.servers) if total is None else total
+        self._total = config.num_servers  # of all machines
         self._given_up: dict[int, str] = {}  # servers of all machines, and why
         first = first_server(config, assignment.node) if plan.servers else 0
         self._servers = {

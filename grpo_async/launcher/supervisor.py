@@ -77,32 +77,24 @@ class Supervisor:
         self._config = config
         self._assignment = plan.assignment
         self._display = display
-        self._cluster = cluster
         self._control = ControlServer(self._assignment.control_socket, self._on_message, display.warning)
-        self._local = LocalProcesses(
-            config,
-            plan,
-            display,
-            tell_trainer=partial(self._control.send, "server"),
-            total=None if cluster is None else config.num_servers,
-        )
+        self._local = LocalProcesses(config, plan, display, tell_trainer=partial(self._control.send, "server"))
+        self._hub: NodeHub | None = None
+        if cluster is not None:
+            self._hub = NodeHub(cluster.launchers, cluster.members, self._assignment, self._local)
         self._run_dir_watch = RunDirWatch(self._assignment.run_dir.root)
         self._config_text = self._assignment.run_dir.config.read_text(encoding="utf-8")
         self._summary: Mapping[str, Any] | None = None
         self._checks: list[Check] | None = None
-        self._hub: NodeHub | None = None
 
     async def run(self) -> RunOutcome:
         """Start, watch, end."""
         watching = in_background(self._run_dir_watch.watch(), name="watch the run directory")
         async with self._local, self._control, watching:
-            if self._cluster is None:
-                return await self._supervise()
-            return await self._lead(self._cluster)
+            return await (self._supervise() if self._hub is None else self._lead(self._hub))
 
-    async def _lead(self, cluster: Cluster) -> RunOutcome:
+    async def _lead(self, hub: NodeHub) -> RunOutcome:
         """Let the other machines begin and end with this one."""
-        hub = self._hub = NodeHub(cluster.launchers, cluster.members, self._assignment, self._local)
         hub.start()
         outcome = RunOutcome(exit_code=1, error="its launcher failed")
         try:
