@@ -13,8 +13,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from grpo_async.config import ExperimentConfig
@@ -29,32 +28,19 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = "the rendezvous address (launch.rdzv, --master-addr, $MASTER_ADDR)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """Names of variables: `rank` of this machine, `count` of all; `host` finds the name of node 0."""
-
-    rank: str
-    count: str | None
-    host: Callable[[Mapping[str, str]], str | None]
+_COUNTS = {"NODE_RANK": "NNODES", "GROUP_RANK": "NNODES", "SLURM_NODEID": "SLURM_NNODES", "JOB_COMPLETION_INDEX": ""}
+"""Variables that have the rank of this machine, and with each the one that has the number of machines."""
 
 
-def _first_of_step(environment: Mapping[str, str]) -> str | None:
-    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    return first_host(nodes) if nodes else None
-
-
-def _first_pod(environment: Mapping[str, str]) -> str | None:
-    """ "job-3.service.space.svc.cluster.local" -> "job-0.service.space.svc.cluster.local"; None of a pod without a service."""
-    own, _, domain = socket.getfqdn().partition(".")
-    return f"{own.rpartition('-')[0]}-0.{domain}" if domain else None
-
-
-_SOURCES = (
-    _Source(rank="NODE_RANK", count="NNODES", host=lambda environment: None),
-    _Source(rank="GROUP_RANK", count="NNODES", host=lambda environment: None),
-    _Source(rank="SLURM_NODEID", count="SLURM_NNODES", host=_first_of_step),
-    _Source(rank="JOB_COMPLETION_INDEX", count=None, host=_first_pod),
-)
+def _first_machine(rank_variable: str, environment: Mapping[str, str]) -> str:
+    """Host of node 0, as whoever has set the rank says it; "" where they do not."""
+    if rank_variable == "SLURM_NODEID":
+        return first_host(environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "")
+    if rank_variable == "JOB_COMPLETION_INDEX":
+        # "job-3.service.space.svc.cluster.local" -> "job-0.service.space.svc.cluster.local"; a pod without a service has no domain
+        own, _, domain = socket.getfqdn().partition(".")
+        return f"{own.rpartition('-')[0]}-0.{domain}" if domain else ""
+    return ""
 
 
 def find_node(
@@ -77,12 +63,12 @@ def find_node(
     nodes = config.launch.nodes
     if nodes.count == 1 and not node_rank:
         return Node()  # a job script may set the variables for something else
-    source = next((each for each in _SOURCES if environment.get(each.rank)), None) if node_rank is None else None
-    rank = _rank(config, node_rank, source, environment)
-    said = environment.get(source.count) if source is not None and source.count is not None else None
-    if source is not None and said and said != str(nodes.count):
+    source = next((name for name in _COUNTS if environment.get(name)), "") if node_rank is None else ""
+    rank = _rank(config, f"${source}" if source else "--node-rank", environment[source] if source else node_rank)
+    said = environment.get(_COUNTS[source]) if source else None
+    if said and said != str(nodes.count):
         raise ConfigError(
-            f"launch.nodes: {_described(config)}, and ${source.count} is {said}; start the command on as many machines as "
+            f"launch.nodes: {_described(config)}, and ${_COUNTS[source]} is {said}; start the command on as many machines as "
             "launch.nodes has"
         )
     if master_addr is not None:
@@ -90,7 +76,7 @@ def find_node(
     elif config.launch.rdzv is not None:
         host, port = config.launch.rendezvous_address
     else:
-        host = environment.get("MASTER_ADDR") or (source.host(environment) if source is not None else None) or ""
+        host = environment.get("MASTER_ADDR") or _first_machine(source, environment)
         port = int(environment.get("MASTER_PORT") or DEFAULT_PORT)
     if not host:
         raise ConfigError(
@@ -100,13 +86,10 @@ def find_node(
     return Node(rank=rank, num_train=nodes.train, num_infer=nodes.infer, address=host, port=port)
 
 
-def _rank(config: ExperimentConfig, given: int | None, source: _Source | None, environment: Mapping[str, str]) -> int:
-    count = config.launch.nodes.count
-    if given is not None:
-        name, text = "--node-rank", str(given)
-    elif source is not None:
-        name, text = f"${source.rank}", environment[source.rank]
-    else:
+def _rank(config: ExperimentConfig, name: str, given: str | int | None) -> int:
+    """`given` as the rank of a machine of this run; `name` says where it is from."""
+    text, count = str(given), config.launch.nodes.count
+    if given is None:
         raise ConfigError(
             f"launch.nodes: {_described(config)}, and this machine's rank is not set; add --node-rank K (0 leads, those "
             "that train come first), or start it by Slurm, Kubernetes (grpo-async launch) or with $NODE_RANK"
