@@ -25,17 +25,8 @@ def evaluate(
         typer.Option(
             "--checkpoint",
             metavar="latest|best|STEP|PATH",
-            help="A checkpoint of the run (best: by checkpoint.best_metric); PATH: RUN/checkpoints/step_N, or a Hugging Face "
-            "folder.",
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            "--run",
-            metavar="DIR",
-            help="Run directory, if it is not that of CONFIG. Without --checkpoint: the model that the run "
-            "exported, or else its newest checkpoint.",
+            help="A checkpoint of the run (best: by checkpoint.best_metric); PATH: RUN/checkpoints/step_N, RUN/model "
+            "(what a run exported), or another Hugging Face folder.",
         ),
     ] = None,
     overrides: SetOption = None,
@@ -48,7 +39,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out data of a configuration: start its servers, generate, print a table, stop the servers.
 
-    Without --checkpoint and --run, this is the model that CONFIG names, or the one that the servers of `inference.urls` serve.
+    Without --checkpoint, this is the model that CONFIG names, or the one that the servers of `inference.urls` serve.
     Prompts, rollouts (tools, environments, rollout function), rewards and sampling are those of a run's own evaluations; the
     section `evaluation` says how many prompts and samples. Numbers go to DIR/evaluation.json, rollouts to DIR/rollouts. Exit
     code: 0 evaluated, 1 failed, 2 the configuration is wrong, 130 or 143 stopped by SIGINT or SIGTERM.
@@ -59,9 +50,9 @@ def evaluate(
       grpo-async eval configs/quickstart.yaml --checkpoint latest
       grpo-async eval configs/quickstart.yaml --checkpoint runs/quickstart/model --set evaluation.samples_per_prompt=4 \\
           --set evaluation.temperature=1
-      grpo-async eval configs/quickstart.yaml --run runs/quickstart --json-logs | jq 'select(.event == "end") | .summary'
+      grpo-async eval configs/quickstart.yaml --checkpoint best --json-logs | jq 'select(.event == "end") | .summary'
     """
     from grpo_async.launcher.evaluate import evaluate as run_evaluation
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
-    raise typer.Exit(run_evaluation(loaded, checkpoint=checkpoint, run=run, out=out, output=output).exit_code)
+    raise typer.Exit(run_evaluation(loaded, checkpoint=checkpoint, out=out, output=output).exit_code)

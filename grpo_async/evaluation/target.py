@@ -23,36 +23,28 @@ class EvaluationTarget:
     step: int | None = None
 
 
-def choose_target(config: ExperimentConfig, *, checkpoint: str | None, run: Path | None) -> EvaluationTarget:
+def choose_target(config: ExperimentConfig, checkpoint: str | None) -> EvaluationTarget:
     """Decide; looks at the names of files only.
 
     Args:
-        checkpoint: of the run, as `find_checkpoint` has it; or a Hugging Face folder, or a checkpoint of another run by its path.
-        run: the run's directory; None: that of `config`. With it and without `checkpoint`: the model that the run exported at its
-            end, else its newest checkpoint.
+        checkpoint: of the run of `config`, as `find_checkpoint` has it; or a Hugging Face folder, such as the model that a run
+            exported at its end; or a checkpoint of another run by its path. None: the model that `config` names.
 
     Raises:
         ConfigError: there is no such thing, or running servers are named as well.
     """
-    if checkpoint is None and run is None:
+    if checkpoint is None:
         if config.inference.urls:
             return EvaluationTarget(label="served")
         return EvaluationTarget(label="base", folder=config.model.path)
     if config.inference.urls:
         raise ConfigError(
-            "inference.urls names servers that run already and serve what they serve; leave out --checkpoint and --run, or start "
-            "its own servers with --set inference.urls=[]"
+            "inference.urls names servers that run already and serve what they serve; leave out --checkpoint, or start its "
+            "own servers with --set inference.urls=[]"
         )
-    run_dir = RunDir(config.run_path if run is None else run)
-    if run is not None and not run.is_dir():
-        raise ConfigError(f"--run {run}: there is no such directory")
-    if checkpoint is None:
-        if (run_dir.model / "config.json").is_file():
-            return EvaluationTarget(label="model", folder=str(run_dir.model))
-        return _of_run(run_dir, "latest")
     path = Path(checkpoint).resolve()
     if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
-        return _of_run(run_dir, checkpoint)
+        return _of_run(RunDir(config.run_path), checkpoint)
     if (path / "config.json").is_file():
         label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)
         return EvaluationTarget(label=label, folder=checkpoint)

@@ -42,14 +42,13 @@ def evaluate(
     config: ExperimentConfig,
     *,
     checkpoint: str | None,
-    run: Path | None,
     out: Path | None,
     output: Output | None = None,
 ) -> RunOutcome:
     """Evaluate a model without training; call it from the main thread.
 
     Args:
-        checkpoint: see evaluation.target.choose_target, like `run`.
+        checkpoint: see evaluation.target.choose_target.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
         output: how it tells of itself; None: everything on stdout.
 
@@ -66,7 +65,7 @@ def evaluate(
             raise ConfigError(
                 "evaluation: the configuration has no such section; say what to evaluate on (evaluation.data)"
             )
-        target = choose_target(config, checkpoint=checkpoint, run=run)
+        target = choose_target(config, checkpoint)
         engine = choose_engine(config)
         config = with_dtypes(config, engine, machine_module.inspect().gpus)
         notes = check_inputs(config, engine=engine, trains=False)

@@ -32,23 +32,21 @@ def test_what_is_evaluated_is_named_by_the_run_a_checkpoint_or_else_the_configur
     config = _config(tmp_path)
     run, elsewhere = RunDir(config.run_path), RunDir(tmp_path / "elsewhere")
 
-    def chosen(checkpoint: str | None = None, folder: Path | None = None) -> EvaluationTarget:
-        return choose_target(config, checkpoint=checkpoint, run=folder)
+    def chosen(checkpoint: str | None = None) -> EvaluationTarget:
+        return choose_target(config, checkpoint)
 
-    def refused(told: str, checkpoint: str | None = None, folder: Path | None = None) -> None:
+    def refused(told: str, checkpoint: str) -> None:
         with pytest.raises(ConfigError, match=told):
-            chosen(checkpoint, folder)
+            chosen(checkpoint)
 
     assert chosen() == EvaluationTarget(label="base", folder=config.model.path)
-    refused("no such directory", folder=elsewhere.root)
     refused("has no checkpoint", "latest")
     for each in (run, elsewhere):
         for step in (5, 10):
             each.checkpoint(step).mkdir(parents=True)
-    assert chosen(folder=elsewhere.root) == EvaluationTarget(label="step_10", run=elsewhere, step=10)
-    model = _model(elsewhere.model)  # what a run has exported comes first
-    assert chosen(folder=elsewhere.root) == EvaluationTarget(label="model", folder=str(model))
-    assert chosen("latest", elsewhere.root).step == 10
+    model = str(_model(elsewhere.model))  # what a run has exported
+    assert chosen(model) == EvaluationTarget(label="model", folder=model)
+    assert chosen("latest").step == 10
     assert chosen("5") == EvaluationTarget(label="step_5", run=run, step=5)
     refused("there are latest, best, and the steps 5, 10", "6")
     assert chosen(str(elsewhere.checkpoint(5))) == EvaluationTarget(label="step_5", run=elsewhere, step=5)
@@ -64,29 +62,29 @@ def test_the_best_checkpoint_is_that_of_the_runs_own_metric(tmp_path: Path) -> N
     run.config.write_text(dump_config(_config(tmp_path)))
     config = _config(tmp_path, checkpoint={"best_metric": "pass@1"})
     with pytest.raises(ConfigError, match="was evaluated by 'reward'"):
-        choose_target(config, checkpoint="best", run=None)
+        choose_target(config, "best")
     scores = ((5, 0.9), (10, 0.2))
     run.evaluation_log.write_text(
         "".join(json.dumps({"step": step, "metrics": {"reward": score}}) + "\n" for step, score in scores)
     )
-    assert choose_target(config, checkpoint="best", run=None).step == 5
+    assert choose_target(config, "best").step == 5
 
 
 def test_running_servers_are_asked_as_they_are(tmp_path: Path) -> None:
     served = _config(tmp_path, inference={"urls": ["http://127.0.0.1:1"]})
-    assert choose_target(served, checkpoint=None, run=None) == EvaluationTarget(label="served")
+    assert choose_target(served, None) == EvaluationTarget(label="served")
     with pytest.raises(ConfigError, match="serve what they serve"):
-        choose_target(served, checkpoint="latest", run=None)
+        choose_target(served, "latest")
 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_module, "check_inputs", lambda *_, **__: [])
     with pytest.raises(ConfigError, match="evaluation: the configuration has no such section"):
-        evaluate(make_config(tmp_path), checkpoint=None, run=None, out=None)
+        evaluate(make_config(tmp_path), checkpoint=None, out=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError, match="is not an empty directory"):
-        evaluate(_config(tmp_path), checkpoint=None, run=None, out=tmp_path / "full")
+        evaluate(_config(tmp_path), checkpoint=None, out=tmp_path / "full")
 
 
 def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:

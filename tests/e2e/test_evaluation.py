@@ -112,7 +112,7 @@ def test_a_pinned_evaluation_is_answered_by_one_version_and_nothing_of_training_
 
 def test_eval_finds_what_the_run_found_in_its_model(golden_run: GoldenRun) -> None:
     """Greedy, float32 throughout: the exported model is the policy of the run's last evaluation."""
-    exported = _eval(golden_run.run.config, "--run", str(golden_run.run.folder))
+    exported = _eval(golden_run.run.config, "--checkpoint", str(golden_run.run.folder / "model"))
     assert exported["evaluated"] == "model"
     assert _numbers(exported["metrics"]) == _numbers(golden_run.run.summary()["evaluation"]["after"])
 
