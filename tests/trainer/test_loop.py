@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -161,31 +160,6 @@ def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_ano
 
     _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
     assert sync.pushed == pushed
-
-
-def test_the_seconds_of_a_step_are_told_apart_and_a_push_while_it_waits_is_no_waiting() -> None:
-    """0.05 s until samples come, in which a server is back: its push of 0.1 s is counted as a push."""
-
-    class Slow(FakeSync):
-        def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
-            time.sleep(0.1)
-            return super().push(version, before_gather=before_gather)
-
-    sync = Slow(up=False)
-
-    def comes_back() -> None:
-        time.sleep(0.05)
-        sync.up = sync.has_ready = True
-
-    lines, _ = _run(sync, _Source({2: comes_back}), steps=2, sync_steps=2)
-    step_s, idle = lines[1]["step_time"], lines[1]["pipeline/trainer_idle_ratio"]
-    pushing_s = lines[1]["pipeline/pushing_fraction"] * step_s
-    assert idle * step_s >= 0.05
-    assert pushing_s >= 0.2  # that one, and the one after the step
-    fractions = [
-        value for name, value in lines[1].items() if name.startswith("pipeline/") and name.endswith("_fraction")
-    ]
-    assert sum(fractions) + idle == pytest.approx(1.0)
 
 
 class _Polled(FakeSource):

@@ -84,21 +84,3 @@ def test_a_group_that_turns_out_stale_when_its_tokens_arrive_is_not_scored(tiny_
         assert side.source.ledger_snapshot()["groups"]["stale"] == 2
     assert steps_seen.steps[:2] == [0, 2]
     assert not [tokens for tokens in scored if tokens[0] in (10, 11)]
-
-
-def test_with_staleness_zero_every_call_of_the_source_sees_the_weights_of_its_step(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """R5.2, R5.1: no engine answers here; each batch is asked for after the push of its step, none before."""
-    steps_seen.begin()
-    config = side_config(tmp_path, tiny_model, rollout_function=FUNCTION)
-    with open_side(config, "http://127.0.0.1:9") as side:
-        side.source.start()
-        for version in range(3):
-            groups = take(side, 2, version=version)
-            assert groups is not None
-            samples = [sample for group in groups for sample in group.samples]
-            assert {v for sample in samples for v in sample.policy_versions} == {-1, version}
-            assert steps_seen.steps == list(range(version + 1))
-            side.source.close_groups(groups, GroupStatus.TRAINED, step=version + 1)
-            serve(side, version + 1)

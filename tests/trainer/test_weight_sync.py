@@ -228,12 +228,6 @@ def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: A
     assert w.fleet.serving() == w.fleet.up
 
 
-def test_without_a_server_there_is_no_push_and_no_error(world: Any) -> None:
-    w = world()
-    assert w.sync.push(4, before_gather=_nothing) is None
-    assert w.pushes.made == []
-
-
 def test_who_failed_is_fenced_and_the_others_get_the_same_version_in_a_new_group(world: Any) -> None:
     w = world(_server(0), _server(1))
     w.pushes.script = [_failed("send", server_1=ServerUnavailableError("connection reset"))]

@@ -18,7 +18,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.training.loss import Objective
 from grpo_async.training.ranks import CommandChannel, StopCommand, TrainerContext, follow
 from grpo_async.training.reference import Reference
-from tests.support.rank_jobs import random_samples
+from tests.support.rank_jobs import fingerprint, random_samples
 from tests.support.records import make_scored
 from tests.trainer.fakes import loop_config, make_leader
 from tests.training.shard_jobs import build
@@ -104,14 +104,15 @@ def train(
     kept: Sequence[int] | None = None,
     **training: Any,
 ) -> dict[str, Any]:
-    """A step with each loss from the same weights; the statistics of its tokens by rollout id, and its metrics. The advantages of
-    the groups `poisoned` are not a number."""
+    """A step with each loss from the same weights; the statistics of its tokens by rollout id, its metrics and the new weights. The
+    advantages of the groups `poisoned` are not a number."""
     results: dict[str, Any] = {}
     for name, loss in losses.items():
         config = make_config(loss, minibatches=minibatches, **training)
         context = make_context(model, config, reference=reference, num_nodes=num_nodes)
         if dist.get_rank() > 0:
             follow(context)
+            fingerprint(context.policy)
             continue
         leader = make_leader(context, stores(kept is None, kept=kept or ()), [])
         groups = make_groups(num_groups)
@@ -123,5 +124,11 @@ def train(
         assert context.peaks is not None
         assert len(context.peaks) == dist.get_world_size()
         assert min(context.peaks) > 50 << 20, "a process with torch takes more"
-        results[name] = {"statistics": as_lists(statistics), "metrics": result.metrics, "updates": result.updates}
+        results[name] = {
+            "statistics": as_lists(statistics),
+            "metrics": result.metrics,
+            "updates": result.updates,
+            "tokens": result.num_tokens,
+            "weights": fingerprint(context.policy),
+        }
     return results

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
+from grpo_async.records import TokenFlag
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_model import build_tiny_model
+from tests.training.statistics_jobs import MODULE
 
 pytestmark = pytest.mark.slow
 
 _COMMON: dict[str, Any] = {
     "proximal": "recomputed",
     "beta": 0.1,
-    "off_policy_mask": 0.05,
+    "off_policy_mask": 0.001,
     "entropy_bonus": 0.01,
 }
 # the off-policy mask looks at whole samples: without it a loss with weights by token is a sum over tokens
@@ -44,16 +46,27 @@ BNPO = {"bnpo": {"type": "bnpo", **_SUM, "correction": _TOKENS}}
 
 @pytest.fixture(scope="module")
 def plain(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One rank, one sample per row, everything in one micro-batch."""
+    """One rank, one sample per row, everything of a minibatch in one micro-batch."""
     folder = tmp_path_factory.mktemp("plain")
-    return run_on_ranks("train_with_each_loss", 1, folder, **models, losses=LOSSES | BNPO, pack=False)
+    return run_on_ranks("train", 1, folder, module=MODULE, **models, losses=LOSSES, minibatches=2, pack=False)
 
 
 def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert other["updates"] == one["updates"] == [True, True]
     assert other["tokens"] == one["tokens"]
-    assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-4, abs=1e-6)
+    padding = "training/padding_fraction"  # of rows, which are cut differently
+    of_one, of_other = ({k: v for k, v in each["metrics"].items() if k != padding} for each in (one, other))
+    assert of_other == pytest.approx(of_one, rel=1e-4, abs=1e-6)
     assert other["weights"] == pytest.approx(one["weights"], rel=1e-4, abs=2e-3)
+
+
+def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["statistics"].keys() == other["statistics"].keys()
+    for rollout_id, rows in one["statistics"].items():
+        mine = other["statistics"][rollout_id]
+        for name in ("logprobs", "proximal_logprobs", "weights", "entropies"):
+            assert mine[name] == pytest.approx(rows[name], rel=2e-4, abs=1e-4), (rollout_id, name)
+        assert mine["flags"] == rows["flags"], rollout_id
 
 
 @pytest.mark.parametrize(
@@ -62,15 +75,21 @@ def _assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         (1, {}),  # packed
         (1, {"pack": False, "micro_batch_tokens": 78}),  # rows of up to 39 tokens: two or more samples in a micro-batch
         (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
+        (4, {"num_nodes": 2, "pack": False, "micro_batch_tokens": 78}),  # 2 x 2: hybrid sharding
     ],
-    ids=["packed", "many-micro-batches", "two-ranks"],
+    ids=["packed", "many-micro-batches", "two-ranks", "hybrid"],
 )
 def test_every_loss_is_the_same_however_a_step_is_cut(
     models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], num_ranks: int, settings: dict[str, Any]
 ) -> None:
-    results = run_on_ranks("train_with_each_loss", num_ranks, tmp_path, **models, losses=LOSSES, **settings)
+    """Two updates, by the loop of rank 0 and its followers; and every rollout has the same statistics of its tokens."""
+    results = run_on_ranks(
+        "train", num_ranks, tmp_path, module=MODULE, **models, losses=LOSSES, minibatches=2, **settings
+    )
     for name in LOSSES:
+        assert len(results[name]["statistics"]) == 12
         _assert_same(plain[name], results[name])
+        _assert_same_statistics(plain[name], results[name])
 
 
 def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
@@ -83,19 +102,21 @@ def test_the_masks_and_weights_of_these_runs_act(plain: dict[str, Any]) -> None:
         if values["correction"]["action"] == "mask":
             assert 0.0 < first["masked/correction"] < 1.0
         assert first["sampling/ess"] < 1.0
+        assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, name
     weights = [plain[name]["weights"] for name in LOSSES]
     assert all(one != other for index, one in enumerate(weights) for other in weights[:index])
 
 
 def test_bnpo_is_the_same_on_two_ranks_with_the_same_micro_batches_and_not_otherwise(
-    models: dict[str, Path], tmp_path: Path, plain: dict[str, Any]
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
     """One sample in each micro-batch, on one rank or two: bnpo is then grpo, and does not care who has which."""
     cut = {"one_by_one": True, "losses": BNPO}
+    whole = run_on_ranks("train_with_each_loss", 1, tmp_path / "whole", **models, losses=BNPO)
     one = run_on_ranks("train_with_each_loss", 1, tmp_path / "one", **models, **cut)
     two = run_on_ranks("train_with_each_loss", 2, tmp_path / "two", **models, **cut)
     _assert_same(one["bnpo"], two["bnpo"])
-    assert one["bnpo"]["weights"] != pytest.approx(plain["bnpo"]["weights"], rel=1e-4, abs=2e-3)
+    assert one["bnpo"]["weights"] != pytest.approx(whole["bnpo"]["weights"], rel=1e-4, abs=2e-3)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied-head", "own-head"])
@@ -105,3 +126,22 @@ def test_a_rank_without_samples_takes_part_and_changes_nothing(tmp_path: Path, t
     two = run_on_ranks("train_fewer_samples_than_ranks", 2, tmp_path / "two", model=model)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
     assert two["weights"] == pytest.approx(one["weights"], rel=1e-4, abs=2e-3)
+
+
+def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two groups of two samples in two updates on three ranks: each update leaves one rank with nothing. Of the first only it is
+    stored, and the second one's update is not finite."""
+    settings: dict[str, Any] = {"losses": {"grpo": {"type": "grpo"}}, "num_groups": 2, "minibatches": 2, "pack": False}
+    every = run_on_ranks("train", 3, tmp_path / "three", module=MODULE, **models, poisoned=[1], **settings)["grpo"]
+    alone = run_on_ranks("train", 1, tmp_path / "one", module=MODULE, **models, kept=[0], **settings)["grpo"]
+    assert every["updates"] == [True, False]
+    assert sorted(every["statistics"]) == ["g0-r0", "g0-r1", "g1-r0", "g1-r1"]
+    assert sorted(alone["statistics"]) == ["g0-r0", "g0-r1"]
+    for rollout_id, rows in every["statistics"].items():
+        assert {int(flag) & TokenFlag.SKIPPED for flag in rows["flags"]} == {
+            TokenFlag.SKIPPED if rollout_id.startswith("g1") else 0
+        }
+    kept = {"statistics": {key: rows for key, rows in every["statistics"].items() if key.startswith("g0")}}
+    _assert_same_statistics(alone, kept)

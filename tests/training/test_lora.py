@@ -141,14 +141,6 @@ def test_two_ranks_train_adapters_as_one_does(folder: Path, tmp_path: Path, sett
         assert far.float().mean() < 5e-3, name
 
 
-def test_merged_weights_compute_what_base_and_adapters_do(folder: Path) -> None:
-    policy, plain = _load(folder), load_tiny(folder)
-    sent = collect(ShardedParameters(policy.model, wire_dtype=torch.float32))
-    assert sent.keys() == collect(ShardedParameters(plain.model, wire_dtype=torch.float32)).keys()
-    plain.model.load_state_dict(sent, strict=False)
-    torch.testing.assert_close(_logprobs(plain), _logprobs(policy), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_dropout_acts_in_an_update_alone_and_is_the_same_when_it_is_recomputed(folder: Path, recompute: str) -> None:
     plain, policy = _load(folder), _load(folder, lora={"dropout": 0.5})

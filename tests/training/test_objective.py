@@ -93,63 +93,11 @@ def test_the_proximal_policy_is_the_sampler_the_start_of_the_step_or_between() -
         assert _gradient(output, policy.logprobs) == pytest.approx([expected])
 
 
-def test_a_correction_multiplies_the_policy_loss_without_gradient() -> None:
-    """recomputed: rho = 1; w = exp(pi - smp) = e^0.5, e^-0.5, e^2: 1.6487, 0.6065 and 7.389, over the cap of 3 and so masked.
-    total = -(1.6487 x 2 + 0.6065 x 2) / 4 = -1.1276."""
-    section = loss_section(proximal="recomputed", correction={"level": "token", "action": "mask", "cap": 3.0})
-    policy = _policy([-1.0, -1.0, -1.0])
-    output = Objective(section)(policy, _batch([-1.5, -0.5, -3.0], [2.0, 2.0, 2.0]))
-    assert output.total.item() == pytest.approx(-1.1276, abs=1e-4)
-    assert _gradient(output, policy.logprobs) == pytest.approx([-0.82436, -0.30327, 0.0], abs=1e-4)
-    assert output.is_importance_masked is not None
-    assert output.is_importance_masked.tolist() == [False, False, True]
-
-
 def test_a_loss_that_overflowed_counts_nothing_where_it_is_masked() -> None:
     """Far from the sampler the ratio is infinite. The correction masks the token, and inf x 0 would not be a number."""
     section = loss_section(proximal="log_linear", correction={"level": "token", "action": "mask", "cap": 3.0})
     output = Objective(section)(_policy([-1.0, -1.0]), _batch([-1.0, -300.0], [-2.0, -2.0]))
     assert output.total.item() == pytest.approx(0.5)  # the first token alone: 2 x 1 / 4
-
-
-def test_masks_take_the_policy_loss_of_a_token_and_leave_its_kl() -> None:
-    """ref - pi = 0.5: KL 0.148721 each, x beta 0.1 x 1/4. Sample 0 (A < 0, drift 0.5 > 0.2) is off-policy, so tokens 2
-    and 3 alone have a policy loss: rho = 1, 2 x -2 / 4 = -1. Together -1 + 4 x 0.1 x 0.148721 / 4 = -0.985128."""
-    section = loss_section(beta=0.1, use_bias_correction_kl=False, off_policy_mask=0.2)
-    policy = _policy([-1.0] * 4)
-    batch = _batch([-0.5, -0.5, -1.0, -1.0], [-1.0, -1.0, 2.0, 2.0], samples=[0, 0, 1, 1])
-    output = Objective(section)(policy, batch, ref_logprobs=torch.full((4,), -0.5))
-    assert output.total.item() == pytest.approx(-0.985128, abs=1e-5)
-    assert output.is_off_policy is not None
-    assert output.is_off_policy.tolist() == [True, True, False, False]
-    kl_gradient = -0.648721 * 0.1 / 4
-    expected = [kl_gradient, kl_gradient, kl_gradient - 0.5, kl_gradient - 0.5]
-    assert _gradient(output, policy.logprobs) == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_kl_is_weighed_by_the_ratio_with_its_gradient() -> None:
-    """A = 0, ref - pi = 0.5: KL 0.148721, its gradient -0.648721. rho = e^0.5 = 1.648721 for the first token, 1 for the second:
-    0.1 x (1.648721 + 1) x 0.148721 / 4 = 0.009848; gradients 0.1 x rho x (0.148721 - 0.648721) / 4 = -0.0125 rho. gspo: both
-    tokens have the ratio e^0.25 of their sample, whose gradient is divided among them."""
-    batch = _batch([-1.5, -1.0], [0.0, 0.0])
-    for values, total, gradients in (
-        ({}, 0.009848, [-0.0125 * 1.648721, -0.0125]),
-        ({"type": "gspo"}, 0.1 * 1.284025 * 2 * 0.148721 / 4, [-0.0125 * 1.284025] * 2),
-    ):
-        policy = _policy([-1.0, -1.0])
-        output = Objective(loss_section(beta=0.1, **values))(policy, batch, ref_logprobs=torch.full((2,), -0.5))
-        assert output.total.item() == pytest.approx(total, abs=1e-6)
-        assert _gradient(output, policy.logprobs) == pytest.approx(gradients, abs=1e-6)
-
-
-def test_the_entropy_bonus_is_the_mean_over_the_minibatch_whatever_the_reduction() -> None:
-    """Entropies 1 and 3 of a minibatch of 8 tokens: 0.5 x 4 / 8 = 0.25 is subtracted, 0.5 / 8 the gradient of each."""
-    policy = _policy([-1.0, -1.0], entropy=[1.0, 3.0])
-    batch = _batch([-1.0, -1.0], [0.0, 0.0], minibatch_tokens=8)
-    output = Objective(loss_section(entropy_bonus=0.5))(policy, batch)
-    assert output.total.item() == pytest.approx(-0.25)
-    assert output.policy_loss.item() == 0.0
-    assert _gradient(output, policy.entropy) == pytest.approx([-0.0625, -0.0625])
 
 
 _PARTS = slice(0, 1), slice(1, 4)  # cuts the first sample

@@ -220,30 +220,6 @@ def test_gradients_that_travel_after_every_micro_batch_make_the_same_step(tiny_m
     assert each["weights"] == pytest.approx(once["weights"], rel=1e-4, abs=2e-3)
 
 
-@pytest.mark.parametrize("values", [{}, {"entropy_bonus": 0.1}, {"type": "cispo"}], ids=str)
-def test_a_step_is_the_same_whether_the_head_knows_the_objective_or_not(
-    tiny_model: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks are 16 tokens, and a micro-batch has more."""
-    batches = [_pack(random_samples(8), micro_batch_tokens=128)]
-    assert max(batch.num_trained_tokens for batch in batches[0]) > 32
-    found = []
-    for knows in (True, False):
-        policy, optimizer = _build(tiny_model)
-        with monkeypatch.context() as patched:
-            if not knows:
-                patched.setattr(Objective, "is_sum_over_tokens", False)
-            result = _step(policy, optimizer, batches, loss_section(**values))
-        found.append((result, _weights(policy)))
-    (one, weights), (other, expected) = found
-    assert one.loss == pytest.approx(other.loss, abs=1e-6)
-    assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
-    for name, value in other.metrics.items():
-        assert one.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), name
-    for weight, right in zip(weights, expected, strict=True):
-        torch.testing.assert_close(weight, right, rtol=1e-3, atol=1e-4)
-
-
 def _parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(3, 5, dtype=dtype)) for dtype in dtypes]

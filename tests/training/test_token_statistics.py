@@ -22,8 +22,7 @@ from grpo_async.training.optimizer import make_optimizer
 from grpo_async.training.step import StepResult, train_step
 from grpo_async.training.token_statistics import TokenCollector, TokenPlan
 from tests.support.loss_inputs import loss_section
-from tests.support.ranks import run_on_ranks
-from tests.training.statistics_jobs import MODULE, TRAINER_VERSION, make_groups
+from tests.training.statistics_jobs import TRAINER_VERSION, make_groups
 from tests.training.tiny_models import load_tiny
 
 CPU = torch.device("cpu")
@@ -144,77 +143,3 @@ def test_the_statistics_of_a_step_are_what_the_objective_says_of_each_sample_alo
         mine = stats[sample.rollout_id]
         assert len(mine.logprobs) == len(mine.flags) == sample.num_trained_tokens < sum(map(bool, sample.token_ids))
     assert {flag for flag in TokenFlag if flag & bits} == set(TokenFlag) - {TokenFlag.SKIPPED}, "the cases say little"
-
-
-_EVERY = {
-    "proximal": "recomputed",
-    "beta": 0.1,
-    "off_policy_mask": 0.001,
-    "entropy_bonus": 0.01,
-}
-ON_RANKS: dict[str, dict[str, Any]] = {
-    "grpo": {"type": "grpo", **_EVERY, "correction": _TOKENS},
-    "gspo": {"type": "gspo", "epsilon": 0.05, "epsilon_high": 0.05, "off_policy_mask": 0.001},
-    "dapo": {"type": "dapo", **_EVERY, "correction": _SEQUENCES},
-    "cispo": {"type": "cispo", "epsilon_high": 1.1},
-}
-
-
-@pytest.fixture(scope="module")
-def plain(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One rank, one sample per row, everything of a minibatch in one micro-batch."""
-    folder = tmp_path_factory.mktemp("plain")
-    return run_on_ranks("train", 1, folder, module=MODULE, **models, losses=ON_RANKS, minibatches=2, pack=False)
-
-
-def _assert_same_statistics(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["statistics"].keys() == other["statistics"].keys()
-    for rollout_id, rows in one["statistics"].items():
-        mine = other["statistics"][rollout_id]
-        for name in ("logprobs", "proximal_logprobs", "weights", "entropies"):
-            assert mine[name] == pytest.approx(rows[name], rel=2e-4, abs=1e-4), (rollout_id, name)
-        assert mine["flags"] == rows["flags"], rollout_id
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [
-        (2, {"micro_batch_tokens": 64}),  # packed, several micro-batches, two ranks
-        (4, {"num_nodes": 2, "pack": False, "micro_batch_tokens": 78}),  # 2 x 2: hybrid sharding
-    ],
-    ids=["two-ranks", "hybrid"],
-)
-def test_every_rollout_has_the_same_statistics_however_a_step_is_cut(
-    models: dict[str, Path], tmp_path: Path, plain: dict[str, Any], num_ranks: int, settings: dict[str, Any]
-) -> None:
-    """Two updates, by the loop of rank 0 and its followers."""
-    found = run_on_ranks(
-        "train", num_ranks, tmp_path, module=MODULE, **models, losses=ON_RANKS, minibatches=2, **settings
-    )
-    for name in ON_RANKS:
-        assert len(plain[name]["statistics"]) == 12
-        assert {flag for row in plain[name]["statistics"].values() for flag in row["flags"]} - {0.0}, (
-            "no token is marked"
-        )
-        _assert_same_statistics(plain[name], found[name])
-
-
-@pytest.mark.slow
-def test_a_rank_without_samples_and_groups_that_are_not_stored_do_no_harm(
-    models: dict[str, Path], tmp_path: Path, plain: dict[str, Any]
-) -> None:
-    """Two groups of two samples in two updates on three ranks: each update leaves one rank with nothing. Of the first only it is
-    stored, and the second one's update is not finite."""
-    settings: dict[str, Any] = {"losses": {"grpo": {"type": "grpo"}}, "num_groups": 2, "minibatches": 2, "pack": False}
-    every = run_on_ranks("train", 3, tmp_path / "three", module=MODULE, **models, poisoned=[1], **settings)["grpo"]
-    alone = run_on_ranks("train", 1, tmp_path / "one", module=MODULE, **models, kept=[0], **settings)["grpo"]
-    assert every["updates"] == [True, False]
-    assert sorted(every["statistics"]) == ["g0-r0", "g0-r1", "g1-r0", "g1-r1"]
-    assert sorted(alone["statistics"]) == ["g0-r0", "g0-r1"]
-    for rollout_id, rows in every["statistics"].items():
-        assert {int(flag) & TokenFlag.SKIPPED for flag in rows["flags"]} == {
-            TokenFlag.SKIPPED if rollout_id.startswith("g1") else 0
-        }
-    kept = {"statistics": {key: rows for key, rows in every["statistics"].items() if key.startswith("g0")}}
-    _assert_same_statistics(alone, kept)
