@@ -17,8 +17,8 @@ which the servers allow on a loopback address only. Errors are JSON `{"error": "
                                         are then loaded. true: it continues over the key/value cache it has
     POST /resume                        allowed when not paused, too; 409 while a part of an update is loaded
     GET  /is_paused                     {"is_paused": bool}; goes through the engine, so it is the real liveness probe
-    POST /init_weight_transfer_engine   {"init_info": WeightInitInfo}: joins the weight group (again, after a trainer restart)
-    POST /start_weight_update           {"update_info": WeightUpdateInfo}: says what follows; refused when it does not fit the model
+    POST /init_weight_transfer_engine   WeightInitInfo: joins the weight group (again, after a trainer restart)
+    POST /start_weight_update           WeightUpdateInfo: says what follows; refused when it does not fit the model
     POST /update_weights                {}: receives every parameter and loads it in place. The server has to be paused
     POST /finish_weight_update          {"weight_version": "17"}: "17" is the policy version of every token from now on
 
@@ -116,8 +116,6 @@ class GenerateChunk(ApiModel):
     stop_reason: str | None = None
     """The one of `stop` that ended it."""
     error: str | None = None
-    first_token_s: float | None = None
-    """Seconds from the request's arrival to its first token; in the first line that has tokens."""
 
 
 class ServerInfo(ApiModel):
@@ -231,18 +229,6 @@ class PauseQuery(ApiModel):
     keep_cache: bool = False
     timeout_s: Seconds = 600.0
     """Longest wait for requests in flight with mode=drain, in seconds."""
-
-
-class InitBody(ApiModel):
-    """Body of /init_weight_transfer_engine."""
-
-    init_info: WeightInitInfo
-
-
-class StartBody(ApiModel):
-    """Body of /start_weight_update."""
-
-    update_info: WeightUpdateInfo
 
 
 class FinishBody(ApiModel):

@@ -73,7 +73,6 @@ class Generation:
     started_at: float = 0.0  # seconds since the epoch
     waits: list[tuple[float, float]] = field(default_factory=list)
     """When the request was with no server: (start, end), seconds since the epoch."""
-    first_token_s: float | None = None  # as the first server counts it, from the request's arrival
 
     def add(self, chunk: GenerateChunk) -> None:
         """Append a chunk.
@@ -87,8 +86,6 @@ class Generation:
             )
         if not math.isfinite(sum(chunk.logprobs)):
             raise BadResponseError(f"the server sent a logprob that is not finite: {chunk.logprobs}")
-        if self.first_token_s is None:
-            self.first_token_s = chunk.first_token_s
         self.token_ids.extend(chunk.token_ids)
         self.logprobs.extend(chunk.logprobs)
         self.policy_versions.extend(array("i", [chunk.policy_version]) * len(chunk.token_ids))
@@ -119,8 +116,6 @@ class Generation:
         span.details |= {"tokens": len(self.token_ids), "finish": str(self.finish_reason or "")}
         if self.policy_versions:
             span.details |= {"version": max(self.policy_versions), "oldest_version": min(self.policy_versions)}
-        if self.first_token_s is not None:
-            span.details["first_token_s"] = self.first_token_s
         for start, end in self.waits:
             if end - start >= SHORTEST_WAIT_S:
                 track.add("wait for a server", start, end)

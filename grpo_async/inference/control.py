@@ -157,12 +157,11 @@ class ServerControl:
 
     def init_weight_transfer(self, info: WeightInitInfo, *, timeout_s: float | None = None) -> None:
         """Make the server's workers join the weight group. Never retried."""
-        body = {"init_info": info.model_dump()}
-        self._request("POST", "/init_weight_transfer_engine", body, retries=0, timeout_s=timeout_s)
+        self._request("POST", "/init_weight_transfer_engine", info.model_dump(), retries=0, timeout_s=timeout_s)
 
     def start_weight_update(self, info: WeightUpdateInfo, *, timeout_s: float | None = None) -> None:
         """Say what follows; RequestRejectedError when it does not fit the served model."""
-        self._request("POST", "/start_weight_update", {"update_info": info.model_dump()}, timeout_s=timeout_s)
+        self._request("POST", "/start_weight_update", info.model_dump(), timeout_s=timeout_s)
 
     def update_weights(self, *, timeout_s: float | None = None) -> None:
         """Answers when all parameters are received and loaded. Never retried: the broadcast that goes with it cannot be

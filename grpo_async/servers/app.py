@@ -35,13 +35,11 @@ from grpo_async.inference.api import (
     FinishBody,
     GenerateChunk,
     GenerateRequest,
-    InitBody,
     PauseQuery,
     ScoreAnswer,
     ScoreRequest,
     ServedParameters,
     ServerInfo,
-    StartBody,
     WeightInitInfo,
     WeightUpdateInfo,
 )
@@ -336,7 +334,7 @@ class RolloutApp:
         return _json(await unless_disconnected(self._engine.parameters(), request.receive))
 
     async def _join(self, request: Request) -> Response:
-        info = (await _read(InitBody, request)).init_info
+        info = await _read(WeightInitInfo, request)
         async with self._lock:
             self._has_group, self._announced = False, None
             await self._engine.join(info)
@@ -344,7 +342,7 @@ class RolloutApp:
         return JSONResponse({})
 
     async def _start_update(self, request: Request) -> Response:
-        info = (await _read(StartBody, request)).update_info
+        info = await _read(WeightUpdateInfo, request)
         async with self._lock:
             self._announced = None
             if not self._has_group:

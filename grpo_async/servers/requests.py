@@ -47,7 +47,6 @@ class TokenStream:
         self._flush_interval_s = flush_interval_s
         self._runs: list[GenerateChunk] = []  # each of one version; the lists in it still grow
         self._end: GenerateChunk | None = None
-        self._arrived_at: float | None = time.monotonic()  # None: the first token is there
         self._any = asyncio.Event()  # there is something to send
         self._now = asyncio.Event()  # ... that must not wait for the interval
         self._ready: deque[GenerateChunk] = deque()
@@ -68,9 +67,7 @@ class TokenStream:
             error = f"the engine ended the request with {finish!r}"
         if token_ids:
             if not self._runs or self._runs[-1].policy_version != version:
-                first_token_s = None if self._arrived_at is None else time.monotonic() - self._arrived_at
-                self._runs.append(GenerateChunk(policy_version=version, first_token_s=first_token_s))
-                self._arrived_at = None
+                self._runs.append(GenerateChunk(policy_version=version))
             self._runs[-1].token_ids.extend(token_ids)
             self._runs[-1].logprobs.extend(logprobs)
             self._any.set()

@@ -411,8 +411,7 @@ class Contract:
             ({name: tensor for name, tensor in good.items() if name != norm}, f"{norm} is missing"),
             ({**good, norm: good[norm][:-1]}, f"{norm} has the shape [63], the server's [64]"),
         ):
-            update = {"update_info": announcement(wrong).model_dump()}
-            response = server.post("/start_weight_update", update)
+            response = server.post("/start_weight_update", announcement(wrong).model_dump())
             assert (response.status_code, words in response.json()["error"]) == (400, True)
             assert server.post("/update_weights").status_code == 409
             # nothing to finish: the new version must not name the old weights

@@ -247,7 +247,7 @@ def test_a_group_that_cannot_be_is_refused_at_once(server: Live) -> None:
     ]
     for change, status, words in cases:
         info = membership | change
-        response = server.client.post("/init_weight_transfer_engine", json={"init_info": info})
+        response = server.client.post("/init_weight_transfer_engine", json=info)
         assert (response.status_code, words in response.json()["error"]) == (status, True)
     assert time.monotonic() - began < 15.0
 
@@ -275,7 +275,7 @@ def test_a_server_with_a_part_of_an_update_answers_nothing_until_it_has_a_whole_
         [held] = own.ask(make_request(prompt(12), seed=3, max_tokens=10))
         scored = own.pool.submit(own.post, SCORE_PATH, {"token_ids": prompt(9)})
         own.wait_until(lambda info: info.active_requests == 3)
-        assert own.post("/start_weight_update", {"update_info": announcement(weights).model_dump()}).status_code == 400
+        assert own.post("/start_weight_update", announcement(weights).model_dump()).status_code == 400
         assert own.post("/finish_weight_update", {"weight_version": "0"}).status_code == 409
         assert not held.done()
         assert not scored.done()

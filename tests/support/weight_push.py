@@ -87,7 +87,7 @@ class WeightPusher:
         init = rendezvous.init_info("gloo", rank_offset=1)
         self.group = None
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self.post, "/init_weight_transfer_engine", {"init_info": init.model_dump()})
+            answer = pool.submit(self.post, "/init_weight_transfer_engine", init.model_dump())
             self.group = rendezvous.join("gloo", torch.device("cpu"))
             answer.result(timeout=self._answer_s)
 
@@ -112,7 +112,7 @@ class WeightPusher:
     def start(self, tensors: Tensors, *, bucket_bytes: int = 8 << 20) -> None:
         """POST /start_weight_update."""
         info = announcement(tensors, bucket_bytes=bucket_bytes, timeout_s=self.timeout_s)
-        self.post("/start_weight_update", {"update_info": info.model_dump()})
+        self.post("/start_weight_update", info.model_dump())
 
     def update(self, tensors: Tensors, *, bucket_bytes: int = 8 << 20) -> None:
         """POST /update_weights beside the broadcast, as it was announced; nothing is generated before the update is finished."""

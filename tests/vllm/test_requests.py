@@ -38,8 +38,7 @@ def _chunks(*added: tuple[list[int], list[float], int, str | None], flush_interv
             stream.add(output, version=version)
         while not chunks or (chunks[-1].finish_reason is None and chunks[-1].error is None):
             chunk = await stream.next_chunk()
-            assert chunk.first_token_s is None or (chunk.token_ids and not chunks), "of the first tokens only"
-            chunks.append(chunk.model_copy(update={"first_token_s": None}))
+            chunks.append(chunk)
         return chunks
 
     return _run(run())
