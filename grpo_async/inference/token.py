@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import os
 
+from grpo_async.errors import ConfigError
+from grpo_async.utils.network import is_loopback
+
 TOKEN_VARIABLE = "GRPO_ASYNC_TOKEN"
 
 
 def token_from_environment() -> str | None:
     """The token, or None where none is set."""
     return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def require_token(host: str, token: str | None) -> None:
+    """Raises ConfigError when other machines reach `host`, and there is no token."""
+    if not is_loopback(host) and not token:
+        raise ConfigError(
+            f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anyone could "
+            f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
+        )

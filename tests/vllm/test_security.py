@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import resource
 import socket
 from contextlib import ExitStack
@@ -13,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from grpo_async.inference.api import GENERATE_PATH, INFO_PATH, PARAMETERS_PATH, SCORE_PATH
+from grpo_async.inference import api
+from grpo_async.inference.api import INFO_PATH
 from tests.support.waiting import eventually
 from tests.support.weight_push import WeightPusher
 from tests.vllm.server import VllmServer
@@ -22,19 +24,9 @@ pytestmark = pytest.mark.vllm
 
 METHODS = ("get", "post", "put", "delete", "patch", "head", "options")
 OURS = [
-    ("post", GENERATE_PATH),
-    ("post", SCORE_PATH),
-    ("get", INFO_PATH),
-    ("get", PARAMETERS_PATH),
-    ("post", "/pause"),
-    ("post", "/resume"),
-    ("get", "/is_paused"),
-    ("post", "/sleep"),
-    ("post", "/wake_up"),
-    ("post", "/init_weight_transfer_engine"),
-    ("post", "/start_weight_update"),
-    ("post", "/update_weights"),
-    ("post", "/finish_weight_update"),
+    (method.lower(), path)
+    for method, path in re.findall(r"^    (GET|POST) +(/[\w/]+)", api.__doc__ or "", re.MULTILINE)
+    if path != "/health"
 ]
 HIDDEN = ["/docs", "/redoc", "/openapi.json", "/metrics", "/ping", "/v1/realtime", "/no_such_path", "/"]
 
@@ -75,6 +67,7 @@ def test_every_path_but_health_asks_for_the_token(vllm_server: VllmServer) -> No
 
 
 def test_the_token_opens_every_path_of_ours_and_development_routes_are_not_there(vllm_server: VllmServer) -> None:
+    assert len(OURS) == 12
     for method, path in OURS:
         assert vllm_server.client.request(method, path).status_code not in (401, 404, 405), path
     vllm_server.client.post("/resume")

@@ -72,15 +72,6 @@ def _named(**shapes: tuple[int, ...]) -> list[ParameterSpec]:
     return [ParameterSpec(name=name, dtype_name="float32", shape=shape) for name, shape in shapes.items()]
 
 
-def test_each_difference_is_a_sentence() -> None:
-    """The example of the docstring, with a name too many."""
-    assert check_names(_named(a=(2, 2), c=(1,)), SERVED) == [
-        "a has the shape [2, 2], the server's [2, 3]",
-        "c is not a parameter of the served model",
-        "b is missing",
-    ]
-
-
 def test_a_tied_head_may_be_sent_or_not_whichever_side_knows_it() -> None:
     fits = _named(a=(2, 3), b=(4,))
     assert check_names(fits, {**SERVED, "lm_head.weight": [2, 3]}, ["lm_head.weight"]) == []

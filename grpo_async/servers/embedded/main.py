@@ -17,8 +17,8 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import InferenceSection
 from grpo_async.errors import ConfigError
 from grpo_async.inference.api import ServerInfo
-from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
-from grpo_async.utils.network import family_of, host_in_url, is_loopback, server_certificates
+from grpo_async.inference.token import require_token, token_from_environment
+from grpo_async.utils.network import family_of, host_in_url, server_certificates
 from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:
@@ -38,10 +38,32 @@ def serve_embedded(config: ExperimentConfig, port: int) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = config.with_dtypes(trains_on_gpu=False, serves_on_gpu=config.inference.embedded.device == "cuda")
     # before the model is loaded: a taken port or a wrong certificate shows at once
-    check_certificate(config.inference)
-    listener = bind_listener(config.inference.host, port)
+    inference = config.inference
+    check_certificate(inference)
+    listener = bind_listener(inference.host, port)
     engine = load_engine(config)
-    if not _serve(engine, config, listener):
+    from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer  # slow import
+
+    description = ServerInfo(
+        engine="embedded",
+        model=str(config.model.path),
+        dtype=inference.dtype_in_use,
+        head_dtype=config.model.head_dtype,
+        max_model_len=inference.max_model_len,
+        policy_version=0,
+    )
+    served = EmbeddedEngine(
+        engine,
+        description=description,
+        on_failure=lambda: asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True),
+        timeout_s=inference.heartbeat_timeout_s,
+        tokenizer_options={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
+    )
+    host, port = listener.getsockname()[:2]
+    address = f"{inference.scheme}://{host_in_url(host)}:{port}"
+    server = EmbeddedServer(served, tls=inference.tls, greeting=f"serving {Path(config.model.path).name} on {address}")
+    server.run(sockets=[listener])
+    if server.has_failed:
         raise SystemExit(1)
 
 
@@ -83,33 +105,6 @@ def load_engine(config: ExperimentConfig) -> SlotEngine:
     return engine
 
 
-def _serve(engine: SlotEngine, config: ExperimentConfig, listener: socket.socket) -> bool:
-    """Serve until asked to end; False when the engine failed."""
-    from grpo_async.servers.embedded.server import EmbeddedEngine, EmbeddedServer
-
-    inference = config.inference
-    description = ServerInfo(
-        engine="embedded",
-        model=str(config.model.path),
-        dtype=inference.dtype_in_use,
-        head_dtype=config.model.head_dtype,
-        max_model_len=inference.max_model_len,
-        policy_version=0,
-    )
-    served = EmbeddedEngine(
-        engine,
-        description=description,
-        on_failure=lambda: asyncio.get_running_loop().call_later(_EXIT_DELAY_S, setattr, server, "should_exit", True),
-        timeout_s=inference.heartbeat_timeout_s,
-        tokenizer_options={"revision": config.model.revision, "trust_remote_code": config.model.trust_remote_code},
-    )
-    host, port = listener.getsockname()[:2]
-    address = f"{inference.scheme}://{host_in_url(host)}:{port}"
-    server = EmbeddedServer(served, tls=inference.tls, greeting=f"serving {Path(config.model.path).name} on {address}")
-    server.run(sockets=[listener])
-    return not server.has_failed
-
-
 def check_certificate(inference: InferenceSection) -> None:
     """Load the certificate of `inference.tls` and its key, if there is one.
 
@@ -134,11 +129,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: the address cannot be bound, or is not loopback and there is no token.
     """
-    if not is_loopback(host) and token_from_environment() is None:
-        raise ConfigError(
-            f"inference.host: {host} is reachable from other machines; set ${TOKEN_VARIABLE} to a secret, "
-            "or use 127.0.0.1"
-        )
+    require_token(host, token_from_environment())
     listener = socket.socket(family_of(host), socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier process may linger
     try:

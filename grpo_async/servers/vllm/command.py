@@ -18,9 +18,8 @@ from typing import Literal, NoReturn
 
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
-from grpo_async.inference.token import TOKEN_VARIABLE
+from grpo_async.inference.token import TOKEN_VARIABLE, require_token
 from grpo_async.servers.vllm.plugin import ENABLED_VARIABLE
-from grpo_async.utils.network import is_loopback
 from grpo_async.utils.processes import die_with_launcher, is_cpu_build
 
 Platform = Literal["cpu", "gpu"]
@@ -128,12 +127,7 @@ def vllm_command(
     """
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
-    host = config.inference.host
-    if not is_loopback(host) and not base.get(TOKEN_VARIABLE):
-        raise ConfigError(
-            f"inference.host: {host} is reachable from other machines and ${TOKEN_VARIABLE} is not set, so anyone could "
-            f"use the server; set {TOKEN_VARIABLE}, or inference.host: 127.0.0.1"
-        )
+    require_token(config.inference.host, base.get(TOKEN_VARIABLE))
     if config.model.head_dtype is not None and (found := _distribution()) is not None:
         name, version = found
         if release(version) < _HEAD_DTYPE_SINCE:
