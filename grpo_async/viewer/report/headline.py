@@ -120,9 +120,12 @@ def _idle(run: RunData) -> Number | None:
 
 
 def _staleness(run: RunData) -> Number | None:
-    mean = mean_over_time(run.metrics, "async/staleness_mean")
-    most = max(run.values("async/staleness_max"), default=None)
-    return None if mean is None else (f"{mean:.2f}", "mean, in steps" + ("" if most is None else f"; max {most:.0f}"))
+    """The mean over all trained tokens."""
+    known = [row for row in run.metrics if "async/staleness_mean" in row and row.get("num_tokens")]
+    if not known:
+        return None
+    mean = fmean([row["async/staleness_mean"] for row in known], [row["num_tokens"] for row in known])
+    return f"{mean:.2f}", f"mean, in steps; max {max(run.values('async/staleness_max'), default=mean):.0f}"
 
 
 def _memory(run: RunData, summary: Mapping[str, Any]) -> Number | None:

@@ -22,7 +22,7 @@ _WARM_UP = 2  # steps at its beginning that are unlike the others
 
 _TIMELINE_STEPS = 20
 
-_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std")
+_LESS_IMPORTANT = ("version_min", "version_max", "mixed", "reward_std", "num_turns", "duration_s")
 
 
 def inspect_command(run: RunData, query: str | None, sort: str | None = None) -> str:

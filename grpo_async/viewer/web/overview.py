@@ -12,6 +12,7 @@ from typing import Any
 from grpo_async.config.diff import flat
 from grpo_async.errors import RunError
 from grpo_async.findings import Row
+from grpo_async.findings.finding import sentence
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutRow
 from grpo_async.tracking.catalog import describe
@@ -85,7 +86,7 @@ def page(source: Source) -> dict[str, Any]:
         "statistics": top.statistics,
         "plots": list(map(_plot, _main_plots(run))),
         "findings": findings,
-        "advice": speed.finding.text if speed.finding else speed.why_not,
+        "advice": sentence(speed.finding.text) if speed.finding else speed.why_not,
         "error": run.error,
         "problems": run.problems,
     }

@@ -15,6 +15,7 @@ from grpo_async.config.diff import flat
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.text import both_ends
+from grpo_async.viewer.report.headline import headline
 from grpo_async.viewer.report.layout import CHAPTERS, Plot
 from grpo_async.viewer.report.plots import Curve, curve, draw_all
 from grpo_async.viewer.report.run_data import RunData, changed_settings, labels_of, shown_config
@@ -86,6 +87,14 @@ def test_parts_of_a_push_are_not_counted_twice_and_a_plot_without_its_metrics_is
     labels = [each["label"] for each in _draw("push", _run(rows))["series"]]
     assert labels == ["pause", "transfer", "resume"]
     assert draw_all([_plot("kl"), _plot("held-out")], [_run(steps(3))]) == []
+
+
+def test_staleness_is_the_mean_over_the_tokens() -> None:
+    rows = [
+        {"step": 1.0 + age, "async/staleness_mean": age, "async/staleness_max": age, "num_tokens": 100.0 + 200.0 * age}
+        for age in (0.0, 1.0)
+    ]
+    assert ("staleness", "0.75", "mean, in steps; max 1") in headline(_run(rows)).statistics  # 300 of 400 tokens
 
 
 def test_what_may_be_secret_is_not_shown() -> None:
