@@ -89,8 +89,8 @@ class ToolCall:
     """What the policy asked for in one turn, as parsed from its text. A call that cannot be read has an `error`, which goes
     back to the policy as the call's result; its `name` is "" where not even that could be read."""
 
-    tool_call_id: str  # nine letters and digits: the strictest of the chat templates (Mistral) wants that
-    name: str
+    tool_call_id: str = ""  # nine letters and digits: the strictest of the chat templates (Mistral) wants that
+    name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
 

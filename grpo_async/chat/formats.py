@@ -1,5 +1,5 @@
 """The formats in which models write tool calls, one class each. None of them raises, whatever the policy wrote: a call that
-cannot be read becomes a `ReadCall` whose `error` says what was wrong and how it is written.
+cannot be read becomes a `ToolCall` whose `error` says what was wrong and how it is written.
 
 A format declares the special tokens that it needs to see (`special_tokens`); all others are gone from the text it reads. Where the
 turn begins with thinking, calls are looked for after it: a model that ponders a call has not made it.
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from grpo_async.chat.json_calls import calls_of, named_call, read_json, scan_json
-from grpo_async.chat.turn import ParsedTurn, ReadCall, SampledTurn, UnreadableError
+from grpo_async.chat.turn import ParsedTurn, SampledTurn, UnreadableError
 from grpo_async.errors import ConfigError
-from grpo_async.records import THINKING
+from grpo_async.records import THINKING, ToolCall
 from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve_function
 from grpo_async.utils.text import backticked, did_you_mean, json_kind
@@ -55,15 +55,15 @@ class Hermes:
     def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
 
-    def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
+    def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         """The calls of the block whose inside begins at `start`, and the position after the block."""
         opening, closing = self.special_tokens[:2]
         try:
             value, end = scan_json(text, start)
         except UnreadableError as error:
-            end, problem, calls = start, str(error), [ReadCall()]
+            end, problem, calls = start, str(error), [ToolCall()]
         else:
-            calls = calls_of(value) or [ReadCall()]
+            calls = calls_of(value) or [ToolCall()]
             after = len(text) - len(text[end:].lstrip())
             if text.startswith(closing, after):
                 return explained(calls_of(value), self.how), after + len(closing)
@@ -94,7 +94,7 @@ class Llama3Json:
             return ParsedTurn(content=turn.text)
         outside = text[: tagged if tagged >= 0 else start]
         position = tagged if tagged >= 0 else start
-        calls: list[ReadCall] = []
+        calls: list[ToolCall] = []
         while True:
             position = self._skip_separators(text, position)
             if position >= len(text) or (calls and text[position] not in "{["):
@@ -139,7 +139,7 @@ class Mistral:
     def read(self, turn: SampledTurn) -> ParsedTurn:
         return _read_blocks(turn, self.special_tokens[0], self._block)
 
-    def _block(self, text: str, start: int) -> tuple[list[ReadCall], int]:
+    def _block(self, text: str, start: int) -> tuple[list[ToolCall], int]:
         named = self._NAME.match(text, start)
         name = named[1] if named else ""
         try:
@@ -149,7 +149,7 @@ class Mistral:
             return [_failed(name, str(error), self.how)], following if following >= 0 else len(text)
         if named is None:
             return explained(calls_of(value), self.how), end
-        return explained([named_call(name, value, call_id=named[2] or None)], self.how), end
+        return explained([named_call(name, value, call_id=named[2] or "")], self.how), end
 
 
 class Harmony:
@@ -189,11 +189,11 @@ class Harmony:
             position = end.end() if end else len(text)
         return ParsedTurn(content=joined(said[True] or said[False]), calls=calls)
 
-    def _call(self, name: str, content: str) -> ReadCall:
+    def _call(self, name: str, content: str) -> ToolCall:
         try:
             return named_call(name, read_json(content) if content.strip() else None)
         except UnreadableError as error:
-            return ReadCall(name=name, error=f"the arguments cannot be read: {error}")
+            return ToolCall(name=name, error=f"the arguments cannot be read: {error}")
 
 
 FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmony]] = {
@@ -320,7 +320,7 @@ def answer_start(turn: SampledTurn) -> int:
 
 
 def _read_blocks(
-    turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ReadCall], int]]
+    turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ToolCall], int]]
 ) -> ParsedTurn:
     """The calls of every block behind `opening`. `read_block` gets the text and where the inside of a block begins, and gives its
     calls and the position after it."""
@@ -342,13 +342,13 @@ def joined(pieces: Sequence[str]) -> str:
     return "\n".join(stripped for piece in pieces if (stripped := piece.strip()))
 
 
-def explained(calls: Sequence[ReadCall], how: str) -> list[ReadCall]:
+def explained(calls: Sequence[ToolCall], how: str) -> list[ToolCall]:
     """Each error with how a call is written, so that the policy can do better."""
-    return [call if call.error is None else _failed(call.name, call.error, how, call.call_id) for call in calls]
+    return [call if call.error is None else _failed(call.name, call.error, how, call.tool_call_id) for call in calls]
 
 
-def _failed(name: str, problem: str, how: str, call_id: str | None = None) -> ReadCall:
-    return ReadCall(name=name, error=f"this tool call cannot be read: {problem}; {how}", call_id=call_id)
+def _failed(name: str, problem: str, how: str, call_id: str = "") -> ToolCall:
+    return ToolCall(name=name, error=f"this tool call cannot be read: {problem}; {how}", tool_call_id=call_id)
 
 
 def _looks_like_calls(value: object) -> bool:

@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from grpo_async.chat.turn import ReadCall, UnreadableError
+from grpo_async.chat.turn import UnreadableError
+from grpo_async.records import ToolCall
 from grpo_async.utils.safe_text import SURROGATE
 from grpo_async.utils.text import json_kind
 
@@ -50,45 +51,45 @@ def read_json(text: str) -> Any:
     return value
 
 
-def calls_of(value: Any) -> list[ReadCall]:
+def calls_of(value: Any) -> list[ToolCall]:
     """The calls that a JSON value stands for: an object is one, a list holds several. Never raises."""
     items = value if isinstance(value, list) else [value]
     return [call_of(item) for item in items]
 
 
-def call_of(item: Any) -> ReadCall:
+def call_of(item: Any) -> ToolCall:
     """One call. {"name": "add", "arguments": {"a": 1}} -> add(a=1)."""
     if not isinstance(item, Mapping):
-        return ReadCall(error=f"a call is a JSON object with `name` and `arguments`, not {json_kind(item)}")
+        return ToolCall(error=f"a call is a JSON object with `name` and `arguments`, not {json_kind(item)}")
     function = item.get("function")
     written_id = item.get("id")
     if isinstance(function, Mapping):
         item = function
-    call_id = written_id if isinstance(written_id, str) else None
+    call_id = written_id if isinstance(written_id, str) else ""
     name = item.get("name")
     if not isinstance(name, str) or not name.strip():
         problem = "is missing" if name is None else f"must be the name of a tool, not {json.dumps(name)[:_SHOWN]}"
-        return ReadCall(error=f"`name` {problem}", call_id=call_id)
+        return ToolCall(error=f"`name` {problem}", tool_call_id=call_id)
     key = "arguments" if "arguments" in item or "parameters" not in item else "parameters"
     return named_call(name.strip(), item.get(key), call_id=call_id)
 
 
-def named_call(name: str, arguments: Any, *, call_id: str | None = None) -> ReadCall:
+def named_call(name: str, arguments: Any, *, call_id: str = "") -> ToolCall:
     """A call whose name is known. Arguments given as JSON text are read once more; none at all are {}."""
     if not name:
-        return ReadCall(error="`name` is missing", call_id=call_id)
+        return ToolCall(error="`name` is missing", tool_call_id=call_id)
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = read_json(arguments)
         except UnreadableError as error:
-            return ReadCall(name=name, error=f"the arguments cannot be read: {error}", call_id=call_id)
+            return ToolCall(name=name, error=f"the arguments cannot be read: {error}", tool_call_id=call_id)
     if arguments is None or arguments == "" or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     if not isinstance(arguments, Mapping):
-        return ReadCall(
-            name=name, error=f"the arguments must be a JSON object, not {json_kind(arguments)}", call_id=call_id
+        return ToolCall(
+            name=name, error=f"the arguments must be a JSON object, not {json_kind(arguments)}", tool_call_id=call_id
         )
-    return ReadCall(name=name, arguments=dict(arguments), call_id=call_id)
+    return ToolCall(name=name, arguments=dict(arguments), tool_call_id=call_id)
 
 
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from grpo_async.chat.encoding import Encoder
 from grpo_async.chat.formats import answer_start, choose_parser
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
-from grpo_async.chat.turn import ChatError, PolicyTurn, ReadCall, SampledTurn
+from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
@@ -333,17 +334,17 @@ def _call(name: str, number: int) -> ToolCall:
     return ToolCall(tool_call_id=f"kqcall00{number}", name=name)
 
 
-def _with_ids(calls: Sequence[ReadCall], turn: int) -> list[ToolCall]:
+def _with_ids(calls: Sequence[ToolCall], turn: int) -> list[ToolCall]:
     """Give each call its id: the one the policy wrote if it can be used (nine letters and digits, once in the turn), else one
     made of the turn and the position, so that no two are alike in a rollout. Call 2 of turn 11: "c000b0002"."""
     taken: set[str] = set()
     named = []
     for position, call in enumerate(calls):
-        written = call.call_id or ""
+        written = call.tool_call_id
         usable = len(written) == 9 and written.isascii() and written.isalnum() and written not in taken
         call_id = written if usable else f"c{_base36(turn)}{_base36(position)}"
         taken.add(call_id)
-        named.append(ToolCall(tool_call_id=call_id, name=call.name, arguments=call.arguments, error=call.error))
+        named.append(replace(call, tool_call_id=call_id))
     return named
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.records import ToolCall
@@ -35,21 +34,11 @@ class SampledTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadCall:
-    """One call as read. `call_id` is what the policy itself wrote, where its format has ids."""
-
-    name: str = ""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    call_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """What a format found in a turn."""
+    """What a format found in a turn. The id of a call is what the policy itself wrote, where its format has ids."""
 
     content: str
-    calls: Sequence[ReadCall] = ()
+    calls: Sequence[ToolCall] = ()
 
 
 class UnreadableError(Exception):
