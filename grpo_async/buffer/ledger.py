@@ -135,12 +135,6 @@ class Ledger:
         with self._lock:
             return group_id in self._open
 
-    def tokens_of(self, group_id: int) -> int:
-        """Tokens of an open group, without those of its failed rollouts; 0 for one that is not open."""
-        with self._lock:
-            group = self._open.get(group_id)
-            return 0 if group is None else group.tokens
-
     @property
     def num_events(self) -> int:
         """Grows while anything moves: tokens that arrive, groups that are started or closed."""

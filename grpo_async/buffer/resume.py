@@ -72,14 +72,6 @@ RolloutSnapshot = RolloutCompletion | PartialRollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedGroup:
-    """A group that is scored and waits for its step. `tokens`: what the ledger holds for it."""
-
-    scored: ScoredGroup
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSnapshot:
     """Rollouts of one prompt, by index; those of which there is nothing yet are left out."""
 
@@ -99,7 +91,7 @@ class ResumeState:
         data: cursor of the prompt stream.
         outstanding: prompts that were issued and are not closed, ascending; those of `queued` and `in_progress` among them.
         ledger: totals of what is closed; what is open is counted when it is restored, so every group counts once.
-        queued: in the order of their ids.
+        queued: groups that are scored and wait for their step, in the order of their ids.
         in_progress: in the order of their prompts.
         noted: filtered and stale groups whose rewards the metrics of the next step are to see; they are stored already.
         store: place in the rollout store behind the last closed group: the seq of the next one.
@@ -109,7 +101,7 @@ class ResumeState:
     data: Mapping[str, Any]
     outstanding: Sequence[int]
     ledger: Mapping[str, Mapping[str, int]]
-    queued: Sequence[QueuedGroup] = ()
+    queued: Sequence[ScoredGroup] = ()
     in_progress: Sequence[GroupSnapshot] = ()
     noted: Sequence[ScoredGroup] = ()
     store: int | None = None
@@ -128,7 +120,7 @@ class ResumeState:
     def lines(self) -> Iterator[str]:
         """The groups, one JSON line each, made one after the other: no thread is held up for longer than one takes."""
         for queued in self.queued:
-            yield _line("queued", _scored_dict(queued.scored) | {"tokens": queued.tokens})
+            yield _line("queued", _scored_dict(queued))
         for group in self.in_progress:
             yield _line("in_progress", {"prompt_id": group.prompt_id, "rollouts": dict(group.rollouts)})
         for noted in self.noted:
@@ -146,15 +138,14 @@ def read_resume_state(
     Raises:
         ValueError, KeyError, TypeError: this is not what was written.
     """
-    queued: list[QueuedGroup] = []
+    queued: list[ScoredGroup] = []
     in_progress: list[GroupSnapshot] = []
     noted: list[ScoredGroup] = []
     for line in lines:
         content = json.loads(line, object_hook=_record_from)
         match content.pop("kind"):
             case "queued":
-                tokens = content.pop("tokens")
-                queued.append(QueuedGroup(scored=_scored_from(content, prompt_of), tokens=tokens))
+                queued.append(_scored_from(content, prompt_of))
             case "in_progress":
                 rollouts = {int(index): each for index, each in content["rollouts"].items()}
                 in_progress.append(GroupSnapshot(prompt_id=content["prompt_id"], rollouts=rollouts))

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from grpo_async.buffer.ledger import Ledger, totals_for_resume
-from grpo_async.buffer.resume import GroupSnapshot, QueuedGroup, ResumeState
+from grpo_async.buffer.resume import GroupSnapshot, ResumeState
 from grpo_async.buffer.sample_buffer import SampleBuffer
 from grpo_async.config.sections import RolloutSection
 from grpo_async.data.stream import PromptStream
@@ -110,16 +110,16 @@ class RolloutWorker:
     def _requeue(self, resume: ResumeState) -> set[int]:
         """Queue the groups that were finished, but for those that are too stale by now (max_staleness was lowered): their
         prompts are issued again. Returns the prompts of those that are queued."""
-        kept = [queued for queued in resume.queued if not self._is_stale(queued.scored.oldest_version)]
-        for queued in kept:
-            group_id = queued.scored.group.group_id
+        kept = [scored for scored in resume.queued if not self._is_stale(scored.oldest_version)]
+        for scored in kept:
+            group_id = scored.group.group_id
             self.ledger.start(group_id)
-            self.ledger.generated(group_id, queued.tokens)
+            self.ledger.generated(group_id, sum(each.num_sampled_tokens for each in scored.group.trainable))
             self.ledger.queue(group_id)
-        self.buffer.add(*(queued.scored for queued in kept))
+        self.buffer.add(*kept)
         for noted in resume.noted:
             self.buffer.note(noted)
-        return {queued.scored.group.prompt.prompt_id for queued in kept}
+        return {scored.group.prompt.prompt_id for scored in kept}
 
     @property
     def served_version(self) -> int:
@@ -321,10 +321,7 @@ class RolloutWorker:
             data=self._stream.state(),
             outstanding=sorted(self._outstanding),
             ledger=totals_for_resume(self.ledger.snapshot()),
-            queued=[
-                QueuedGroup(scored=scored, tokens=self.ledger.tokens_of(scored.group.group_id))
-                for scored in self.buffer.queued()
-            ],
+            queued=self.buffer.queued(),
             in_progress=[group for group in in_progress if group.rollouts],
             noted=self.buffer.noted(),
             store=self._store.position(),

@@ -11,7 +11,6 @@ import numpy as np
 from grpo_async.buffer.resume import (
     GroupSnapshot,
     PartialRollout,
-    QueuedGroup,
     ResumeState,
     read_resume_state,
 )
@@ -58,10 +57,7 @@ def _state() -> ResumeState:
         data={"next_prompt_id": 11},
         outstanding=[8, 9, 10],
         ledger={"groups": {"started": 3, "trained": 3}, "tokens": {"started": 30, "trained": 30}},
-        queued=[
-            QueuedGroup(scored=scored, tokens=4),
-            QueuedGroup(scored=make_scored(7, has_samples=False), tokens=0),
-        ],
+        queued=[scored, make_scored(7, has_samples=False)],
         in_progress=[GroupSnapshot(prompt_id=9, rollouts={0: over, 1: partial})],
         noted=[make_scored(6, has_samples=False)],
         store=1234,
@@ -78,7 +74,7 @@ def _through_files(state: ResumeState) -> ResumeState:
 def test_a_state_is_read_back_as_it_was() -> None:
     state = _state()
     read = _through_files(state)
-    assert math.isnan(read.queued[0].scored.metrics["mine"])
+    assert math.isnan(read.queued[0].metrics["mine"])
     assert (read.small(), list(read.lines())) == (state.small(), list(state.lines()))  # tuples have become lists
     assert read.store == 1234
     turn = read.in_progress[0].rollouts[0].turns[0]
@@ -104,8 +100,8 @@ def test_what_json_does_not_know_is_kept_as_a_number_or_as_text() -> None:
         make_scored(1),
         extra_columns={"n": [np.float32(0.5), np.int64(3)], "o": [Own(), np.ones(2), Broken()], "k": [{(1, 2): 3}]},
     )
-    state = replace(_state(), queued=[QueuedGroup(scored=scored, tokens=1)], in_progress=[], noted=[])
-    assert _through_files(state).queued[0].scored.extra_columns == {
+    state = replace(_state(), queued=[scored], in_progress=[], noted=[])
+    assert _through_files(state).queued[0].extra_columns == {
         "n": [0.5, 3],
         "o": ["Own()", [1.0, 1.0], "<Broken: its repr raised RuntimeError>"],
         "k": ["{(1, 2): 3}"],

@@ -101,7 +101,7 @@ def _resumed(
 
 def test_finished_groups_are_not_generated_again_and_others_go_on_with_the_tokens_they_have(tmp_path: Path) -> None:
     state = _of_a_run(tmp_path / "a", held=(2,))
-    assert [queued.scored.group.group_id for queued in state.queued] == [0, 1, 3]
+    assert [queued.group.group_id for queued in state.queued] == [0, 1, 3]
     assert state.outstanding == [0, 1, 2, 3]
     assert state.ledger["groups"]["started"] == 0
     (group,) = state.in_progress
@@ -159,7 +159,7 @@ def test_a_group_without_samples_keeps_its_place_in_the_queue_of_the_resumed_run
     """A step that counts on it must not take another prompt instead."""
     setup = _Setup(tmp_path / "a", lambda name: _answer(1 if name.startswith("g1-") else 1 - int(name[-1]) % 2))
     state = _state_when(setup, lambda: len(setup.buffer) == 4)
-    assert [(q.scored.group.group_id, bool(q.scored.samples)) for q in state.queued] == [
+    assert [(q.group.group_id, bool(q.samples)) for q in state.queued] == [
         (0, True), (1, False), (2, True), (3, True),
     ]  # fmt: skip
     resumed = _Setup(tmp_path / "b", resume=state)
@@ -201,7 +201,7 @@ def test_what_was_not_taken_up_yet_is_in_the_next_checkpoint_too(tmp_path: Path,
     again = _state_when(setup, lambda: True)
     assert again.in_progress == state.in_progress
     assert again.outstanding == state.outstanding
-    assert [queued.scored.group.group_id for queued in again.queued] == [0, 1]
+    assert [queued.group.group_id for queued in again.queued] == [0, 1]
     assert again.ledger["groups"]["started"] == 0
 
 
