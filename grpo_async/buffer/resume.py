@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,11 +121,11 @@ class ResumeState:
     def lines(self) -> Iterator[str]:
         """The groups, one JSON line each, made one after the other: no thread is held up for longer than one takes."""
         for queued in self.queued:
-            yield _line("queued", _scored_dict(queued))
+            yield _line("queued", {"scored": queued})
         for group in self.in_progress:
             yield _line("in_progress", {"prompt_id": group.prompt_id, "rollouts": dict(group.rollouts)})
         for noted in self.noted:
-            yield _line("noted", _scored_dict(noted))
+            yield _line("noted", {"scored": noted})
 
 
 def read_resume_state(
@@ -142,15 +143,15 @@ def read_resume_state(
     in_progress: list[GroupSnapshot] = []
     noted: list[ScoredGroup] = []
     for line in lines:
-        content = json.loads(line, object_hook=_record_from)
+        content = json.loads(line, object_hook=partial(_record_from, prompt_of))
         match content.pop("kind"):
             case "queued":
-                queued.append(_scored_from(content, prompt_of))
+                queued.append(content["scored"])
             case "in_progress":
                 rollouts = {int(index): each for index, each in content["rollouts"].items()}
                 in_progress.append(GroupSnapshot(prompt_id=content["prompt_id"], rollouts=rollouts))
             case "noted":
-                noted.append(_scored_from(content, prompt_of))
+                noted.append(content["scored"])
             case other:
                 raise ValueError(f"a line of kind {other!r}")
     return ResumeState(
@@ -167,7 +168,17 @@ def read_resume_state(
 
 _RECORDS = {
     kind.__name__: kind
-    for kind in (Branch, RolloutCompletion, PartialRollout, RolloutSample, TurnRecord, TaggedMessage, ToolCallRecord)
+    for kind in (
+        ScoredGroup,
+        RolloutGroup,
+        RolloutCompletion,
+        Branch,
+        PartialRollout,
+        RolloutSample,
+        TurnRecord,
+        TaggedMessage,
+        ToolCallRecord,
+    )
 }
 _ENUMS = {"finish_reason": FinishReason, "open_finish": FinishReason, "status": RolloutStatus, "origin": Origin}
 _KIND = "grpo_async record"
@@ -180,7 +191,10 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: records by field, numbers of numpy as numbers, anything else (a user's own type) as its repr."""
+    """What JSON does not know: a prompt by its id, records by field, numbers of numpy as numbers, anything else (a user's own type)
+    as its repr."""
+    if isinstance(value, Prompt):
+        return {_KIND: "Prompt", "prompt_id": value.prompt_id}
     name = type(value).__name__
     if is_dataclass(value) and name in _RECORDS:
         content = {
@@ -188,6 +202,10 @@ def _plain(value: Any) -> Any:
         }  # not `asdict`: it copies every token
         if isinstance(value, RolloutCompletion):
             content["reward_columns"] = {name: _storable(column) for name, column in value.reward_columns.items()}
+        if isinstance(value, ScoredGroup):
+            content["extra_columns"] = {
+                name: [_storable(each) for each in column] for name, column in value.extra_columns.items()
+            }
         return {_KIND: name, **content}
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "ndim", 0) == 0:
@@ -196,9 +214,12 @@ def _plain(value: Any) -> Any:
     return tolist() if callable(tolist) else safe_repr(value)
 
 
-def _record_from(content: dict[str, Any]) -> Any:
+def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) -> Any:
     """The record that a JSON object is of; any other object as it is."""
-    kind: Any = _RECORDS.get(content.pop(_KIND, ""))
+    name = content.pop(_KIND, "")
+    if name == "Prompt":
+        return prompt_of(content["prompt_id"])
+    kind: Any = _RECORDS.get(name)
     if kind is None:
         return content
     enums = {name: _ENUMS[name](value) for name, value in content.items() if name in _ENUMS and value is not None}
@@ -212,25 +233,3 @@ def _storable(value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference
         return safe_repr(value)
     return value
-
-
-def _scored_dict(scored: ScoredGroup) -> dict[str, Any]:
-    return {
-        "group_id": scored.group.group_id,
-        "prompt_id": scored.group.prompt.prompt_id,
-        "completions": list(scored.group.completions),
-        "samples": list(scored.samples),
-        "rewards": list(scored.rewards),
-        "reward_parts": [dict(parts) for parts in scored.reward_parts],
-        "metrics": dict(scored.metrics),
-        "extra_columns": {
-            name: [_storable(value) for value in values] for name, values in scored.extra_columns.items()
-        },
-    }
-
-
-def _scored_from(content: dict[str, Any], prompt_of: Callable[[int], Prompt]) -> ScoredGroup:
-    group_id, prompt_id = content.pop("group_id"), content.pop("prompt_id")
-    completions = content.pop("completions")
-    group = RolloutGroup(group_id=group_id, prompt=prompt_of(prompt_id), completions=completions)
-    return ScoredGroup(group=group, **content)

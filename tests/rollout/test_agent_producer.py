@@ -7,14 +7,13 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import httpx
 import pytest
 
-from grpo_async.agents.agent import Agent, AgentError, AgentResult
+from grpo_async.agents.agent import Agent, AgentResult
 from grpo_async.agents.calls import Call
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
-from grpo_async.errors import FatalRolloutError, ServerUnavailableError
+from grpo_async.errors import FatalRolloutError
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import (
     AGENT_REWARD,
@@ -202,26 +201,6 @@ def test_an_agent_that_fails_because_its_tokens_are_used_up_is_truncated() -> No
     assert {each.status for each in completions} == {RolloutStatus.TRUNCATED}
     assert all(each.truncated and each.num_sampled_tokens > 0 for each in completions)
     assert errors.counts == {"agent out of tokens": 2}
-
-
-def test_an_agent_that_fails_because_no_server_answers_says_so() -> None:
-    def say(request: GenerateRequest) -> str:
-        raise ServerUnavailableError("connection refused")
-
-    async def run(row: dict[str, Any], session: AgentSession, number: int) -> AgentResult:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            answer = await client.post(
-                f"{session.base_url}/chat/completions",
-                headers={"authorization": f"Bearer {session.key}"},
-                json={"messages": row["prompt"]},
-                timeout=20.0,
-            )
-        raise AgentError(f"answered {answer.status_code}")
-
-    completions, _ = _produce(run, policy=_policy(say))
-    assert completions[0].error == (
-        "answered 503 (its last call to the model failed: ServerUnavailableError: connection refused)"
-    )
 
 
 def test_a_resume_goes_on_with_the_rollouts_that_were_over() -> None:

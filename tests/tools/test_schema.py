@@ -127,21 +127,3 @@ def test_a_misfit_is_said_in_one_line(arguments: dict[str, Any], problem: str) -
         check(**arguments)
     assert problem in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_everything_wrong_is_said_at_once_with_what_the_tool_takes() -> None:
-    def measure(number: int, unit: str = "m") -> None:
-        """Measures.
-
-        Args:
-            number: How many.
-            unit: Of what.
-        """
-
-    spec = build_spec(measure)
-    with pytest.raises(ToolError) as caught:
-        check_arguments(spec.arguments, spec.parameters, {"numbr": 1, "unit": 3})
-    assert str(caught.value) == (
-        'missing argument "number"; argument "unit": input should be a valid string, not 3; unknown argument "numbr"; did you '
-        "mean 'number'?. It takes number: integer, unit?: string"
-    )
