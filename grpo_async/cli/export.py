@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from grpo_async.cli.options import EvaluationOption, RunArgument, SupersededOption
+from grpo_async.cli.options import EvaluationOption, RunArgument
 
 
 def export(
@@ -28,7 +28,13 @@ def export(
         ),
     ] = "-",
     evaluation: EvaluationOption = None,
-    superseded: SupersededOption = False,
+    superseded: Annotated[
+        bool,
+        typer.Option(
+            "--superseded",
+            help="Include rollouts that a resume discarded and that are no longer part of the run.",
+        ),
+    ] = False,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Skip what cannot be read instead of failing.")
     ] = False,

@@ -34,13 +34,6 @@ EvaluationOption: TypeAlias = Annotated[
         "--evaluation", metavar="STEP|latest", help="Rollouts of an evaluation instead of the training rollouts."
     ),
 ]
-SupersededOption: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--superseded",
-        help="Include rollouts that a resume discarded and that are no longer part of the run.",
-    ),
-]
 QuietOption: TypeAlias = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only warnings, errors, and the summary at the end.")
 ]

@@ -62,14 +62,8 @@ class LauncherProcess:
     ) -> None:
         """`more`: see tests.launcher.driver. `stdout`: a descriptor to write to, in place of `output`."""
         self.folder = folder
-        options = {
-            **more,
-            "folder": str(folder),
-            "trainer": trainer,
-            "server": server,
-            "torchrun": torchrun,
-            "stop_timeout_s": stop_timeout_s,
-        }
+        options = {**more, "folder": str(folder), "trainer": trainer, "server": server, "torchrun": torchrun}
+        options["stop_timeout_s"] = stop_timeout_s
         # short, because a unix socket's path is limited; a killed launcher cannot remove its private folder itself
         self._temporary = tempfile.TemporaryDirectory(prefix="launch-", dir="/tmp")
         self.temporary = self._temporary.name

@@ -359,17 +359,20 @@ def test_a_stop_of_all_machines_is_one_signal_and_a_second_of_ones_own_counts() 
 # ---- real launchers, with stand-ins for what they start ----
 
 
-def _launcher(folder: Path, rank: int, port: int, trainer: str = "served", **launch: Any) -> LauncherProcess:
-    section = {"nodes": {"train": 1, "infer": 1}, "num_trainer_ranks": 1, "rdzv": f"127.0.0.1:{port}", **launch}
-    return LauncherProcess(folder, trainer=trainer, node_rank=rank, launch=section, inference={"restart_delay_s": 0.0})
+def _launchers(folder: Path, trainer: str, *, server: str = "serve") -> tuple[LauncherProcess, LauncherProcess]:
+    """Of node 0, which trains, and node 1, which serves."""
+    launch = {"nodes": {"train": 1, "infer": 1}, "num_trainer_ranks": 1, "rdzv": f"127.0.0.1:{free_port()}"}
+    options: dict[str, Any] = {"trainer": trainer, "server": server, "launch": launch}
+    second = LauncherProcess(folder, node_rank=1, inference={"restart_delay_s": 0.0}, **options)
+    return LauncherProcess(folder, node_rank=0, inference={"restart_delay_s": 0.0}, **options), second
 
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_on_another_machine_is_started_again_there_and_the_trainer_hears_of_it(
     tmp_path: Path,
 ) -> None:
-    port = free_port()
-    with _launcher(tmp_path, 1, port) as serves, _launcher(tmp_path, 0, port) as trains:
+    first, second = _launchers(tmp_path, "served")
+    with second as serves, first as trains:
         trains.wait_for_line("servers serve")
         trains.wait_for_processes("server", "rank0")
         assert serves.pids().keys() == {"server", "rank0"}
@@ -394,8 +397,8 @@ def test_a_server_that_is_killed_on_another_machine_is_started_again_there_and_t
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_ends_the_other_and_all_that_it_has_started(tmp_path: Path) -> None:
-    port = free_port()
-    with _launcher(tmp_path, 1, port, "ignore-stop") as second, _launcher(tmp_path, 0, port, "ignore-stop") as first:
+    first, second = _launchers(tmp_path, "ignore-stop")
+    with second, first:
         first.wait_for_processes("rank0", "server")
         first.process.kill()  # node 0 itself
         assert second.end() == 1
@@ -405,13 +408,8 @@ def test_a_launcher_that_is_killed_ends_the_other_and_all_that_it_has_started(tm
 
 @pytest.mark.slow
 def test_a_server_that_fails_before_it_serves_ends_the_run_with_its_last_words_on_both_machines(tmp_path: Path) -> None:
-    port = free_port()
-    section = {"nodes": {"train": 1, "infer": 1}, "num_trainer_ranks": 1, "rdzv": f"127.0.0.1:{port}"}
-    options: dict[str, Any] = {"trainer": "ignore-stop", "server": "crash", "launch": section}
-    with (
-        LauncherProcess(tmp_path, node_rank=1, **options) as serves,
-        LauncherProcess(tmp_path, node_rank=0, **options) as trains,
-    ):
+    first, second = _launchers(tmp_path, "ignore-stop", server="crash")
+    with second as serves, first as trains:
         assert trains.end() == 1
         assert serves.end() == 1
         for launcher in (trains, serves):
