@@ -128,7 +128,7 @@ def plan_dry(
     plans_memory: bool = False,
     notes: Sequence[str] = (),
 ) -> ProcessPlan:
-    """Of a run that is not started: names of the right shape. Nothing is made or looked up; port 0 stands for one that is chosen at
+    """Of a run that is not started: names of the right shape. Nothing is made or looked up; port 0 means one that is chosen at
     the start. Of several machines the others need not be there, and what this one lacks, they are taken to have.
 
     Args:

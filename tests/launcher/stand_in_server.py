@@ -1,4 +1,4 @@
-"""Stands in for the inference server where a test wants to choose how it ends: `stand_in_server.py MODE FOLDER NAME`.
+"""Replaces the inference server where a test wants to choose how it ends: `stand_in_server.py MODE FOLDER NAME`.
 
 It leaves FOLDER/NAME.pid and its life's token in FOLDER/NAME.token; SIGUSR1 makes it end with status 3. Modes:
 

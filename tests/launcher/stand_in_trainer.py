@@ -1,4 +1,4 @@
-"""Stands in for the trainer, alone or as a rank under torchrun: `stand_in_trainer.py MODE FOLDER`.
+"""Replaces the trainer, alone or as a rank under torchrun: `stand_in_trainer.py MODE FOLDER`.
 
 It leaves FOLDER/NAME.pid, written atomically, so that a test can see who has started and who is left. What it does in each mode is
 `Modes.MODE`, with underscores.

@@ -52,7 +52,7 @@ def test_a_report_that_fails_is_a_warning_with_the_command_to_try_again(
 
 
 def _hanging_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for the report's process; the file that is returned holds its pid as soon as it runs."""
+    """Replaces the report's process; the file that is returned holds its pid as soon as it runs."""
     pid = folder / "pid"
     hanging = folder / "python"
     hanging.write_text(f"#!/bin/sh\necho $$ > {pid}.tmp\nmv {pid}.tmp {pid}\nexec sleep 60\n")
