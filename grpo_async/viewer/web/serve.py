@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -36,7 +36,6 @@ def serve(
     open_browser: bool = False,
     query: str = "",
     sort: str | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve a web page about `runs` and return when a signal ends it. It opens with the run, where there is one; else with all.
 
@@ -47,7 +46,6 @@ def serve(
         open_browser: show the page in the user's browser, too.
         query: the page opens with groups that it holds for,
         sort: in this order (fields with commas between, as `RolloutTable.group_page`; None: newest first).
-        say: prints a line for the user; default: standard error.
 
     Raises:
         ConfigError: the query or the order is wrong, the address cannot be listened on, or no run is given.
@@ -59,7 +57,6 @@ def serve(
     parse_query(query)
     if sort is not None:
         group_order(sort)
-    say = say or _print
     listener = _listen_at_default(host) if port is None else listen(host, port)
     bound_host, bound_port = listener.getsockname()[:2]
     token = secrets.token_urlsafe(32)
@@ -68,14 +65,14 @@ def serve(
     opening = InitialView(view=view, query=query, sort=sort)
     address = f"http://{_in_url(host, bound_host)}:{bound_port}/"
     if not is_loopback(host):
-        say(
+        _say(
             f"WARNING: listening on {host}, not on loopback: other machines can connect, and the token and the rollouts travel "
             "unencrypted. Safer: keep 127.0.0.1 and forward the port, ssh -L "
             f"{bound_port}:127.0.0.1:{bound_port} HOST"
         )
     what = f"the runs below {folder}" if folder is not None else ", ".join(library.names)
-    say(f"inspecting {what}; Ctrl-C ends it")
-    say(f"open {address}#token={token}")
+    _say(f"inspecting {what}; Ctrl-C ends it")
+    _say(f"open {address}#token={token}")
     # the first table is ready when the browser is; whoever asks for a store learns what is wrong with it
     in_thread(library.warm, name="first table")
     config = uvicorn.Config(
@@ -91,7 +88,7 @@ def serve(
     )
     with tempfile.TemporaryDirectory(prefix="grpo-async-") as private:
         if open_browser:
-            _open_in_browser(f"{address}#token={quote(token)}", Path(private), say)
+            _open_in_browser(f"{address}#token={quote(token)}", Path(private))
         try:
             uvicorn.Server(config).run(sockets=[listener])
         finally:
@@ -127,13 +124,13 @@ def _in_url(host: str, bound: str) -> str:
     return host_in_url(host if not address.is_unspecified else "127.0.0.1" if address.version == 4 else "::1")
 
 
-def _open_in_browser(url: str, folder: Path, say: Callable[[str], None]) -> None:
+def _open_in_browser(url: str, folder: Path) -> None:
     """By way of a file that only the user can read: an address on a command line is seen by everybody on the machine."""
     page = folder / "open.html"  # the folder has mode 0700
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={escape(url)}">', encoding="utf-8")
     if not webbrowser.open(page.as_uri()):
-        say("no browser was found; open the address above")
+        _say("no browser was found; open the address above")
 
 
-def _print(text: str) -> None:
+def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import platform
 import signal
 import subprocess
 import sys
@@ -215,16 +213,6 @@ def test_metrics_grow_and_what_a_resume_replaced_is_read_anew(small: Path) -> No
         assert drawn(inspector) == {}
 
 
-def test_the_state_of_a_run_is_judged_and_not_only_read(small: Path) -> None:
-    status = {"state": "running", "host": platform.node(), "pid": 2**31 - 2, "pid_started_at": 1.0, "step": 3}
-    with serving(small) as inspector:
-        assert inspector.json("api/pulse")["status"]["state"] == "unfinished"
-        RunDir(small).status.write_text(json.dumps(status), encoding="utf-8")
-        found = inspector.json("api/pulse")["status"]
-        assert (found["state"], found["step"]) == ("killed", 3)
-        assert "gone" in found["why"]
-
-
 def test_evaluations_are_runs_of_their_own_and_runs_of_one_name_keep_apart(tmp_path: Path, small: Path) -> None:
     with RolloutStore(RunDir(small).evaluation(5)) as store:
         append_steps(store, [1], word="evaluated", groups_a_step=1)
@@ -368,7 +356,9 @@ def test_the_command_prints_an_address_that_opens_and_ends_by_ctrl_c(small: Path
     assert token not in output + errors  # it is not repeated, by an access log for example
 
 
-def test_a_browser_is_opened_by_a_file_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_is_opened_by_a_file_of_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened: list[tuple[str, str]] = []
 
     def note(url: str) -> bool:
@@ -376,12 +366,11 @@ def test_a_browser_is_opened_by_a_file_of_the_user_alone(tmp_path: Path, monkeyp
         return False
 
     monkeypatch.setattr(webbrowser, "open", note)
-    said: list[str] = []
-    _open_in_browser('http://127.0.0.1:1/#token=a"b', tmp_path, said.append)
+    _open_in_browser('http://127.0.0.1:1/#token=a"b', tmp_path)
     ((url, page),) = opened
     assert "token" not in url  # which everybody on the machine may see
     assert "url=http://127.0.0.1:1/#token=a&quot;b" in page
-    assert "no browser" in said[0]
+    assert "no browser" in capsys.readouterr().err
 
 
 def test_a_branch_of_an_agent_is_a_page_of_its_own_below_its_rollout(tmp_path: Path) -> None:
