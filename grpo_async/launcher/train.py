@@ -128,23 +128,22 @@ def preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunO
     output = output or Output()
     notes: tuple[str, ...] = ()
     with output.reporting():
-        launch, inference = config.launch, config.inference
-        if (nodes := launch.nodes).count > 1:
-            colocate = launch.colocate or nodes.infer > 0
+        if (nodes := config.launch.nodes).count > 1:
+            colocate = config.launch.colocate or nodes.infer > 0
             alone = {"nodes": NodesSection(), "rdzv": None, "sharding": "full", "colocate": colocate}
-            launch = launch.model_copy(update=alone)
-            inference = inference.model_copy(update={"replicas": 1})
+            launch = config.launch.model_copy(update=alone)
+            inference = config.inference.model_copy(update={"replicas": 1})
+            config = config.model_copy(update={"launch": launch, "inference": inference})
             notes = (
                 f"launch.nodes: {nodes.count} machines; the checks run on this one only, with its ranks and one server",
             )
+        engine = choose_engine(config)
+        config = with_dtypes(config, engine, machine_module.inspect().gpus)
+        notes = (*check_inputs(config, engine=engine), *notes)
         folder = Path(tempfile.mkdtemp(prefix="grpo-async-preflight-"))
-        run = config.run.model_copy(update={"dir": folder})
-        config = config.model_copy(update={"launch": launch, "inference": inference, "run": run})
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
         is_broken = False
         try:
-            engine = choose_engine(config)
-            config = with_dtypes(config, engine, machine_module.inspect().gpus)
-            notes = (*check_inputs(config, engine=engine), *notes)
             outcome = lead(config, engine, output, purpose="preflight", notes=notes)
             is_broken = outcome.exit_code == 1 and outcome.checks is None
             if is_broken:  # the logs say more than the error
