@@ -40,12 +40,13 @@ from grpo_async.processes.addresses import weights_host
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.records import GroupStatus, RolloutSample, ScoredGroup, TokenStats
+from grpo_async.rollout.source import RolloutSource
 from grpo_async.run_directory import write_atomically
 from grpo_async.store.rollout_store import RolloutStore
 from grpo_async.tracking import MetricsLog, Trackers, open_trackers
 from grpo_async.trainer.connections import has_died, open_fleet
 from grpo_async.trainer.example import example_of
-from grpo_async.trainer.rollout_side import RolloutSide, build_rollout_side
+from grpo_async.trainer.rollout_side import build_rollout_side
 from grpo_async.trainer.stall import StallGuard
 from grpo_async.trainer.weight_sync import FleetSync
 from grpo_async.training.checkpoint import (
@@ -178,7 +179,7 @@ def lead(assignment: Assignment, control: ControlClient, context: TrainerContext
             control,
             context,
             fleet=fleet,
-            side=side,
+            source=side.source,
             sync=sync,
             evaluations=evaluations,
             log=log,
@@ -213,7 +214,7 @@ class Leader:
     Args:
         context: this rank's shard.
         fleet: a server of it is up.
-        side: where samples come from.
+        source: where samples come from.
         sync: pushes the weights to the servers.
         log, trackers: get the metrics of each step.
         state: the checkpoint that this run resumes from.
@@ -226,7 +227,7 @@ class Leader:
         context: TrainerContext,
         *,
         fleet: Fleet,
-        side: RolloutSide,
+        source: RolloutSource,
         sync: FleetSync,
         evaluations: RunEvaluations,
         log: MetricsLog,
@@ -239,8 +240,7 @@ class Leader:
         self._config = context.config
         self._timeline = context.timeline
         self._fleet = fleet
-        self._side = side
-        self._source = side.source
+        self._source = source
         self._sync = sync
         self._evaluations = evaluations
         self._log = log
@@ -646,7 +646,7 @@ class Leader:
                     step=step,
                     rollouts=rollouts.small(),
                     lines=rollouts.lines(),
-                    totals=self._meter.totals.as_dict(),
+                    totals=asdict(self._meter.totals),
                     counters={
                         "bad_steps": self._bad_steps,
                         **({} if self._loss_scale is None else self._loss_scale.counters),

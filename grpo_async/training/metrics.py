@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -228,9 +228,6 @@ class Totals:
     first_rewards: list[float] = field(default_factory=list)  # of the first three steps that have one
     last_rewards: list[float] = field(default_factory=list)  # of the last three
     spent_s: dict[str, float] = field(default_factory=dict)  # of ACTIVITIES
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class PipelineMeter:

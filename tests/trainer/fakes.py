@@ -103,14 +103,13 @@ def make_leader(
     """Rank 0 whose metrics go to `lines`, beside a generation that does nothing."""
     here = Path("unused")
     fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0), metrics=dict)
-    side: Any = SimpleNamespace(source=source)
     log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
     return Leader(
         Assignment(run_dir=RunDir(here), attempt_dir=here, private=here),
         ControlClient(None),
         context,
         fleet=fleet,
-        side=side,
+        source=source,
         sync=sync or FakeSync(),
         evaluations=evaluations,
         log=log,

@@ -87,13 +87,18 @@ def test_exports_are_a_merged_model_and_an_adapter_that_peft_loads(folder: Path,
 
 
 @pytest.mark.parametrize(
-    ("targets", "words"),
-    [(["q_proj", "nonsense"], r"ends in 'nonsense'.*q_proj"), (["lm_head"], r"ends in 'lm_head', the head aside")],
+    ("section", "words"),
+    [
+        ({"target_modules": ["q_proj", "nonsense"]}, r"ends in 'nonsense'.*q_proj"),
+        ({"target_modules": ["lm_head"]}, r"ends in 'lm_head', the head aside"),
+        ({"modules_to_save": ["nonsense"]}, r"no module's name with parameters ends in 'nonsense'"),
+        ({"modules_to_save": ["lm_head"]}, r"tied to one of \['lm_head'\]"),
+    ],
 )
-def test_targets_that_do_not_fit_are_refused(folder: Path, targets: list[str], words: str) -> None:
-    section = ModelSection(path=str(folder), lora=LoraSection(target_modules=targets))
+def test_modules_that_do_not_fit_are_refused(folder: Path, section: dict[str, Any], words: str) -> None:
+    model = ModelSection(path=str(folder), lora=LoraSection(**section))
     with pytest.raises(ConfigError, match=words):
-        build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+        build_policy(model, temperature=1.0, chunk_tokens=16, max_model_len=64)
 
 
 def test_adapters_are_float32_beside_a_base_in_bfloat16(folder: Path) -> None:
@@ -184,16 +189,6 @@ def test_modules_that_are_trained_whole_are_pushed_and_exported_with_the_adapter
         assert torch.equal(merged[name], sent[name])
 
 
-@pytest.mark.parametrize(
-    ("modules", "words"),
-    [
-        (["nonsense"], r"no module's name with parameters ends in 'nonsense'"),
-        (["lm_head"], r"tied to one of \['lm_head'\]"),
-    ],
-)
-def test_modules_that_cannot_be_trained_whole_are_refused(folder: Path, modules: list[str], words: str) -> None:
-    section = ModelSection(path=str(folder), lora=LoraSection(modules_to_save=modules))
-    with pytest.raises(ConfigError, match=words):
-        build_policy(section, temperature=1.0, chunk_tokens=16, max_model_len=64)
+def test_a_tied_pair_that_is_trained_whole_stays_tied(folder: Path) -> None:
     tied = _load(folder, lora={"modules_to_save": ["lm_head", "embed_tokens"]}, dtype="bfloat16").model
     assert tied.lm_head.weight is tied.model.embed_tokens.weight

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from grpo_async.training.metrics import CounterSnapshot, PipelineMeter, Totals
@@ -57,7 +59,7 @@ def test_the_figures_of_a_step() -> None:
 
 def test_the_figures_of_the_run_are_over_all_steps_and_survive_a_resume() -> None:
     meter, _ = _two_steps()
-    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**meter.totals.as_dict()))
+    resumed = PipelineMeter(_reading(0.0, 0.0, 0), Totals(**asdict(meter.totals)))
     for summary in (meter.summary(), resumed.summary()):
         assert summary["wall_s"] == 6.0
         assert summary["trainer_idle_ratio"] == pytest.approx(1.5 / 6)
