@@ -210,9 +210,7 @@ class Job:
 
     code: str = ""
     command: Sequence[str] = ()  # in place of code: a program and its arguments
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # besides the interpreter's; all of it, where not confined
+    environment: Mapping[str, str] = field(default_factory=dict)  # besides the interpreter's; where not confined, all
     stdin: str = ""
     files: Mapping[str, bytes] = field(default_factory=dict)  # relative path -> content
     limits: SandboxLimits

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_async.agents.agent import Agent, AgentResult
+from grpo_async.agents.session import AgentSession
 from grpo_async.quickstart.prepare import prepare
 from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.support import FakePolicy, check_exact, renderer, serving
+from tests.agents.support import FakePolicy, check_exact, renderer, serving, settings
 from tests.e2e.support import REPOSITORY, make_run
 
 FILES = {
@@ -30,20 +31,26 @@ def calls(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def play(
-    agent: Agent, row: Mapping[str, Any], *answers: str, **limits: Any
-) -> tuple[AgentResult, RolloutCompletion]:
-    """One rollout in which the policy's n-th answer is the n-th of `answers`; its tokens are checked."""
-    said = iter(answers)
+async def play_in_turn(
+    agent: Agent, *rollouts: tuple[Mapping[str, Any], Sequence[str]], **limits: Any
+) -> list[tuple[AgentResult, RolloutCompletion]]:
+    """Rollouts of one agent, each with its row and the policy's answers; their tokens are checked."""
+    found = []
+    said: Iterator[str] = iter(())
     policy = FakePolicy(renderer(), lambda _: next(said))
     try:
-        async with serving(policy, **limits) as (_, session):
-            result = await agent.run(dict(row), session)
-            completion = session.completion(RolloutStatus.FINISHED)
+        async with serving(policy, **limits) as (endpoint, _):
+            given = settings(stop_token_ids=policy.chat.end_of_turn_ids, **limits)
+            for number, (row, answers) in enumerate(rollouts):
+                said = iter(answers)
+                session = AgentSession(endpoint.sessions, f"g8-r{number}", settings=given, seed=number)
+                result = await agent.run(dict(row), session)
+                found.append((result, session.completion(RolloutStatus.FINISHED)))
+                policy.served = [each for each in policy.served if each.request.request_id.startswith(f"g8-r{number}")]
+                check_exact(policy, found[-1][1])
     finally:
         await agent.aclose()
-    check_exact(policy, completion)
-    return result, completion
+    return found
 
 
 def learn(folder: Path, *overrides: str) -> None:

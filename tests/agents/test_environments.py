@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from grpo_async.agents.agent import Agent, AgentError, AgentResult
+from grpo_async.agents.agent import Agent, AgentError
 from grpo_async.agents.environments import load_environment_agent, tasks
 from grpo_async.agents.session import AgentSession
 from grpo_async.config.sections import AgentSection
 from grpo_async.errors import ConfigError
-from grpo_async.records import RolloutCompletion, RolloutStatus
-from tests.agents.page import FILES, calls, learn, play
+from grpo_async.records import RolloutCompletion
+from tests.agents.page import FILES, calls, learn, play_in_turn
 from tests.agents.support import FakePolicy, renderer, serving, settings
 from tests.support.waiting import until
 
@@ -133,30 +133,12 @@ def _section(environment: str, **arguments: Any) -> AgentSection:
 
 
 def _play(section: AgentSection, row: dict[str, Any], *answers: str, **limits: Any) -> Any:
-    return asyncio.run(play(load_environment_agent(section, max_concurrent=4), row, *answers, **limits))
+    (found,) = asyncio.run(play_in_turn(load_environment_agent(section, max_concurrent=4), (row, answers), **limits))
+    return found
 
 
-def _play_in_turn(
-    agent: Agent, *rollouts: tuple[dict[str, Any], list[str]]
-) -> list[tuple[AgentResult, RolloutCompletion]]:
-    """Rollouts of one agent, each with its row and the policy's answers."""
-    said = iter([text for _, answers in rollouts for text in answers])
-    policy = FakePolicy(renderer(), lambda _: next(said))
-
-    async def main() -> list[tuple[AgentResult, RolloutCompletion]]:
-        found = []
-        try:
-            async with serving(policy) as (endpoint, _):
-                given = settings(stop_token_ids=policy.chat.end_of_turn_ids)
-                for number, (row, _) in enumerate(rollouts):
-                    session = AgentSession(endpoint.sessions, f"g8-r{number}", settings=given, seed=number)
-                    result = await agent.run(dict(row), session)
-                    found.append((result, session.completion(RolloutStatus.FINISHED)))
-        finally:
-            await agent.aclose()
-        return found
-
-    return asyncio.run(main())
+def _play_in_turn(agent: Agent, *rollouts: tuple[dict[str, Any], list[str]]) -> Any:
+    return asyncio.run(play_in_turn(agent, *rollouts))
 
 
 def _told(completion: RolloutCompletion) -> list[str]:

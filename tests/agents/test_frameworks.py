@@ -12,7 +12,7 @@ from grpo_async.agents.agent import Agent
 from grpo_async.agents.command import load_command_agent
 from grpo_async.agents.function import load_function_agent
 from grpo_async.config.sections import AgentSection
-from tests.agents.page import FILES, calls, learn, play
+from tests.agents.page import FILES, calls, learn, play_in_turn
 
 ROW = {"prompt": [{"role": "user", "content": "12 + 7 - 30 ="}], "answer": "-11"}
 SUM = calls("calculator", expression="12 + 7 - 30")
@@ -47,7 +47,7 @@ def test_the_page_has_the_files_that_it_speaks_of() -> None:
 @pytest.mark.parametrize("name", [*APPENDING, "agent"])
 def test_an_agent_that_only_appends_is_one_sample(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = _load(name, tmp_path, monkeypatch)
-    result, completion = asyncio.run(play(agent, ROW, SUM, "-11"))
+    [(result, completion)] = asyncio.run(play_in_turn(agent, (ROW, [SUM, "-11"])))
     assert result.reward == 1.0
     assert not completion.branches
     assert [message.content for message in completion.completion_messages()][1:] == ["-11", "-11"]  # result, answer
@@ -57,7 +57,7 @@ def test_smolagents_writes_its_history_anew_so_that_each_step_is_a_branch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = _load("agent_smolagents", tmp_path, monkeypatch)
-    result, completion = asyncio.run(play(agent, ROW, SUM, calls("final_answer", answer="-11")))
+    [(result, completion)] = asyncio.run(play_in_turn(agent, (ROW, [SUM, calls("final_answer", answer="-11")])))
     assert result.reward == 1.0
     assert len(completion.branches) == 1
 

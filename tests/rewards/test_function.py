@@ -230,7 +230,6 @@ def test_arguments_that_would_fail_every_group_are_refused_at_the_start(
         ("boxed_reward", [r"It is \boxed{2}.", r"It is \boxed{6}."], {"ground_truth": ["2", "5"], "unrelated": [0, 0]},
          [1.0, 0.0]),
         ("math_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [1.0, None, -1.0]),
-        ("coding_reward_func", ["it is 4", "def f(): pass", "it is 5"], {"task": ["math", "coding", "math"]}, [None, 1.0, None]),
         ("async_reward", ["is 4", "is 5"], {"ground_truth": ["4", "4"]}, [1.0, 0.0]),
         ("async_partial", ["4"], {"ground_truth": ["4"]}, [1.0]),
     ],

@@ -43,16 +43,6 @@ def math_reward_func(prompts, completions, task, **kwargs):
     return rewards
 
 
-def coding_reward_func(prompts, completions, task, **kwargs):
-    rewards = []
-    for completion, t in zip(completions, task, strict=True):
-        if t == "coding":
-            rewards.append(1.0 if "def " in completion else -1.0)
-        else:
-            rewards.append(None)
-    return rewards
-
-
 async def async_reward(prompts, completions, ground_truth, **kwargs):
     await asyncio.sleep(0.01)
     return [1.0 if truth in completion else 0.0 for completion, truth in zip(completions, ground_truth, strict=True)]

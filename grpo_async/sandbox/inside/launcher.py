@@ -53,12 +53,8 @@ def main(plan_descriptor: int, report_descriptor: int) -> NoReturn:
         _die_with(plan["owner"], signal.SIGKILL)
         _raise_oom_score()
         signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-        for number in (
-            *_AWAITED,
-            signal.SIGXCPU,
-            signal.SIGINT,
-            signal.SIGPIPE,
-        ):  # the owner may ignore them, as is inherited
+        # The owner may ignore them, and that is inherited.
+        for number in (*_AWAITED, signal.SIGXCPU, signal.SIGINT, signal.SIGPIPE):
             signal.signal(number, signal.SIG_DFL)
     if "namespaces" in plan["mechanisms"]:
         with report.problems("namespaces"):
