@@ -32,9 +32,9 @@ def calls(name: str, **arguments: Any) -> str:
 
 
 async def play_in_turn(
-    agent: Agent, *rollouts: tuple[Mapping[str, Any], Sequence[str]], **limits: Any
+    agent: Agent, *rollouts: tuple[Mapping[str, Any], Sequence[str]], all_trained: bool = True, **limits: Any
 ) -> list[tuple[AgentResult, RolloutCompletion]]:
-    """Rollouts of one agent, each with its row and the policy's answers; their tokens are checked."""
+    """Rollouts of one agent, each with its row and the policy's answers, whose tokens are checked if `all_trained`."""
     found = []
     said: Iterator[str] = iter(())
     policy = FakePolicy(renderer(), lambda _: next(said))
@@ -47,7 +47,8 @@ async def play_in_turn(
                 result = await agent.run(dict(row), session)
                 found.append((result, session.completion(RolloutStatus.FINISHED)))
                 policy.served = [each for each in policy.served if each.request.request_id.startswith(f"g8-r{number}")]
-                check_exact(policy, found[-1][1])
+                if all_trained:
+                    check_exact(policy, found[-1][1])
     finally:
         await agent.aclose()
     return found

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -137,8 +138,8 @@ def _play(section: AgentSection, row: dict[str, Any], *answers: str, **limits: A
     return found
 
 
-def _play_in_turn(agent: Agent, *rollouts: tuple[dict[str, Any], list[str]]) -> Any:
-    return asyncio.run(play_in_turn(agent, *rollouts))
+def _play_in_turn(agent: Agent, *rollouts: tuple[dict[str, Any], list[str]], all_trained: bool = True) -> Any:
+    return asyncio.run(play_in_turn(agent, *rollouts, all_trained=all_trained))
 
 
 def _told(completion: RolloutCompletion) -> list[str]:
@@ -186,7 +187,9 @@ def _serving(app: str) -> Iterator[str]:
         command = [sys.executable, "-m", "uvicorn", app, *options]
         with subprocess.Popen(command, pass_fds=[listening.fileno()]) as server:
             try:
-                yield f"openenv:http://127.0.0.1:{listening.getsockname()[1]}"
+                url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+                httpx.get(f"{url}/schema", timeout=100.0, trust_env=False)  # answered when it has started
+                yield f"openenv:{url}"
             finally:
                 server.kill()
 
@@ -247,7 +250,7 @@ def test_a_seat_that_is_not_trainable_is_played_by_the_policy_and_trained_nowher
     """Of a judge, which verifiers does not train either."""
     (row,) = tasks("verifiers:judged_taskset")
     agent = load_environment_agent(_section("verifiers:judged_taskset"), max_concurrent=1)
-    [(result, completion)] = _play_in_turn(agent, (row, ["Good day.", "It was polite."]))
+    [(result, completion)] = _play_in_turn(agent, (row, ["Good day.", "It was polite."]), all_trained=False)
     assert result.columns == {"polite": 1.0}
     assert [message.content for message in completion.completion_messages()] == ["Good day."]
     assert not completion.branches
