@@ -26,12 +26,14 @@ from typing import Any, Self
 import psutil
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.failures import Cause, Report, explain
 from grpo_async.processes.heartbeat import (
     ELASTIC_AGENT,
     INTERVAL_S,
     MAX_DATAGRAM,
     STACKS_SIGNAL,
+    Cause,
+    Report,
+    explain,
     from_json,
     stacks_file,
 )

@@ -10,8 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from grpo_async.processes.assignment import Assignment
-from grpo_async.processes.failures import RankExit
-from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat, report
+from grpo_async.processes.heartbeat import ELASTIC_AGENT, Heartbeat, RankExit, report
 from grpo_async.utils.processes import die_with_launcher
 
 if TYPE_CHECKING:

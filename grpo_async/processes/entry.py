@@ -14,8 +14,7 @@ from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.loader import load_config
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import RankFailure
-from grpo_async.processes.heartbeat import Heartbeat, report
+from grpo_async.processes.heartbeat import Heartbeat, RankFailure, report
 from grpo_async.run_directory import attempt_config
 from grpo_async.utils.processes import die_with_parent
 from grpo_async.utils.resilient_stream import MAX_PRINTED_CHARS, ResilientStream

@@ -1,9 +1,15 @@
-"""The trainer's end of `launcher.liveness`: each of its processes says, every second, that its interpreter runs, and how it fails.
+"""What the processes of the trainer tell the launcher from outside of their work: that they live, and how they fail. No torch.
 
-A thread sends the heartbeats, and a thread gets the interpreter every few milliseconds whatever else computes: so they are missing
-of a process that is stopped, or of which one thread holds the interpreter (a regular expression that backtracks, C code that never
-comes back), and of no other. Datagrams, so that nobody waits for the launcher and no disk is needed. When the launcher sends
-STACKS_SIGNAL, the stacks of all threads are written by a signal handler in C, which needs no interpreter. No torch.
+Heartbeats   of each process, every second (launcher.liveness judges them). A thread sends them, and a thread gets the interpreter
+             every few milliseconds whatever else computes: so they are missing of a process that is stopped, or of which one
+             thread holds the interpreter (a regular expression that backtracks, C code that never comes back), and of no other.
+             When the launcher sends STACKS_SIGNAL, the stacks of all threads are written by a signal handler in C, which needs
+             no interpreter.
+Failures     A rank that raises reports a RankFailure; torchrun's agent reports a RankExit for each rank that failed. A rank that
+             raises takes the others with it, because their collectives break: so the earliest failure is the cause. But a rank
+             that was killed reports nothing, and then the failures of the others are consequences.
+
+Both are datagrams, so that nobody waits for the launcher and no disk is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +21,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from grpo_async.processes.failures import RankExit, RankFailure, Report
+from grpo_async.errors import message_of
+from grpo_async.utils.processes import describe_exit
+from grpo_async.utils.safe_text import plain
 
 STACKS_SIGNAL = signal.SIGUSR2
 INTERVAL_S = 1.0
@@ -28,26 +38,14 @@ ELASTIC_AGENT = "torchrun"
 """Name of the process that has the ranks as its children."""
 MAX_DATAGRAM = 1 << 18
 _REPORT_TIMEOUT_S = 2.0
+_TRACEBACK_LINES = 16
+_MAX_CHARS = 8_000  # of each text: a datagram has its limit
+_NOTICE_S = 5.0  # the agent notices a death within this; it kills ranks that outlive its SIGTERM only after 30 s
 
 
 def stacks_file(heartbeat: Path, pid: int) -> Path:
     """Where process `pid` writes its stacks: next to the socket, not on a disk that a run fills."""
     return heartbeat.with_name(f"stacks_{pid}")
-
-
-def report(path: Path, *reports: Report) -> None:
-    """Tell the launcher, whose socket is `path`, how ranks end."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM)
-        connection.settimeout(_REPORT_TIMEOUT_S)
-        with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
-            for each in reports:
-                connection.sendto(json.dumps(asdict(each)).encode(), str(path))
-
-
-def from_json(message: Mapping[str, Any]) -> Report:
-    """A report that was sent: {"kind": "exit", "rank": 1, ...}."""
-    return (RankExit if message["kind"] == "exit" else RankFailure)(**message)
 
 
 class Heartbeat:
@@ -77,3 +75,89 @@ class Heartbeat:
                 except ConnectionError:
                     return  # the launcher is gone, and this process goes with it
             never.wait(INTERVAL_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """What a rank says of its end. `time` is seconds since the epoch; `error`: see message_of."""
+
+    rank: int
+    time: float
+    error: str
+    traceback: str
+    kind: Literal["failure"] = "failure"
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> RankFailure:
+        """That of a rank which `error` ends now."""
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank=rank, time=time.time(), error=message_of(error)[:_MAX_CHARS], traceback=trace[-_MAX_CHARS:])
+
+    @property
+    def is_expected(self) -> bool:
+        """Raised on purpose by this package: the message says it all, the traceback stays in the log."""
+        return any(line.startswith("grpo_async.") for line in self.traceback.strip().splitlines())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExit:
+    """How one rank's process ended (-9: killed by signal 9); `time` is when the agent noticed, in whole seconds since the epoch."""
+
+    rank: int
+    pid: int
+    time: float
+    exit_code: int
+    kind: Literal["exit"] = "exit"
+
+
+Report = RankFailure | RankExit
+
+
+class Cause(NamedTuple):
+    """The rank that failed first, and a few lines for the user. Safe to print: errors quote what models and tools wrote."""
+
+    rank: int
+    text: str
+
+
+def explain(reports: Sequence[Report]) -> Cause | None:
+    """Which rank failed first and why; None when no rank and no agent reported anything."""
+    failures = sorted((each for each in reports if isinstance(each, RankFailure)), key=lambda each: each.time)
+    exits = sorted((each for each in reports if isinstance(each, RankExit)), key=lambda each: each.time)  # stable
+    failure, killed = next(iter(failures), None), _killed_first(exits, {each.rank for each in failures})
+    if killed is not None and (failure is None or failure.time > killed.time - _NOTICE_S):
+        lines = [f"trainer rank {killed.rank} (pid {killed.pid}) {describe_exit(killed.exit_code)}"]
+        if failure is not None:
+            lines.append(f"after that rank {failure.rank} reported: {failure.error}")
+        return Cause(killed.rank, plain("\n".join(lines)))
+    if failure is None:
+        return None
+    lines = [f"trainer rank {failure.rank} failed: {failure.error}"]
+    if not failure.is_expected:
+        lines += ["  " + line for line in failure.traceback.rstrip().splitlines()[-_TRACEBACK_LINES:]]
+    return Cause(failure.rank, plain("\n".join(lines)))
+
+
+def _killed_first(exits: Sequence[RankExit], reported: set[int]) -> RankExit | None:
+    """The rank that a signal ended before it could say anything. Having seen one end, the agent ends the others by
+    SIGTERM, so that signal counts for the first one only."""
+    for index, each in enumerate(exits):
+        is_silent = each.exit_code < 0 and each.rank not in reported
+        if is_silent and (index == 0 or each.exit_code != -signal.SIGTERM):
+            return each
+    return None
+
+
+def report(path: Path, *reports: Report) -> None:
+    """Tell the launcher, whose socket is `path`, how ranks end."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_DATAGRAM)
+        connection.settimeout(_REPORT_TIMEOUT_S)
+        with contextlib.suppress(OSError):  # the launcher is gone, or does not listen
+            for each in reports:
+                connection.sendto(json.dumps(asdict(each)).encode(), str(path))
+
+
+def from_json(message: Mapping[str, Any]) -> Report:
+    """A report that was sent: {"kind": "exit", "rank": 1, ...}."""
+    return (RankExit if message["kind"] == "exit" else RankFailure)(**message)

@@ -27,8 +27,7 @@ from grpo_async.errors import RunError
 from grpo_async.inference.fleet import Fleet, Server, ServerState
 from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
-from grpo_async.processes.failures import RankFailure
-from grpo_async.processes.heartbeat import report
+from grpo_async.processes.heartbeat import RankFailure, report
 from grpo_async.rollout.source import RolloutSource
 from grpo_async.training.checkpoint import CheckpointWriter
 from grpo_async.training.timing import Activity

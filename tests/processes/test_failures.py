@@ -16,8 +16,7 @@ from grpo_async.display.output import Output
 from grpo_async.errors import DeadlineError
 from grpo_async.launcher.lifecycle import report_end
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.processes.failures import RankExit, RankFailure, Report, explain
-from grpo_async.processes.heartbeat import MAX_DATAGRAM, from_json, report
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankExit, RankFailure, Report, explain, from_json, report
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import tail
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_async.inference.fleet import ServerState
-from grpo_async.processes.failures import RankFailure, explain
-from grpo_async.processes.heartbeat import MAX_DATAGRAM, from_json
+from grpo_async.processes.heartbeat import MAX_DATAGRAM, RankFailure, explain, from_json
 from grpo_async.trainer.stall import StallGuard
 from tests.launcher.support import REPOSITORY
 
