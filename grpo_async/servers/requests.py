@@ -46,7 +46,7 @@ class TokenStream:
     def __init__(self, *, flush_interval_s: float = 0.0) -> None:
         self._flush_interval_s = flush_interval_s
         self._runs: list[GenerateChunk] = []  # each of one version; the lists in it still grow
-        self._end: GenerateChunk | None = None
+        self._is_over = False
         self._any = asyncio.Event()  # there is something to send
         self._now = asyncio.Event()  # ... that must not wait for the interval
         self._ready: deque[GenerateChunk] = deque()
@@ -57,7 +57,7 @@ class TokenStream:
 
         A token without a finite logprob cannot be trained on: it ends the stream with an error instead of a guess.
         """
-        if self._end is not None:
+        if self._is_over:
             return
         token_ids, logprobs, finish = output.token_ids, output.logprobs, output.finish_reason
         error = output.error
@@ -72,10 +72,15 @@ class TokenStream:
             self._runs[-1].logprobs.extend(logprobs)
             self._any.set()
         if error is not None:
-            self._close(GenerateChunk(policy_version=version, error=error))
+            self._runs.append(GenerateChunk(policy_version=version, error=error))
         elif finish is not None:
-            reason = FinishReason(finish)
-            self._close(GenerateChunk(policy_version=version, finish_reason=reason, stop_reason=output.stop_reason))
+            last = self._runs.pop() if self._runs else GenerateChunk(policy_version=version)
+            end = {"finish_reason": FinishReason(finish), "stop_reason": output.stop_reason}
+            self._runs.append(last.model_copy(update=end))
+        if output.is_last or error is not None:
+            self._is_over = True
+            self._any.set()
+            self._now.set()
 
     def flush(self) -> None:
         """Send what is there without waiting for the interval."""
@@ -99,18 +104,7 @@ class TokenStream:
             self._any.clear()
             self._now.clear()
             self._sent_at = time.monotonic()
-            if self._end is not None:
-                if self._ready and self._end.error is None:
-                    end = {"finish_reason": self._end.finish_reason, "stop_reason": self._end.stop_reason}
-                    self._ready.append(self._ready.pop().model_copy(update=end))
-                else:
-                    self._ready.append(self._end)
         return self._ready.popleft()
-
-    def _close(self, end: GenerateChunk) -> None:
-        self._end = end
-        self._any.set()
-        self._now.set()
 
 
 class Gate:
