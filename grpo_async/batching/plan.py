@@ -55,11 +55,6 @@ class BatchPlan:
     ranks: Sequence[Sequence[MicroBatchPlan]]
 
     @property
-    def num_micro_batches(self) -> int:
-        """Of each rank."""
-        return len(self.ranks[0])
-
-    @property
     def num_computed_tokens(self) -> int:
         """Of all forwards on all ranks, padding included."""
         return sum(micro_batch.num_computed_tokens for rank in self.ranks for micro_batch in rank)
@@ -153,7 +148,7 @@ def _fill_evenly(
 
 
 def _distribute(filled: Sequence[_Filling], num_ranks: int) -> list[list[_Filling]]:
-    """Those of like cost to different ranks at the same time, the most expensive first. [num_ranks][num_micro_batches]"""
+    """Those of like cost to different ranks at the same time, the most expensive first: of each rank its forwards."""
     ranks: list[list[_Filling]] = [[] for _ in range(num_ranks)]
     costs = [0] * num_ranks
     ordered = sorted(filled, key=lambda each: -each.cost)
