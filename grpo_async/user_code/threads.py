@@ -64,8 +64,13 @@ class ThreadRunner:
         # A task of its own: it keeps the slot where the caller is cancelled.
         task = asyncio.create_task(self._run(work, timeout_s, slots))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._forget)
         return await asyncio.shield(task)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # where the caller was cancelled, nobody else asks, and asyncio would log it as an error
 
     async def _run(self, work: Callable[[], Result], timeout_s: float, slots: asyncio.Semaphore) -> Result:
         try:

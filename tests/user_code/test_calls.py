@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import threading
 import time
@@ -194,7 +195,9 @@ def test_a_cancelled_caller_is_no_abandoned_thread_before_the_limit_of_its_call(
     assert asyncio.run(run()) == "done"
 
 
-def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(gate: Gate) -> None:
+def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         runner = ThreadRunner("gated", max_abandoned=2)
         await cancelled(runner, gate, timeout_s=1.0)
@@ -210,6 +213,8 @@ def test_a_cancelled_callers_thread_counts_once_it_outlives_the_limit(gate: Gate
         assert await runner.run(gate.wait, LONG_S) == "done"
 
     asyncio.run(run())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_cancelled_callers_thread_gives_its_place_up_at_the_limit_of_its_call(gate: Gate) -> None:
