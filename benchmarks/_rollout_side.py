@@ -45,7 +45,7 @@ def reward(completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is generated. `rate`: tokens per second of each rollout, 0: all at once; `tokens`: of a rollout, in the mean."""
+    """What is generated. `rate`: tokens per second of each rollout; `tokens`: of a rollout, in the mean."""
 
     in_flight: int
     tokens: int

@@ -1,15 +1,12 @@
-"""What rollouts cost the trainer's process: rollouts/s and CPU time, against a server that computes nothing.
+"""What rollouts cost the trainer's process: CPU time, against a server that computes nothing.
 
     python -m benchmarks client [--in-flight 1 64 256 1024] [--rounds 3] [--json FILE]
     python -m benchmarks client --part conversation [--turns 64] [--conversations 20] [--json FILE]
 
 rollouts      Everything from the prompt to the trained group is that of a run: worker, client, router, conversations, rewards,
-              buffer, store, timeline. The server is a process of its own, whose CPU time is not counted, and comes in two kinds:
-
-                  at once      whole answers at once: what one rollout costs, and how many there are in a second
-                  streaming    `--rate` tokens per second for each rollout, in chunks as the real servers send them
-
-              "thread" is the rollout thread alone, "process" everything: rewards, the store's and the timeline's threads.
+              buffer, store, timeline. The server is a process of its own, whose CPU time is not counted; it streams `--rate` tokens
+              per second for each rollout, in chunks as the real servers send them. "thread" is the rollout thread alone, "process"
+              everything: rewards, the store's and the timeline's threads.
 conversation  CPU time of turn 2 of a long tool conversation against that of turn 64: serialize the context, send, read the
               tokens, decode, parse, call the tool, render the suffix. A call and its result have about 60 tokens each.
 """
@@ -42,10 +39,9 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--part", choices=["rollouts", "conversation"], default="rollouts")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024], help="rollouts at once")
-    parser.add_argument("--rollouts", type=int, default=1024, help="of each measurement at once")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement that streams")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--tokens", type=int, default=256, help="of a rollout, in the mean")
-    parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout that is streamed")
+    parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a rollout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=64, help="of a conversation")
     parser.add_argument("--conversations", type=int, default=20)
@@ -57,41 +53,30 @@ def main(arguments: list[str]) -> int:
 
 def _rollouts(report: Report, options: argparse.Namespace) -> None:
     loads = {
-        f"{'streaming' if rate else 'at once'}, {in_flight} in flight": Load(
-            in_flight=in_flight, tokens=options.tokens, rate=rate, seed=options.seed
-        )
+        f"{in_flight} in flight": Load(in_flight=in_flight, tokens=options.tokens, rate=options.rate, seed=options.seed)
         for in_flight in options.in_flight
-        for rate in (0.0, options.rate)
     }
     costs: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
     for _, name in in_turns(list(loads), options.rounds):
-        costs[name].append(_cost_of(loads[name], num_rollouts=options.rollouts, seconds=options.seconds))
+        costs[name].append(_cost_of(loads[name], seconds=options.seconds))
     for name, load in loads.items():
-        counted, size, unit = ("tokens", 100, "100 tokens") if load.rate else ("rollouts", 1, "rollout")
-        found = costs[name]
-        report.row(f"{name}: rate", [cost[counted] / cost["wall"] for cost in found], f"{counted}/s")
+        report.row(f"{name}: rate", [cost["tokens"] / cost["wall"] for cost in costs[name]], "tokens/s")
         for who in ("thread", "process"):
-            spent = [1000 * size * cost[who] / cost[counted] for cost in found]
-            report.row(f"{name}: {who}", spent, f"ms/{unit}")
-        if load.rate and load.in_flight == AT:
+            spent = [1e5 * cost[who] / cost["tokens"] for cost in costs[name]]
+            report.row(f"{name}: {who}", spent, "ms/100 tokens")
+        if load.in_flight == AT:
             what = f"CPU ms of the process per 100 tokens, {name}"
             report.target(what, statistics.median(spent), at_most=MOST_MS_PER_100_TOKENS)
     report.note(f"rollouts of {options.tokens} tokens in the mean; streamed with {options.rate:g} tokens/s each")
 
 
-def _cost_of(load: Load, *, num_rollouts: int, seconds: float) -> dict[str, float]:
-    """Cost (Side.so_far) of `num_rollouts` rollouts (at most 128 for each in flight), or of `seconds` seconds where they are
-    streamed, after as many as are in flight."""
-    num_rollouts = max(8, min(num_rollouts, 128 * load.in_flight))
+def _cost_of(load: Load, *, seconds: float) -> dict[str, float]:
+    """Cost (Side.so_far) of so many seconds, after as many rollouts as are in flight."""
     with tempfile.TemporaryDirectory(prefix="bench-client-") as folder, rollout_side(Path(folder), load) as side:
-        while side.rollouts < (load.in_flight if load.rate else max(64, load.in_flight // 2)):
+        while side.rollouts < load.in_flight:
             side.step()
         before = side.so_far()
-        while (
-            time.perf_counter() - before["wall"] < seconds
-            if load.rate
-            else side.rollouts - before["rollouts"] < num_rollouts
-        ):
+        while time.perf_counter() - before["wall"] < seconds:
             side.step()
         return {name: value - before[name] for name, value in side.so_far().items()}
 
