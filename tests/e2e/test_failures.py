@@ -78,17 +78,3 @@ def test_after_ctrl_c_and_after_a_kill_of_the_launcher_a_resume_goes_on_without_
 
 def test_a_reward_that_always_raises_ends_the_run_with_the_cause(tmp_path: Path) -> None:
     assert "this reward never works" in _run(tmp_path, rewards("user_rewards:always_raises")).fail()
-
-
-@pytest.mark.nightly
-def test_a_stop_before_the_server_is_ready_is_no_failure(tmp_path: Path) -> None:
-    """Nothing listens there: the trainer waits for it."""
-    run = _run(tmp_path, "inference.urls=[http://127.0.0.1:9]")
-    process = run.start()
-    assert process.stdout is not None
-    while "waiting for the server" not in (line := process.stdout.readline()):
-        assert line, run.logs()
-    process.send_signal(signal.SIGTERM)
-    done = finish(process, timeout_s=60.0)
-    assert done.returncode == 143, done.stdout
-    run.assert_nothing_is_left()

@@ -321,18 +321,3 @@ def test_the_same_checkpoint_may_be_gone_on_from_again_and_again(tmp_path: Path,
         assert resumed.position() == 5
         _append(resumed, 13)
     assert _ids(tmp_path) == [0, 11, 13]
-
-
-def test_a_store_whose_newest_blocks_were_removed_by_hand_uses_no_seq_twice(
-    tmp_path: Path, open_store: OpenStore
-) -> None:
-    with open_store(tmp_path) as store:
-        _append(store, 0, 1, 2)
-        checkpoint = store.position()
-    (tmp_path / FIRST_BLOCK).unlink()
-    for _ in range(2):  # the first attempt writes nothing
-        with open_store(tmp_path) as resumed:
-            resumed.supersede_from(checkpoint, step=1)
-            assert resumed.position() == 3
-    append_simple(open_store(tmp_path), 3)
-    assert _seqs(tmp_path) == [(3, 3)]
