@@ -1,4 +1,4 @@
-"""When evaluations begin, what they hold back, who hears of them; the rollouts are a stand-in's, which ends them when told."""
+"""When evaluations begin, what they hold back, who hears of them; the rollouts are those of a fake, which ends them when told."""
 
 from __future__ import annotations
 

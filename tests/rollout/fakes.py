@@ -1,4 +1,4 @@
-"""Hand-written stand-ins for what a conversation talks to."""
+"""Fakes of what a conversation talks to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cut(*ids: int) -> Answer:
 
 
 class FakeClient:
-    """Stands for `InferenceClient`: a request is answered with `answer(request)`; an error is raised.
+    """An `InferenceClient` that answers a request with `answer(request)`; an error is raised.
 
     Attributes:
         gate: an answer's tokens arrive at once, its end when this is set.
