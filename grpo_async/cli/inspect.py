@@ -25,7 +25,7 @@ def inspect(
         list[str] | None,
         typer.Argument(
             metavar="[RUN...] [QUERY]",
-            help="Names of runs below runs/, or run directories; or a folder of runs. Default: all below runs/. QUERY: the filter "
+            help="Names of runs in runs/, or run directories; or a folder of runs. Default: all in runs/. QUERY: the filter "
             "the page opens with, as for inspect-rollouts.",
             show_default=False,
         ),

@@ -58,7 +58,7 @@ def status(
 def report(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Names of runs below runs/, or run directories; several are compared."),
+        typer.Argument(metavar="RUN...", help="Names of runs in runs/, or run directories; several are compared."),
     ],
     out: Annotated[
         Path | None,

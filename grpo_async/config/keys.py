@@ -250,6 +250,19 @@ class FieldType:
 
 ROOT = FieldType.of(ExperimentConfig)
 
+RENAMED: dict[KeyPath, KeyPath] = {
+    ("data", "train", "drop"): ("data", "train", "remove_columns"),
+    ("evaluation", "data", "drop"): ("evaluation", "data", "remove_columns"),
+    ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
+    ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
+    ("inference", "tls", "authority"): ("inference", "tls", "ca_certs"),
+    ("launch", "slurm", "server_port"): ("launch", "server_port"),
+    ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
+    ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),
+    ("record", "rollouts", "token_figures"): ("record", "rollouts", "token_stats"),
+}
+"""Old path -> new path. The old one is accepted, with a warning, until the next version."""
+
 
 def suggest_key(path: KeyPath) -> str:
     """What to write instead of a path whose last key (or an earlier one) is unknown; empty without a good guess. A name of another

@@ -13,6 +13,7 @@ All other paths in a configuration are relative to the working directory.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import yaml
 from pydantic import ValidationError
 
 from grpo_async.config.experiment import ExperimentConfig
-from grpo_async.config.keys import ROOT, FieldType, suggest_key
+from grpo_async.config.keys import RENAMED, ROOT, FieldType, suggest_key
 from grpo_async.config.yaml_document import (
     YAML_1_2_RULES,
     KeyPath,
@@ -38,6 +39,8 @@ from grpo_async.errors import ConfigError
 from grpo_async.utils.files import shipped
 from grpo_async.utils.safe_text import escape_surrogates
 from grpo_async.utils.text import clipped, did_you_mean
+
+logger = logging.getLogger(__name__)
 
 _DOTTED = re.compile(r"\b[a-z][a-z0-9_]*(?:\.[a-z0-9_]+)+\b")
 _MAX_REPORTED = 100  # looking for the nearest key takes 10 ms each
@@ -142,6 +145,7 @@ class _Loading:
         self.sources.append(str(path))
         own = read_yaml_file(path, self.problems)
         bases = own.value.pop("extends", None)
+        self._rename_old_keys(own)
         merged = Node({}, own.location)
         for each in bases.value if bases and isinstance(bases.value, list) else [bases] if bases else []:
             base = _base(each, path, (*inside, path))
@@ -155,12 +159,34 @@ class _Loading:
         self.sources.append(location.source)
         dotted, has_value, text = override.partition("=")
         path = tuple(part.strip() for part in dotted.split("."))
+        if path in RENAMED:
+            path = _new_name(path, location)
         if not has_value or not all(path):
             self.problems.append((location, "an override is written section.key=value"))
         elif fault := _fault_of(path, root):
             self.problems.append((location, fault))
         else:
             root.put(path, read_yaml(text, location, self.problems, path=path, has_lines=False))
+            self._rename_old_keys(root)
+
+    def _rename_old_keys(self, root: Node) -> None:
+        """Give each setting that has its old name the new one, and warn."""
+        for old, new in RENAMED.items():
+            node, section = root.at(old), root.at(old[:-1])
+            if node is None or section is None:
+                continue
+            del section.value[old[-1]]
+            if root.at(new) is not None:
+                problem = f"{'.'.join(old)}: is the old name of {'.'.join(new)}, which is also set; remove it"
+                self.problems.append((node.location, problem))
+                continue
+            root.put(_new_name(old, node.location), node)
+
+
+def _new_name(old: KeyPath, location: Location) -> KeyPath:
+    new = RENAMED[old]
+    logger.warning("%s: %s is now called %s", location, ".".join(old), ".".join(new))
+    return new
 
 
 def _base(name: Node, path: Path, chain: Sequence[Path]) -> Path:

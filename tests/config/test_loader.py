@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_async.config.keys import all_keys
+from grpo_async.config.keys import RENAMED, ROOT, all_keys
 from grpo_async.config.loader import dump_config, load_config
 from grpo_async.config.sections import JsonlSource
 from grpo_async.errors import ConfigError
@@ -187,6 +187,23 @@ def test_overrides_take_precedence_and_are_read_as_yaml(tmp_path: Path) -> None:
 
 
 # ---- mistakes ----
+
+
+def test_an_old_name_of_a_key_is_taken_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = "optimizer:\n  schedule_arguments: {min_lr: 0.1}\n"
+    base = _write(tmp_path, MINIMAL + old, "base.yaml")
+    assert load_config(base).optimizer.schedule_kwargs == {"min_lr": 0.1}
+    assert f"{base}:6: optimizer.schedule_arguments is now called optimizer.schedule_kwargs" in caplog.text
+    child = _write(tmp_path, "extends: base.yaml\noptimizer: {schedule_kwargs: {min_lr: 0.2}}\n")
+    assert load_config(child).optimizer.schedule_kwargs == {"min_lr": 0.2}
+    assert load_config(child, ["optimizer.schedule_arguments={min_lr: 0.3}"]).optimizer.schedule_kwargs == {
+        "min_lr": 0.3
+    }
+    both = _write(tmp_path, MINIMAL + old + "  schedule_kwargs: {}\n")
+    assert _problems(both) == [
+        "x.yaml:6: optimizer.schedule_arguments: is the old name of optimizer.schedule_kwargs, which is also set; remove it"
+    ]
+    assert [new for new in RENAMED.values() if ROOT.find(new) is None] == []
 
 
 def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:

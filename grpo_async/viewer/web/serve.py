@@ -70,7 +70,7 @@ def serve(
             "unencrypted. Safer: keep 127.0.0.1 and forward the port, ssh -L "
             f"{bound_port}:127.0.0.1:{bound_port} HOST"
         )
-    what = f"the runs below {folder}" if folder is not None else ", ".join(library.names)
+    what = f"the runs in {folder}" if folder is not None else ", ".join(library.names)
     _say(f"inspecting {what}; Ctrl-C ends it")
     _say(f"open {address}#token={token}")
     # the first table is ready when the browser is; whoever asks for a store learns what is wrong with it

@@ -70,7 +70,7 @@ export async function homeView({ app, main, signal }) {
     if (signal.aborted) {
       return;
     }
-    fill(count, plural(app.runs.length, "run"), found.folder ? ` below ${found.folder}` : "");
+    fill(count, plural(app.runs.length, "run"), found.folder ? ` in ${found.folder}` : "");
     arrange(list, shown.map(({ name }) => cards.get(name).element));
     const more = app.runs.length > most ? button("Show more", () => ((most += PAGE), refresh())) : null;
     const nothing = empty("No run yet.", h("code", {}, "grpo-async prepare-quickstart"), " and ", h("code", {}, "grpo-async train configs/quickstart.yaml"), " make one in a minute.");
