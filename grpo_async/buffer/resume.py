@@ -201,10 +201,10 @@ def _plain(value: Any) -> Any:
             each.name: getattr(value, each.name) for each in fields(value)
         }  # not `asdict`: it copies every token
         if isinstance(value, RolloutCompletion):
-            content["reward_columns"] = {name: _storable(column) for name, column in value.reward_columns.items()}
+            content["reward_columns"] = {name: _or_repr(column) for name, column in value.reward_columns.items()}
         if isinstance(value, ScoredGroup):
             content["extra_columns"] = {
-                name: [_storable(each) for each in column] for name, column in value.extra_columns.items()
+                name: [_or_repr(each) for each in column] for name, column in value.extra_columns.items()
             }
         return {_KIND: name, **content}
     item = getattr(value, "item", None)
@@ -226,8 +226,9 @@ def _record_from(prompt_of: Callable[[int], Prompt], content: dict[str, Any]) ->
     return kind(**{**content, **enums})
 
 
-def _storable(value: Any) -> Any:
-    """A value of a user's function; one that has no JSON form at all becomes its repr."""
+def _or_repr(value: Any) -> Any:
+    """A value of a user's function; one that has no JSON form at all becomes its repr. The store's `_storable` changes more: NaN,
+    large integers and half surrogate pairs, which a resume has to give back as they were."""
     try:
         json.dumps(value, default=_plain)
     except (TypeError, ValueError, RecursionError):  # an odd key, a circular reference

@@ -33,11 +33,6 @@ from grpo_async.utils.safe_text import plain
 _INTERVAL_S = 1.0
 _MIN_INTERVAL_S = 0.25
 _END_TIMEOUT_S = 5.0
-EVENTS = (
-    "start", "phase", "preflight", "step", "example", "evaluation", "servers", "advice", "learning", "note",
-    "warning", "error", "end",
-)  # fmt: skip
-"""All of them; what each has is in the help of the commands (cli.options)."""
 
 
 class View(AbstractContextManager[Any]):
@@ -47,7 +42,7 @@ class View(AbstractContextManager[Any]):
         pass
 
     def show(self, event: str, fields: Mapping[str, Any]) -> None:
-        """One of `EVENTS` and its fields. `Progress` has it already; its lock is not held."""
+        """An event and its fields, as cli.options.JSON_EVENTS lists them. `Progress` has it already; its lock is not held."""
 
 
 class Display:

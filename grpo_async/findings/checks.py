@@ -14,14 +14,13 @@ from grpo_async.config.sections import RESHAPING
 from grpo_async.findings.evidence import Evidence
 from grpo_async.findings.finding import Finding, Severity
 from grpo_async.findings.messages import equal_value, first_reward_failure
-from grpo_async.findings.statistics import Change
+from grpo_async.findings.statistics import Change, are_equal
 from grpo_async.tracking.evaluation_record import EvaluationRecord
 from grpo_async.utils.run_state import RUNNING
 from grpo_async.utils.text import first_line, format_number, percent
 
 ERROR, WARNING, GOOD, NOTE = Severity.ERROR, Severity.WARNING, Severity.GOOD, Severity.NOTE
 
-_NOTHING = 1e-9  # no change of a reward: sums are not exact
 _MANY_UNSCORED = 0.05  # of the rollouts
 _MOSTLY, _OFTEN = 0.9, 0.5
 _NEAR_TOP = 0.02  # of the range of rewards: nothing left to gain
@@ -168,7 +167,7 @@ def equal_rewards(evidence: Evidence) -> float | None:
     step because nothing can be learned says it in its error."""
     lows, highs = evidence.values("reward_min"), evidence.values("reward_max")
     if lows and highs:
-        return highs[0] if max(highs) - min(lows) < _NOTHING else None
+        return highs[0] if are_equal(min(lows), max(highs)) else None
     return None if evidence.metrics else equal_value(evidence.error or "")
 
 
@@ -251,7 +250,9 @@ def held_out(evidence: Evidence) -> Finding | None:
     training = evidence.trend("reward")
     if training is not None and training.has_risen:
         behind = training.value - change.value
-        if change.value > _NOTHING and behind <= hypot(change.high - change.value, training.high - training.value):
+        if not are_equal(change.first, change.last) and behind <= hypot(
+            change.high - change.value, training.high - training.value
+        ):
             why = f"That is within chance, and not far from the change of the training reward ({format_number(training.value)})."
             fix = "More prompts would settle it: raise evaluation.num_prompts."
             return found(NOTE, "It is not clear whether the held-out reward rose", why, fix)

@@ -1,7 +1,7 @@
 """What the findings of a run are made of: its metrics, evaluations, counts of its rollouts and its settings.
 
 `Evidence.read` takes them from the files of a run directory, also while the run writes them. Nothing raises because of what a file
-contains: what cannot be read is left out, and the rest is used.
+contains: what cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Evidence:
     """One run's metrics, ascending by step.
 
     Args:
-        num_sampled, num_unscored, errors: of the rollout store, where it was read: rollouts with a token that a step saw and that
-            did not fail, those of them without a reward, and messages of those that failed, the most frequent first.
-        status: a word of run_state.STATES. error: why the run failed.
+        num_sampled, num_unscored, errors: from the rollout store, if it was read: the number of rollouts that did not fail and
+            have a token in some step, how many of them have no reward, and (message, count) of failures, the most frequent first.
+        status: one of run_state.STATES. error: why the run failed.
         problems: a sentence about each file that could not be read, or only in part.
     """
 
@@ -74,7 +74,7 @@ class Evidence:
 
     @classmethod
     def read(cls, run_dir: RunDir, metrics: Sequence[Row] | None = None) -> Self:
-        """Without the rollout store. `metrics`: where they are known already; reading them takes as long as the run is."""
+        """Without the rollout store. `metrics`: if they were read already, which takes time for a long run."""
         problems: list[str] = []
         status, summary = read_object(run_dir.status, problems), read_object(run_dir.summary, problems)
         error = status.get("error")
@@ -132,8 +132,8 @@ class Evidence:
 
     @property
     def reward_range(self) -> float:
-        """Between the lowest and the highest reward of any rollout: what a change is large or small against. 1 where it is not
-        known, or all were equal."""
+        """Difference between the highest and the lowest reward of any rollout, the scale of changes. 1 where it is not
+        known, or all rewards are equal."""
         found = [value for name in ("reward_min", "reward", "reward_max") for value in self.values(name)]
         found += [value for each in self.evaluated() for value in each.prompt_rewards if value is not None]
         return (max(found) - min(found) if found else 0.0) or 1.0
@@ -169,7 +169,7 @@ def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
 class MetricLog:
     """metrics.jsonl. Safe in several threads.
 
-    A step that occurs twice (the run went on from an earlier checkpoint) counts as it was written last.
+    Of a step that occurs twice (the run was resumed from an earlier checkpoint) the last row counts.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,6 +186,6 @@ class MetricLog:
                     continue
                 step = int(row["step"])
                 while self._rows and next(reversed(self._rows)) > step:
-                    self._rows.popitem()  # a step of a branch that was left
+                    self._rows.popitem()  # trained after the checkpoint that was resumed
                 self._rows[step] = PackedRow(row, self._known)
             return dict(self._rows)

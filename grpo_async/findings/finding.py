@@ -27,14 +27,14 @@ class Finding:
 
     Args:
         key: of the check; of a finding about speed, what bounds the run, in a few words.
-        title: is the case, in a few words.
+        title: what was found, in a few words.
         text: the numbers, and what they mean.
         fix: the remedy.
-        setting: dotted path of the setting to change, with what it is (`current`) and what to make of it (`suggested`).
+        setting: dotted path of the setting to change, with its value (`current`) and a better one (`suggested`).
         numbers: the evidence, by name.
-        query: rollouts that show it, for inspect-rollouts, and their `sort`; None: no rollouts show it.
+        query: selects the rollouts that show it, for inspect-rollouts, in the order `sort`; None: no rollouts show it.
         plot: the plot of the report that shows it.
-        inputs, rows: of the check of a reward function: kinds of completions, 0-based rows.
+        inputs, rows: kinds of completions and 0-based rows that the check of a reward function found fault with.
     """
 
     key: str
@@ -69,5 +69,5 @@ def sentence(text: str) -> str:
 
 
 def worst_first(found: Sequence[Finding]) -> list[Finding]:
-    """Within a severity in the order they have."""
+    """Within a severity, in their given order."""
     return sorted(found, key=lambda finding: finding.severity.rank)

@@ -13,7 +13,7 @@ from grpo_async.utils.text import format_number
 _MIN_VALUES = 6
 _MAX_CORRELATED = 0.9
 _MIN_FREEDOM = 3.0
-_ROUNDING = 1e-9  # sums of rewards are not exact
+_ROUNDING = 1e-9  # relative; float noise of summed rewards is about 1e-16, real differences are far larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,11 @@ class Change:
         return self.high < -_ROUNDING
 
 
+def are_equal(low: float, high: float) -> bool:
+    """Whether `high` is not above `low` by more than rounding: high - low <= 1e-9 x max(1, |low|, |high|)."""
+    return high - low <= _ROUNDING * max(1.0, abs(low), abs(high))
+
+
 def mean_over_time(rows: Sequence[Mapping[str, float]], name: str) -> float | None:
     """A metric that is a fraction of a step's time or a rate, over all of the time: 0.5 in 2 s and 0 in 8 s -> 0.1. None: no row
     has it."""
@@ -73,7 +78,8 @@ def _critical(freedom: float) -> float:
 
 def trend(values: Sequence[float]) -> Change | None:
     """How a series moved: the least-squares line over the steps, or over their logarithm where that fits better (most of what is
-    learned is learned early). None with fewer than 6 values.
+    learned is learned early). Its ends are kept within the values, so that no reward seems to exceed its maximum. None with fewer
+    than 6 values.
 
     Neighboring steps are alike, so they count for less: with the lag-1 correlation r of the residuals, the standard error is that
     of independent ones x sqrt((1 + r) / (1 - r)), and n steps are worth n x (1 - r) / (1 + r).
@@ -86,6 +92,7 @@ def trend(values: Sequence[float]) -> Change | None:
         _fit([math.log(step + 1) for step in range(count)], values),
     ]
     first, last, stderr, freedom, _ = min(fits, key=lambda fit: fit[-1])
+    first, last = (min(max(end, min(values)), max(values)) for end in (first, last))
     return _change(first, last, stderr, freedom, count, "steps")
 
 

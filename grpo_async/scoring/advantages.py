@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 from grpo_async.config.sections import AdvantageSection
+from grpo_async.findings.statistics import are_equal
 from grpo_async.records import RolloutSample, ScoredGroup
 
 Value = TypeVar("Value")
@@ -19,7 +20,6 @@ Rewards = Sequence[float | None]
 """Of one group, [num_completions]."""
 
 _STD_FLOOR = 1e-4  # added to the standard deviation, as in TRL
-_EQUAL_WITHIN = 1e-9  # relative; float noise of summed rewards is about 1e-16, real differences are far larger
 
 
 class Advantages:
@@ -193,12 +193,9 @@ def normalized_over_step(groups: Sequence[Rewards]) -> list[list[float]]:
 
 
 def has_zero_variance(rewards: Rewards) -> bool:
-    """Whether a group teaches nothing: fewer than two scored rewards, or max - min <= 1e-9 x max(1, largest |r|)."""
+    """Whether a group teaches nothing: fewer than two scored rewards, or all are equal."""
     scored = _scored(rewards)
-    if len(scored) < 2:
-        return True
-    low, high = min(scored), max(scored)
-    return high - low <= _EQUAL_WITHIN * max(1.0, abs(low), abs(high))
+    return len(scored) < 2 or are_equal(min(scored), max(scored))
 
 
 def _scored(rewards: Rewards) -> list[float]:

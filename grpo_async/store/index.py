@@ -27,6 +27,7 @@ from grpo_async.store.files import Block, Metadata, find_blocks, has_writer, rea
 from grpo_async.store.query import EVERYTHING, Query, QueryError
 from grpo_async.store.query_names import BLOCK_SQL, GROUPS_SQL, INDEXED, ROW_KEY, create_tables
 from grpo_async.store.schema import COLUMN_NAMES, select_from_lines
+from grpo_async.utils.files import file_stamp
 from grpo_async.utils.processes import usable_cpus
 from grpo_async.utils.text import count, first_line
 
@@ -201,7 +202,7 @@ class Index:
             with self._change():
                 self._delete(first)
             self._forget(first)
-        changed = [block for first, block in listing.items() if self._stamps.get(first) != _stamp(block.path)]
+        changed = [block for first, block in listing.items() if self._stamps.get(first) != file_stamp(block.path)]
         sealed = [block for block in changed if block.is_sealed]
         are_read = len(sealed) > 1 and self._read(sealed)  # all at once, which is fast
         for block in changed:
@@ -220,7 +221,7 @@ class Index:
         """Read these blocks, instead of what was known of them; whether they can be read."""
         import duckdb
 
-        stamps = [_stamp(block.path) for block in blocks]
+        stamps = [file_stamp(block.path) for block in blocks]
         try:
             with self._change():
                 for block in blocks:
@@ -282,15 +283,6 @@ class Index:
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
-
-
-def _stamp(path: Path) -> tuple[Path, int, int] | None:
-    """Changes with the file; None: it has gone."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return path, stat.st_size, stat.st_mtime_ns
 
 
 def _connect(folders: Sequence[Path], scratch: Path) -> DuckDBPyConnection:

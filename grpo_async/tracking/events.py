@@ -18,10 +18,10 @@ class EventInfo:
 
 EVENTS = (
     EventInfo(ATTEMPT, "run", "an attempt of the run: an instant when it begins, and a span when it ends by itself"),
-    EventInfo("import", "run", "rank 0 imports its libraries"),
-    EventInfo("check the checkpoint", "run", "checksums of the checkpoint to resume from"),
-    EventInfo("load the tokenizer", "run", "the tokenizer and the chat template"),
-    EventInfo("loading the model", "run", "weights are read, or a checkpoint"),
+    EventInfo("importing", "run", "rank 0 imports its libraries"),
+    EventInfo("checking the checkpoint", "run", "checksums of the checkpoint to resume from"),
+    EventInfo("loading the tokenizer", "run", "the tokenizer and the chat template"),
+    EventInfo("loading the model", "run", "all of it: imports, tokenizer, and the weights or a checkpoint"),
     EventInfo("waiting for the server", "run", "until the first server answers"),
     EventInfo("pushing the first weights", "run", "the servers get the trainer's weights"),
     EventInfo("checking trainer and servers against each other", "run", "the comparison before the first step"),
@@ -44,7 +44,7 @@ EVENTS = (
     EventInfo("wait for the checkpoint", "trainer", "until a checkpoint is on the disk"),
     EventInfo("wait for the last checkpoint", "trainer", "until the one before is on the disk"),
     EventInfo("export the model", "trainer", "model/ and adapter/ are written"),
-    EventInfo("push", "trainer", "the training thread pushes"),
+    EventInfo("wait for the push", "trainer", "the training thread pushes weights, and trains nothing meanwhile"),
     EventInfo("push", "weights", "one push of a version to the servers"),
     EventInfo("pause", "weights", "servers stop generating, as `weights.mode` says"),
     EventInfo("connect", "weights", "trainer and servers meet in a group"),

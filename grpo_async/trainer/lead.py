@@ -407,7 +407,9 @@ class Leader:
 
         self.version = version
         self._push_is_held = False
-        with self.activity.during(f"pushing version {version} to the servers", "push", "pushing", version=version):
+        with self.activity.during(
+            f"pushing version {version} to the servers", "wait for the push", "pushing", version=version
+        ):
             metrics = self._sync.push(version, before_gather=gather)
         if metrics is None:
             return {"sync/skipped": 1.0}

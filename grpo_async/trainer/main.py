@@ -44,19 +44,19 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
     from grpo_async.training.checkpoint import find_whole
     from grpo_async.training.ranks import follow
 
-    timeline.add("import", "run", began, time.time())
+    timeline.add("importing", "run", began, time.time())
     torch.set_num_threads(config.launch.trainer_threads)
     join_process_group(assignment, config)
     try:
         if assignment.resume_step is not None:
-            with timeline.span("check the checkpoint", "run"):
+            with timeline.span("checking the checkpoint", "run"):
                 step, notes = find_whole(
                     assignment.run_dir, assignment.resume_step, is_named=assignment.resume_is_named
                 )
             for note in notes:
                 control.send("warning", text=note)
             assignment = assignment.model_copy(update={"resume_step": step})
-        with timeline.span("load the tokenizer", "run"):
+        with timeline.span("loading the tokenizer", "run"):
             renderer = load_renderer(config)
         context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)
         timeline.add("loading the model", "run", began, time.time())

@@ -49,6 +49,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def file_stamp(path: Path) -> tuple[Path, int, int] | None:
+    """Is another one after the file has changed; None: there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return path, status.st_size, status.st_mtime_ns
+
+
 def put_in_place(made: Path, folder: Path, *, aside: Path) -> None:
     """Rename `made` to `folder`. What stands there is renamed to `aside` first, and removed when the new one is in place: whenever
     this ends, the old one or the new one is whole.

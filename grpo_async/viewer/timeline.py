@@ -20,7 +20,7 @@ _STEP_BYTES = b'"name":"step"'
 _TRAINER_WORK = (
     "wait for samples",
     "train",
-    "push",
+    "wait for the push",
     "close groups",
     "copy checkpoint",
     "log",

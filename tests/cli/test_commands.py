@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from grpo_async.checks import doctor
 from grpo_async.checks.report import Check
 from grpo_async.cli.app import app
+from grpo_async.cli.options import JSON_EVENTS
 from grpo_async.config import ExperimentConfig
 from grpo_async.config.loader import load_config
-from grpo_async.display.display import EVENTS
 from grpo_async.display.output import Output
 from grpo_async.display.progress import Progress
 from grpo_async.display.status_file import StatusFile
@@ -108,7 +108,7 @@ def test_every_event_is_in_the_help_of_json_logs() -> None:
     found = [
         line.split()[0] for line in listed.splitlines() if line.startswith("    ") and not line.startswith("     ")
     ]
-    assert tuple(found) == EVENTS
+    assert found == list(JSON_EVENTS)
 
 
 def test_status_knows_the_newest_run_and_says_how_it_is_by_its_exit_code(

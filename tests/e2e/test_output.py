@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from grpo_async.display.display import EVENTS
+from grpo_async.cli.options import JSON_EVENTS
 from tests.e2e.conftest import GoldenRun
 from tests.e2e.support import REPOSITORY, SMALL, Run, make_run, status_of
 
@@ -31,7 +31,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def test_json_logs_are_the_whole_story_and_nothing_else_is_on_stdout(golden_run: GoldenRun) -> None:
     events = [json.loads(line) for line in golden_run.json_logs.splitlines()]
     names = [event["event"] for event in events]
-    assert set(names) <= set(EVENTS)
+    assert set(names) <= set(JSON_EVENTS)
     assert (names[0], names[-1]) == ("start", "end")
     assert all(isinstance(event["time"], float) for event in events)
     steps = [event for event in events if event["event"] == "step"]

@@ -32,7 +32,7 @@ def test_every_kind_of_work_is_in_the_timeline(events: list[Event]) -> None:
         ("scoring", "score"), ("queue", "queued"),
         ("trainer", "step"), ("trainer", "wait for samples"), ("trainer", "plan and pack"), ("trainer", "train"),
         ("trainer", "forward"), ("trainer", "backward"), ("trainer", "clip gradients"), ("trainer", "optimizer"),
-        ("trainer", "close groups"), ("trainer", "push"), ("trainer", "log"), ("trainer", "copy checkpoint"),
+        ("trainer", "close groups"), ("trainer", "wait for the push"), ("trainer", "log"), ("trainer", "copy checkpoint"),
         ("trainer", "wait for the checkpoint"), ("trainer", "export the model"),
         ("weights", "push"), ("weights", "connect"), ("weights", "pause"), ("weights", "start"), ("weights", "transfer"),
         ("weights", "gather"), ("weights", "send"), ("weights", "finish"), ("weights", "resume"),

@@ -65,6 +65,8 @@ CASES = [
          metrics=steps(20, first=1.0, last=1.0, reward_min=0.5)),
     Case(key="zero-variance", severity=NOTE, what=["Most groups are solved by now"],
          metrics=steps(30, first=0.2, last=1.0, frac_reward_zero_std=0.8)),
+    Case(key="zero-variance", severity=ERROR, what=["rewards are all equal"],
+         metrics=steps(10, reward_min=1e9, reward_max=1e9 + 1e-4)),  # as has_zero_variance has it: noise relative to the size
     Case(key="unscored", severity=ERROR, what=["100% of the rollouts (8 of 8)"], query="unscored",
          metrics=_without("reward", steps(10)), more={"num_sampled": 8, "num_unscored": 8}),
     # held-out prompts

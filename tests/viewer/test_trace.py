@@ -37,7 +37,7 @@ def _run() -> list[Event]:
         _span("backward", "trainer", 1007.0, 1009.0),
         _span("train", "trainer", 1006.0, 1009.0, step=1),
         _span("push", "weights", 1009.0, 1010.0, version=1),
-        _span("push", "trainer", 1009.0, 1010.0, version=1),
+        _span("wait for the push", "trainer", 1009.0, 1010.0, version=1),
         _span("step", "trainer", 1000.0, 1010.0, step=1),
     ]
 
@@ -58,7 +58,7 @@ def test_tracks_are_in_the_order_of_the_pipeline_and_outer_spans_come_first() ->
     tracks = by_track(_run())
     assert list(tracks) == ["run", "trainer", "rollout/0", "rollout/1", "weights", "queue/0", "scoring/0"]
     names = [event.name for event in tracks["trainer"]]
-    assert names == ["step", "wait for samples", "train", "forward", "backward", "push"]
+    assert names == ["step", "wait for samples", "train", "forward", "backward", "wait for the push"]
     slots = [
         _span("a", track, 0, 1) for track in ("rollout/10", "rollout/9", "other", "trainer", "rollout", "rollout/x")
     ]
@@ -75,7 +75,7 @@ def test_waiting_is_measured_against_what_the_others_did_meanwhile() -> None:
     assert found.trainer_waits_s == 6.0
     assert found.trainer_waits_generating_s == 5.0  # generated 0 to 5
     assert found.generation_idle_s == 5.0  # 5 to 10
-    assert found.generation_idle_by == {"wait for samples": 1.0, "train": 3.0, "push": 1.0}
+    assert found.generation_idle_by == {"wait for samples": 1.0, "train": 3.0, "wait for the push": 1.0}
     assert found.both_s == 0.0
     assert found.mean_in_flight == 7.0 / 5.0
 

@@ -1,6 +1,6 @@
-"""The inspector as a web page: `serve.serve` answers on loopback, `guard` lets nobody else in, the page is in viewer/static/web.
+"""The inspector as a web page: `serve.serve` answers on loopback, `guard` asks for the token, the page is in viewer/static/web.
 
-    browser  <--JSON-->  api  --threads-->  sources: for each run one store.RolloutTable, its metrics and its timeline (`files`)
+    browser  <--JSON-->  api  --threads-->  sources: each run's store.RolloutTable and its metrics
 
 Nothing here imports torch, and nothing is written to a run.
 """

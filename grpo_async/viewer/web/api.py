@@ -285,13 +285,7 @@ class Json(Response):
 
     def render(self, content: Any) -> bytes:
         options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-        return orjson.dumps(content, default=_storable, option=options)
-
-
-def _storable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+        return orjson.dumps(content, default=dict, option=options)  # a row is a mapping, and no dict
 
 
 def error_answer(error: Exception) -> Json:

@@ -5,8 +5,8 @@
   for it. The page itself and its static files hold no data and need none, so a link that is followed from another program or site
   opens, and its own requests then carry the cookie (SameSite=Strict would keep it from the first one).
 - A request that the browser marks as coming from another site or port is refused even with the cookie.
-- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours; that of a report, whose scripts
-  stand in it, lets them reach nothing.
+- Every answer carries a Content-Security-Policy that lets nothing run or load but files of ours; that of a report, which
+  contains its scripts, gives them no access to the network.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Guard:
 
 
 def _is_open(path: str) -> bool:
-    """Whether it holds no data."""
+    """Whether the path needs no token, because it has no data."""
     return path in ("/", "/favicon.ico") or path.startswith("/static/")
 
 
@@ -153,7 +153,7 @@ def _port(host: str) -> str:
 
 
 def _same(given: str, expected: str) -> bool:
-    """In a time that does not tell how much of it is right."""
+    """Compares in constant time: how long it takes does not reveal how much of it is right."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 

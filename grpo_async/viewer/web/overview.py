@@ -1,5 +1,5 @@
-"""What the page says of runs as a whole: a line of the home, a run's own page, its curves, settings, logs, and its held-out prompts
-before and after. All of it is made of what the report is made of.
+"""What the page shows of whole runs: a line in the list of runs, a run's own page, its curves, settings, logs, and its held-out
+prompts before and after training. It comes from the same data and code as the report.
 """
 
 from __future__ import annotations

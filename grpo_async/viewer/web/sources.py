@@ -19,7 +19,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.database import time_limit
 from grpo_async.store.table import RolloutTable
 from grpo_async.user_code.threads import ThreadRunner
-from grpo_async.utils.files import read_object
+from grpo_async.utils.files import file_stamp, read_object
 from grpo_async.utils.run_state import state_of
 from grpo_async.utils.text import shortlist
 from grpo_async.viewer.report.rollouts import RolloutOverview
@@ -80,7 +80,7 @@ class Source:
         """The run's files without its rollouts, and whether it learns; judged again when one of them has changed."""
         status, summary = read_object(self.run.status, []), read_object(self.run.summary, [])
         files = (self.run.status, self.run.summary, self.run.metrics, self.run.evaluation_log, self.run.config)
-        now = state_of(status, summary).state, *map(_stamp, files)
+        now = state_of(status, summary).state, *map(file_stamp, files)
         with self._lock:
             if self._judged is None or self._judged[0] != now:
                 rows = list(self.metrics.rows().values())
@@ -171,12 +171,3 @@ class Library:
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Another one after the file has changed."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0
-    return status.st_mtime_ns, status.st_size
