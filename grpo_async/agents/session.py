@@ -302,7 +302,7 @@ class AgentSession:
                 raise closed() from error
             raise
         except RequestRejectedError as error:
-            raise refuse(str(error)) from error  # such as a form, by an engine without grammars
+            raise refuse(str(error)) from error  # such as response_format, by an engine without grammars
         except GrpoAsyncError as error:
             self.last_error = f"{type(error).__name__}: {error}"
             raise AgentRefusal(503, "server_error", self.last_error) from error

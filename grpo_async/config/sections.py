@@ -483,8 +483,8 @@ class RolloutSection(StrictModel):
     repetition_penalty: RepetitionPenalty = 1.0
     """Above 1 tokens that prompt or completion have already become less likely (arXiv 1909.05858); 1 = none."""
     structured_outputs: StructuredOutputs | None = None
-    """Every turn of the policy is of this form; needs `inference.engine: vllm`. A turn that is interrupted (its server died, or a
-    resume) starts over, because a grammar begins with the first token."""
+    """Every turn of the policy satisfies this constraint; needs `inference.engine: vllm`. A turn that is interrupted (its server
+    died, or a resume) starts over, because the constraint begins with the first token."""
     stop: StopStrings = Field(default_factory=list)
     """Texts that end a turn of the policy, such as ["\\nQ:"] for a base model that is shown examples; as vLLM's `stop`. The turn is
     whole, not truncated. All that was sampled is trained, the tokens of the text included; rewards and messages get what stands

@@ -82,8 +82,8 @@ class GenerateRequest(ApiModel):
     structured_outputs: dict[Literal["json", "regex", "choice", "grammar"], Any] | None = Field(
         default=None, min_length=1, max_length=1
     )
-    """The form of the output, under the name that vLLM's StructuredOutputsParams has for it; other engines refuse it. What was
-    sampled before must not be among `token_ids`: the form begins with the first token."""
+    """A constraint on the output, under the name that vLLM's StructuredOutputsParams has for it; other engines refuse it. What was
+    sampled before must not be among `token_ids`: the constraint begins with the first token."""
     seed: int = 0
     """Of the embedded engine: a token depends on seed, context and weights, whatever else is in flight (to float rounding). A
     continuation, which has the same seed and more context, goes on as the undisturbed request would have. vLLM does not use it: all

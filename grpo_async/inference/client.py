@@ -2,7 +2,7 @@
 
 Invariant: what a server has streamed is never lost. When a request breaks in the middle, it continues from prompt + tokens received
 so far, there or on another server, and those tokens keep the logprobs and versions they were sampled with. (Not one with
-`structured_outputs`: its form begins with the first token, so it starts over.)
+`structured_outputs`: its constraint begins with the first token, so it starts over.)
 
     the server is fenced                 on another one, or when there is one again; not an attempt
     the server aborts the request        again at once; not an attempt, unless it has aborted 4 times in a row without a token
@@ -206,7 +206,7 @@ class InferenceClient:
         avoid: int | None = None
         while True:
             if request.structured_outputs is not None:
-                generation.clear()  # a form begins with the first token
+                generation.clear()  # the constraint begins with the first token
             received = len(generation.token_ids)
             try:
                 async with self._router.lease(affinity, avoid=avoid) as server:

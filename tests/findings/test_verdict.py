@@ -282,9 +282,7 @@ def test_the_interval_holds_the_true_change_in_nineteen_runs_of_twenty() -> None
 
 
 def test_the_line_through_the_steps_does_not_leave_the_rewards() -> None:
-    found = trend(
-        [0.0, 0.3, 0.6, 0.9, 1.0, 1.0, 1.0]
-    )  # over the logarithm the line goes from -0.014 to 1.104
+    found = trend([0.0, 0.3, 0.6, 0.9, 1.0, 1.0, 1.0])  # over the logarithm the line goes from -0.014 to 1.104
     assert found is not None
     assert (found.first, found.last) == (0.0, 1.0)
 
