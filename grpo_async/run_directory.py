@@ -1,4 +1,4 @@
-"""Every path of a run directory, runs/NAME. No other module joins these names."""
+"""The files and folders of a run directory, runs/NAME. Other modules take their paths from here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RunDir:
     config = _Entry("config.yaml")
     """The resolved config."""
     token = _Entry("token")
-    """What the servers ask for (mode 0600), while the run goes; see `new_token`."""
+    """The bearer token of the servers (mode 0600), there while the run lasts; see `new_token`."""
     plan = _Entry("plan.txt")
     """The processes that were planned."""
     preflight = _Entry("preflight.json")
@@ -47,7 +47,7 @@ class RunDir:
     trace = _Entry("trace.json.gz")
     """The timeline for Perfetto, written by `grpo-async trace`."""
     advice = _Entry("advice.jsonl")
-    """What bounded the run, as it was said."""
+    """What limited the speed of the run: one line for each piece of advice."""
     status = _Entry("status.json")
     """Where the run stands, replaced every second or so."""
     report = _Entry("report.html")
@@ -56,6 +56,8 @@ class RunDir:
     """Files of TensorBoard, Weights & Biases, trackio, MLflow."""
     evaluation_log = _Entry("evaluations.jsonl")
     """One line per evaluation: its step, its numbers."""
+    evaluation_result = _Entry("evaluation.json")
+    """The numbers of `grpo-async eval`, whose folder has the same layout."""
     evaluations = _Entry("evaluations")
     """step_N/: what was generated for each, as in rollouts/."""
     checkpoints = _Entry("checkpoints")
@@ -93,6 +95,18 @@ class RunDir:
         """Steps of which there are evaluated rollouts, ascending."""
         return _numbers(self.evaluations, "step_")
 
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts that have logs, ascending."""
+        return _numbers(self.logs, "attempt_")
+
+    def attempt(self, number: int | str) -> Path:
+        """The logs of an attempt."""
+        return self.logs / f"attempt_{number}"
+
+    def has_steps(self) -> bool:
+        """Whether a step was ever trained."""
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
+
     def create(self, config: str | None = None) -> None:
         """Make the directory (private to the user: rollouts and configs may be confidential).
 
@@ -123,14 +137,13 @@ class RunDir:
     def new_attempt(self) -> Path:
         """Make logs/attempt_N for the next N and point logs/latest at it. It gets a copy of config.yaml, which every process of the
         attempt reads (attempt_config): whoever edits config.yaml for a resume changes nothing for a server that restarts now."""
-        attempt = self.logs / f"attempt_{max(_numbers(self.logs, 'attempt_'), default=0) + 1}"
+        attempt = self.attempt(max(self.attempts(), default=0) + 1)
         attempt.mkdir()
         if self.config.is_file():
             write_atomically(attempt_config(attempt), self.config.read_text(encoding="utf-8"))
-        pointer = self.logs / "latest.tmp"
-        pointer.unlink(missing_ok=True)
-        pointer.symlink_to(attempt.name)
-        os.replace(pointer, self.latest_logs)
+        with replacing(self.latest_logs) as link:
+            link.unlink(missing_ok=True)
+            link.symlink_to(attempt.name)
         return attempt
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from grpo_async.errors import DeadlineError, GrpoAsyncError
 from grpo_async.utils.concurrency import in_thread
+from grpo_async.utils.console import print_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,22 +83,11 @@ def as_json(checks: Sequence[Check]) -> str:
 
 
 def print_checks(console: Console, checks: Sequence[Check], *, title: str) -> None:
-    """A table, in a pipe a line for each check, and one line with the counts."""
-    from rich.table import Table
+    """The title, a row for each check, and one line with the counts."""
     from rich.text import Text
 
-    total = counts(checks)
-    if not console.is_terminal:
-        width = max((len(check.name) for check in checks), default=0)
-        lines = [f"{check.status:4}  {check.name:{width}}  {' '.join(check.detail.split())}" for check in checks]
-        console.print(Text("\n".join([title, *lines, total])), soft_wrap=True)
-        return
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for check in checks:
-        # details quote servers and models: as text, never as markup
-        table.add_row(Text(check.status, style=_COLORS[check.status]), Text(check.name), Text(check.detail))
-    console.print(table)
-    console.print(total)
+    console.print(Text(title))
+    # details quote servers and models: as text, never as markup
+    rows = [(Text(each.status, style=_COLORS[each.status]), Text(each.name), Text(each.detail)) for each in checks]
+    print_rows(console, rows)
+    console.print(counts(checks))

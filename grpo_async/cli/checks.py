@@ -39,7 +39,7 @@ def preflight(
     from grpo_async.launcher import train
 
     loaded, output = load_and_report(config, overrides, quiet=quiet, json_logs=json_logs)
-    raise typer.Exit(train.preflight(loaded, output=output).exit_code)
+    raise typer.Exit(train.run_preflight(loaded, output=output).exit_code)
 
 
 def doctor(

@@ -73,7 +73,7 @@ def _ticks(ends_at: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hosting(config: ExperimentConfig, node: Node, token: str) -> Iterator[LauncherStore]:
+def hosting(node: Node, token: str) -> Iterator[LauncherStore]:
     """Open the store of a run; when something raises inside, the machines that have joined are told.
 
     Raises:

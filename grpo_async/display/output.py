@@ -1,4 +1,4 @@
-"""How a command tells of its run: everything, only what matters (`--quiet`), or events for machines (`--json-logs`)."""
+"""What a command prints about its run: everything, only what matters (`--quiet`), or events for programs (`--json-logs`)."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Output:
         self._errors = Console(highlight=False, file=stderr)
         self._events = JsonView(stdout)
         self.on_lost: Callable[[str], None] = lambda text: None
-        """Told once of each stream that can be written no more. It must print nothing."""
+        """Called once for each stream that can no longer be written, with a message. It must print nothing."""
 
     def say(self, text: str) -> None:
-        """A line, or several, that one can do without."""
+        """One or more lines that --quiet leaves out."""
         if self.mode is OutputMode.FULL:
             print_line(self.console, text)
         elif self.mode is OutputMode.JSON:
@@ -64,14 +64,14 @@ class Output:
             self._errors.print(Text(f"warning: {plain(text)}"), soft_wrap=True)
 
     def answer(self, text: str) -> None:
-        """What the command was called for (a dry run's plan)."""
+        """What the command was asked for, such as the plan of a dry run; --quiet prints it, too."""
         if self.mode is OutputMode.JSON:
             self._events.show("note", {"text": text})
         else:
             print_line(self.console, text)
 
     def start(self, *, run_name: str, directory: Path, pid: int, plan: str) -> None:
-        """A run begins."""
+        """The run begins."""
         if self.mode is OutputMode.JSON:
             self._events.show("start", {"run": run_name, "directory": str(directory), "pid": pid, "plan": plan})
         else:

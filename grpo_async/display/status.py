@@ -99,8 +99,8 @@ def read_status(run_dir: RunDir, *, now: float | None = None) -> RunStatus:
 
 def print_status(console: Console, status: RunStatus) -> None:
     """For people; everything in it is text that no terminal obeys."""
-    rows = [(name, Text(one_line(text), style=style)) for name, text, style in _rows(status, time.time())]
-    print_rows(console, rows)
+    rows = _rows(status, time.time())
+    print_rows(console, [(name, Text(one_line(text), style=style)) for name, text, style in rows if text])
 
 
 def _rows(status: RunStatus, now: float) -> Iterator[Row]:

@@ -36,7 +36,7 @@ _MAX_NAME = 18
 def print_summary(console: Console, summary: Mapping[str, Any], run_dir: Path, *, report: Path | None = None) -> None:
     """Print the table and what to do next. Fields that the summary lacks are left out. `report`: the page, if one is written."""
     rows = [*summary_rows(summary), ("directory", str(run_dir)), ("model", str(summary.get("model") or ""))]
-    print_rows(console, ((name, Text(plain(value))) for name, value in rows))
+    print_rows(console, [(name, Text(plain(value))) for name, value in rows if value])
     _print_evaluation(console, summary.get("evaluation") or {})
     console.print(Text("\nnext:"))
     for command in _next_commands(summary, run_dir, report):

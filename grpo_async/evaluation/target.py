@@ -46,10 +46,9 @@ def choose_target(config: ExperimentConfig, checkpoint: str | None) -> Evaluatio
     if checkpoint in ("latest", "best") or checkpoint.isdecimal() or not path.is_dir():
         return _of_run(RunDir(config.run_path), checkpoint)
     if (path / "config.json").is_file():
-        label = "model" if path.name == "model" else re.sub(r"[^A-Za-z0-9._-]+", "-", path.name)
-        return EvaluationTarget(label=label, folder=checkpoint)
-    if path.parent.name == "checkpoints":
-        return _of_run(RunDir(path.parent.parent), checkpoint)
+        return EvaluationTarget(label=re.sub(r"[^A-Za-z0-9._-]+", "-", path.name), folder=checkpoint)
+    if (run_dir := RunDir(path.parent.parent)).checkpoints == path.parent:
+        return _of_run(run_dir, checkpoint)
     raise ConfigError(
         f"--checkpoint {checkpoint}: neither a Hugging Face folder (with a config.json) nor a folder RUN/checkpoints/step_N"
     )
@@ -57,4 +56,4 @@ def choose_target(config: ExperimentConfig, checkpoint: str | None) -> Evaluatio
 
 def _of_run(run_dir: RunDir, checkpoint: str) -> EvaluationTarget:
     step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
-    return EvaluationTarget(label=f"step_{step}", run=run_dir, step=step)
+    return EvaluationTarget(label=run_dir.checkpoint(step).name, run=run_dir, step=step)

@@ -161,16 +161,27 @@ class Evidence:
 
 
 def read_metrics(run_dir: RunDir, problems: list[str]) -> list[Row]:
+    """The whole of metrics.jsonl, ascending by step."""
+    rows: dict[int, Row] = {}
     known: dict[tuple[str, ...], dict[str, int]] = {}
-    rows = map(numbers, read_objects(run_dir.metrics, problems))
-    return sorted((PackedRow(row, known) for row in rows if "step" in row), key=lambda row: row["step"])
+    for line in read_objects(run_dir.metrics, problems):
+        _add(rows, line, known)
+    return list(rows.values())
+
+
+def _add(rows: dict[int, Row], line: object, known: dict[tuple[str, ...], dict[str, int]]) -> None:
+    """Add a line of metrics.jsonl. It replaces its own step and all later ones: the run was resumed from an earlier checkpoint."""
+    row = numbers(line)
+    if "step" not in row:
+        return
+    step = int(row["step"])
+    while rows and next(reversed(rows)) >= step:
+        rows.popitem()
+    rows[step] = PackedRow(row, known)
 
 
 class MetricLog:
-    """metrics.jsonl. Safe in several threads.
-
-    Of a step that occurs twice (the run was resumed from an earlier checkpoint) the last row counts.
-    """
+    """metrics.jsonl, also while it grows. Safe in several threads."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
@@ -181,11 +192,6 @@ class MetricLog:
     def rows(self) -> dict[int, Row]:
         """The finite numbers of each step, ascending by step."""
         with self._lock:
-            for row in (numbers(parse_object(line)) for _, line in self._file.new_lines()):
-                if "step" not in row:
-                    continue
-                step = int(row["step"])
-                while self._rows and next(reversed(self._rows)) > step:
-                    self._rows.popitem()  # trained after the checkpoint that was resumed
-                self._rows[step] = PackedRow(row, self._known)
+            for _, line in self._file.new_lines():
+                _add(self._rows, parse_object(line), self._known)
             return dict(self._rows)

@@ -58,13 +58,13 @@ from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import Endpoint
 from grpo_async.utils.concurrency import in_thread
+from grpo_async.utils.retry import backoff_s
 
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 2.0
 _MAX_LOADS = 1000
 _STOP_INTERVAL_S = 0.2
-_MAX_RETURN_DELAY_S = 60.0
 _STARTING_INTERVAL_S = 0.1
 _MAX_QUESTION_S = 10.0
 """To a server that serves nothing."""
@@ -641,4 +641,4 @@ def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
 
 def return_delay_s(num_failed: int) -> float:
     """How long a server that others run is left alone: 0 after the first failure, then 2, 4, 8, ... 60 s."""
-    return 0.0 if num_failed < 2 else min(_MAX_RETURN_DELAY_S, 2.0 ** (num_failed - 1))
+    return 0.0 if num_failed < 2 else backoff_s(num_failed - 2, 2.0, MAX_RESTART_DELAY_S)

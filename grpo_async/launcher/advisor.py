@@ -1,4 +1,4 @@
-"""Checks now and then what bounds the run and whether it learns; training loses nothing to it."""
+"""Says during training what limits its speed and whether it learns; all in the launcher, so that training does not wait for it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from grpo_async.display.display import Display, View
 from grpo_async.findings import Evidence, Verdict, judge
-from grpo_async.findings.evidence import PackedRow, read_metrics
+from grpo_async.findings.evidence import MetricLog
 from grpo_async.findings.speed import PipelineSetup, advise, pipeline_metrics
 from grpo_async.run_directory import RunDir
 from grpo_async.tracking.jsonl import keep_steps
-from grpo_async.utils.files import numbers
 
 _MIN_STEPS = 5
 
 
 class Advisor(View):
-    """Every `every_steps` steps it tells `display` what bounds the run, by the metrics of the steps since the last time, and
+    """Every `every_steps` steps it tells `display` what limits the speed, by the metrics of the steps since the last time, and
     whether it learns, by the files of the run; the latter after each evaluation, too.
 
     Args:
@@ -46,9 +45,7 @@ class Advisor(View):
         self._steps: deque[Mapping[str, float]] = deque(maxlen=max(_MIN_STEPS, every_steps))
         self._warned = False
         self._verdict: Verdict | None = None
-        # of all steps: to read the file again at each judgment would take longer and longer
-        self._metrics = [row for row in read_metrics(run_dir, []) if row["step"] <= (resume_step or 0)]
-        self._names: dict[tuple[str, ...], dict[str, int]] = {}
+        self._metrics = MetricLog(run_dir.metrics)
         with self._warning():
             keep_steps(log, resume_step or 0)
 
@@ -60,11 +57,6 @@ class Advisor(View):
 
     def _after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._steps.append(metrics)
-        while (
-            self._metrics and self._metrics[-1]["step"] >= step
-        ):  # the ranks went on from an earlier checkpoint than was planned
-            self._metrics.pop()
-        self._metrics.append(PackedRow({"step": step, **numbers(metrics)}, self._names))
         if not self._every_steps or step % self._every_steps:
             return
         self._judge()
@@ -77,7 +69,7 @@ class Advisor(View):
 
     def _judge(self) -> None:
         """Say it when it is another than before."""
-        verdict = judge(Evidence.read(self._run_dir, self._metrics))
+        verdict = judge(Evidence.read(self._run_dir, list(self._metrics.rows().values())))
         if verdict != self._verdict:
             self._verdict = verdict
             self._display.learning(verdict)

@@ -24,11 +24,15 @@ from grpo_async.errors import RunError
 from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.launcher.plan import ProcessSpec
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE
-from grpo_async.utils.processes import LAUNCHER_PID_VARIABLE, TAG_VARIABLE, describe_exit, prctl
+from grpo_async.utils.processes import (
+    KILL_TIMEOUT_S,
+    LAUNCHER_PID_VARIABLE,
+    TAG_VARIABLE,
+    describe_exit,
+    is_running,
+    prctl,
+)
 from grpo_async.utils.safe_text import tail
-
-KILL_TIMEOUT_S = 10.0
-"""For SIGKILL to take effect."""
 
 _OF_ANOTHER_RUN = re.compile(
     rf"{TOKEN_VARIABLE}|{ASSIGNMENT_VARIABLE}|TORCHELASTIC_.*|NNODES|((NODE|LOCAL|GROUP)_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
@@ -56,7 +60,7 @@ class Child:
     @property
     def has_ended(self) -> bool:
         """As `not is_running`, but at once: `exited` is done only when the event loop has noticed."""
-        return not self.is_running or not _is_running(self.pid)
+        return not self.is_running or not is_running(self.pid)
 
     def describe_end(self, *, how: str | None = None) -> str:
         """How it ended, and the last lines of its log. Only after `exited` is done, or with `how`."""
@@ -161,7 +165,7 @@ class Children:
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
                 if process.pid not in self._before and os.getsid(process.pid) != self._session:
                     found += [process, *process.children(recursive=True)]
-        return [process for process in found if _is_running(process.pid)]
+        return [process for process in found if is_running(process.pid)]
 
     def _below(self, child: Child) -> list[psutil.Process]:
         """The part of `_alive` that descends from one child: itself, its session, what carries its tag, and what these started.
@@ -200,10 +204,3 @@ def _belongs(process: psutil.Process, child: Child) -> bool:
         return bool(process.environ().get(TAG_VARIABLE) == child.tag)
     except (psutil.AccessDenied, OSError):
         return False  # it changed its user: it cannot be ended either
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

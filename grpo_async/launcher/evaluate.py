@@ -31,14 +31,14 @@ from grpo_async.errors import ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher.gpus import with_dtypes
 from grpo_async.launcher.supervisor import RunOutcome
-from grpo_async.launcher.train import lead
+from grpo_async.launcher.train import lead_run
 from grpo_async.processes import machine as machine_module
 from grpo_async.run_directory import RunDir, partial_of, write_atomically
 from grpo_async.servers.engine_choice import choose_engine
 from grpo_async.utils.safe_text import plain
 
 
-def evaluate(
+def run_evaluation(
     config: ExperimentConfig,
     *,
     checkpoint: str | None,
@@ -50,7 +50,7 @@ def evaluate(
     Args:
         checkpoint: see evaluation.target.choose_target.
         out: a folder for the results, new or empty; None: RUN_DIR/NAME.eval-LABEL.
-        output: how it tells of itself; None: everything on stdout.
+        output: where and how much it prints; None: everything, to stdout.
 
     Returns:
         How it ended; `summary` is the content of evaluation.json, None where there is none.
@@ -74,7 +74,7 @@ def evaluate(
         run_dir.create()
         with _model(config, target, run_dir, output) as model_path:
             served = _to_serve(config, model_path, run_dir)
-            outcome = lead(served, engine, output, purpose="evaluation", notes=notes)
+            outcome = lead_run(served, engine, output, purpose="evaluation", notes=notes)
             # the name of the model for whoever looks at the rollouts, in place of that of a folder that is removed now
             write_atomically(run_dir.config, dump_config(_to_serve(config, config.model.path, run_dir)))
         return _report(outcome, target, run_dir, output)
@@ -134,7 +134,7 @@ def _report(outcome: RunOutcome, target: EvaluationTarget, run_dir: RunDir, outp
     result: dict[str, Any] | None = None
     if outcome.summary is not None and outcome.exit_code == 0:
         result = {"evaluated": target.label, **outcome.summary, "folder": str(run_dir.root)}
-        write_atomically(run_dir.root / "evaluation.json", json.dumps(result, indent=2))
+        write_atomically(run_dir.evaluation_result, json.dumps(result, indent=2))
 
     def show(console: Console) -> None:
         assert result is not None

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from grpo_async.cluster.rendezvous import JoinedRun, join
-from grpo_async.cluster.store import HEARTBEAT_S, LauncherStore, Message
+from grpo_async.cluster.store import HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, LauncherStore, Message
 from grpo_async.config import ExperimentConfig
 from grpo_async.display.display import Display, View
 from grpo_async.display.output import Output
@@ -163,7 +163,7 @@ class Follower:
                 for message in await exchange(self._launchers):
                     self._take(message)
                 if self._launchers.silent([0]):
-                    raise TimeoutError("it has sent no heartbeat for a minute")
+                    raise TimeoutError(f"it has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s")
             except (RunError, RuntimeError, TimeoutError) as error:
                 self._error = f"node 0 is gone ({error}): its launcher was killed, or the machine or the network failed"
                 self._ended.set()

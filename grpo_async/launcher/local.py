@@ -23,12 +23,13 @@ from grpo_async.config import ExperimentConfig
 from grpo_async.config.sections import MAX_RESTART_DELAY_S, InferenceSection
 from grpo_async.display.display import Display
 from grpo_async.errors import RunError
-from grpo_async.launcher.children import KILL_TIMEOUT_S, Child, Children
+from grpo_async.launcher.children import Child, Children
 from grpo_async.launcher.liveness import Liveness
 from grpo_async.launcher.plan import ProcessPlan, ProcessSpec, first_server
 from grpo_async.launcher.signals import Signals
 from grpo_async.utils.concurrency import in_background
-from grpo_async.utils.processes import describe_exit
+from grpo_async.utils.processes import KILL_TIMEOUT_S, describe_exit
+from grpo_async.utils.retry import backoff_s
 from grpo_async.utils.text import count
 
 TellTrainer: TypeAlias = Callable[..., None]
@@ -50,7 +51,7 @@ class LocalProcesses:
     Attributes:
         signals: that this process gets meanwhile.
         liveness: of the trainer's processes.
-        stopping: set when the run stops: from then on the end of a server is not missed.
+        stopping: set when the run stops; from then on a server may end, and is not started again.
         lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
         have_served: whether some server, of any machine, has ever served: then there may be steps to save.
     """
@@ -226,7 +227,7 @@ class RestartCount:
         if self.in_a_row >= self.max_restarts:
             return None
         self.in_a_row += 1
-        return min(MAX_RESTART_DELAY_S, self._delay_s * 2.0 ** (self.in_a_row - 1))
+        return backoff_s(self.in_a_row - 1, self._delay_s, MAX_RESTART_DELAY_S)
 
 
 class _End(NamedTuple):

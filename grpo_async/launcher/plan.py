@@ -43,6 +43,7 @@ from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
 from grpo_async.utils.network import host_in_url
+from grpo_async.utils.text import count
 
 Fact: TypeAlias = tuple[str, str]
 """A further line of a plan's description: a name and a text."""
@@ -105,11 +106,9 @@ class ProcessPlan:
         ]
         for spec in self.processes:
             where = f"GPU {','.join(spec.gpus)}" if spec.gpus else "CPU"
-            processes = "process" if spec.num_processes == 1 else "processes"
-            threads = "CPU thread" if spec.threads == 1 else "CPU threads"
             lines += [
                 "",
-                f"{spec.name}: {spec.num_processes} {processes}, {spec.threads} {threads} each, {where}",
+                f"{spec.name}: {count(spec.num_processes, 'process')}, {count(spec.threads, 'CPU thread')} each, {where}",
                 f"  command  {shlex.join(spec.command)}",
                 *([f"  memory   {spec.memory}, estimated"] if spec.memory else []),
                 f"  log      {given.attempt_dir / spec.log_name}",
@@ -151,7 +150,7 @@ def plan_dry(
     run_dir = RunDir(config.run_path.absolute())
     assignment = Assignment(
         run_dir=run_dir,
-        attempt_dir=run_dir.logs / "attempt_N",
+        attempt_dir=run_dir.attempt("N"),
         private=Path(tempfile.gettempdir()) / "grpo-async-run-RANDOM",
         server_urls=tuple(url for host in hosts for url in own_urls(config, host, ports=ports)),
         resume_step=resume_step,

@@ -28,7 +28,7 @@ from grpo_async.training.checkpoint_manifest import (
     problem_of,
     set_aside,
 )
-from grpo_async.utils.files import read_object
+from grpo_async.utils.files import read_object, temporary_of
 from grpo_async.utils.run_state import FINISHED
 
 # What a checkpoint means depends on these: other weights, another order of the data, another meaning of a group.
@@ -106,7 +106,7 @@ def _reuse(run_dir: RunDir, config: ExperimentConfig) -> Start:
         ConfigError: it is not a run directory, or the run has trained steps.
     """
     _check_removable(run_dir, config)
-    if run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0:
+    if run_dir.has_steps():
         raise ConfigError(
             f"the run directory {run_dir.root} already exists, with trained steps but without a checkpoint to continue from: "
             "--clean removes it first, a different run.name leaves it alone"
@@ -172,8 +172,7 @@ def _check_removable(run_dir: RunDir, config: ExperimentConfig) -> None:
         return
     if root.is_symlink() or not root.is_dir():
         raise ConfigError(f"{root} is a link or a file, not a directory; remove it yourself")
-    # by a run that was killed in its first moment
-    half_written = run_dir.config.with_name(f"{run_dir.config.name}.tmp")
+    half_written = temporary_of(run_dir.config)  # by a run that was killed in its first moment
     if any(entry != half_written for entry in root.iterdir()) and not run_dir.config.is_file():
         raise ConfigError(f"{root} has no config.yaml, so it does not look like a run directory; remove it yourself")
     inputs = {

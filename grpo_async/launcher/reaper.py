@@ -21,12 +21,11 @@ from pathlib import Path
 import psutil
 
 from grpo_async.errors import RunError
-from grpo_async.utils.processes import TAG_VARIABLE
+from grpo_async.utils.processes import KILL_TIMEOUT_S, TAG_VARIABLE, is_running
 
 _SOCKET_PATH_BYTES = 100  # the kernel takes 107 (Linux) or 103 (macOS)
 _DONE = b"done\n"
 _END_TIMEOUT_S = 5.0  # for the reaper to end when the launcher has
-_KILL_TIMEOUT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -62,7 +61,7 @@ def main(launcher: int, folder: Path) -> int:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        if len(psutil.wait_procs(left, timeout=_KILL_TIMEOUT_S)[1]) == len(left):
+        if len(psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)[1]) == len(left):
             break  # they hang in the kernel
     shutil.rmtree(folder, ignore_errors=True)
     return 0
@@ -73,8 +72,7 @@ def _left(tag: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            is_ours = process.environ().get(TAG_VARIABLE, "").startswith(tag)
-            if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+            if process.environ().get(TAG_VARIABLE, "").startswith(tag) and is_running(process.pid):
                 found.append(process)
     return found
 

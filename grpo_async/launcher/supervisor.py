@@ -229,8 +229,8 @@ class Supervisor:
         run_dir = self._assignment.run_dir
         steps = run_dir.checkpoint_steps()
         if not steps:
-            trained = run_dir.metrics.exists() and run_dir.metrics.stat().st_size > 0
-            return f"there is no checkpoint yet; the same command{' with --clean' if trained else ''} begins again"
+            clean = " with --clean" if run_dir.has_steps() else ""
+            return f"there is no checkpoint yet; the same command{clean} begins again"
         return f"the newest checkpoint is step {steps[-1]}; continue with: grpo-async train {run_dir.config} --resume latest"
 
     def _on_message(self, message: Mapping[str, Any]) -> None:

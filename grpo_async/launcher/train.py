@@ -59,7 +59,7 @@ def launch(
         dry_run: check, print the plan and the resolved configuration, start and write nothing.
         node_rank: of this machine, like `master_addr` see cluster.nodes. Of several, node 0 decides all that concerns the run
             directory (`resume`, `clean`); the others follow it.
-        output: how it tells of itself; None: everything, as a dashboard on a terminal and as lines elsewhere.
+        output: where and how much it prints; None: everything, as a dashboard on a terminal and as lines elsewhere.
 
     Returns:
         The exit code: 0 finished, 1 failed (the cause is on stderr), 130 after SIGINT, 143 after SIGTERM or SIGHUP.
@@ -91,7 +91,7 @@ def launch(
             start = check_start(config, resume=resume, clean=clean)  # again: another launcher may have had it until now
             with writing(run_dir):
                 make_room(run_dir, start)
-            outcome = lead(config, engine, output, start=start, node=node, notes=notes)
+            outcome = lead_run(config, engine, output, start=start, node=node, notes=notes)
             return end_with_report(outcome, config, run_dir, output)
 
 
@@ -115,7 +115,7 @@ def _with_dtypes(config: ExperimentConfig, engine: EngineChoice, node: Node, *, 
     return with_dtypes(config, engine, gpus)
 
 
-def preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunOutcome:
+def run_preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunOutcome:
     """Start the processes of a run, make the checks before the first step, print them and end everything. Everything is written to
     a temporary run directory; that of `config` is not touched. Of several machines only this one is checked.
 
@@ -144,7 +144,7 @@ def preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunO
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": folder})})
         is_broken = False
         try:
-            outcome = lead(config, engine, output, purpose="preflight", notes=notes)
+            outcome = lead_run(config, engine, output, purpose="preflight", notes=notes)
             is_broken = outcome.exit_code == 1 and outcome.checks is None
             if is_broken:  # the logs say more than the error
                 logs = RunDir(config.run_path).logs
@@ -156,7 +156,7 @@ def preflight(config: ExperimentConfig, *, output: Output | None = None) -> RunO
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def lead(
+def lead_run(
     config: ExperimentConfig,
     engine: EngineChoice,
     output: Output,
@@ -198,7 +198,7 @@ def lead(
             urls = own_urls(config, config.inference.host)
         else:
             assert token is not None
-            launchers = stack.enter_context(hosting(config, node, token))
+            launchers = stack.enter_context(hosting(node, token))
             own = NodeInfo.of(config, node, engine)
             members = gather(launchers, config, assignment, own, output.say)
             cluster = Cluster(launchers=launchers, members=members)

@@ -18,13 +18,14 @@ from grpo_async.processes.assignment import Assignment
 from grpo_async.processes.control import ControlClient
 from grpo_async.processes.entry import run_process
 from grpo_async.user_code.threads import call_when_set
+from grpo_async.utils.text import count
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 10.0
 
 
-def evaluate(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
+def evaluate_served(assignment: Assignment, config: ExperimentConfig, control: ControlClient) -> None:
     """Run this process from start to end."""
     from grpo_async.store.rollout_store import RolloutStore, all_groups
     from grpo_async.trainer.connections import open_fleet
@@ -92,8 +93,11 @@ def _run(
 
     evaluator = build_evaluator(config, inputs.data, inputs.components, inputs.scorer, client=client, renderer=renderer)
     assert evaluator is not None
-    count = min(section.num_prompts, len(inputs.data.evaluation or ()))
-    control.send("phase", name=f"evaluating {count} prompts, {section.samples_per_prompt} completion(s) each")
+    num_prompts = min(section.num_prompts, len(inputs.data.evaluation or ()))
+    control.send(
+        "phase",
+        name=f"evaluating {count(num_prompts, 'prompt')}, {count(section.samples_per_prompt, 'completion')} each",
+    )
     task = EvaluationTask(
         step=0,
         served_version=served_version,
@@ -133,4 +137,4 @@ async def _close(*closes: Callable[[], Awaitable[None]]) -> None:
 
 
 if __name__ == "__main__":
-    run_process("the evaluation, rank", evaluate)
+    run_process("the evaluation, rank", evaluate_served)

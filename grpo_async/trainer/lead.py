@@ -93,7 +93,7 @@ _FAR_MORE = 1.5  # than an estimate that is good to about a third
 _MAX_NONFINITE_STEPS = 3  # in a row, each skipped; then the run ends
 
 
-def lead(assignment: Assignment, control: ControlClient, context: TrainerContext, renderer: ChatRenderer) -> None:
+def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerContext, renderer: ChatRenderer) -> None:
     """Run rank 0; everything it opened is closed when it returns or raises."""
     run_dir, timeline, step = assignment.run_dir, context.timeline, assignment.resume_step
     with ExitStack() as stack:

@@ -40,7 +40,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
 
     from grpo_async.chat.renderer import load_renderer
     from grpo_async.trainer.context import build_context, join_process_group
-    from grpo_async.trainer.lead import lead
+    from grpo_async.trainer.lead import lead_ranks
     from grpo_async.training.checkpoint import find_whole
     from grpo_async.training.ranks import follow
 
@@ -61,7 +61,7 @@ def _run(assignment: Assignment, config: ExperimentConfig, control: ControlClien
         context = build_context(assignment, config, tokenizer=renderer.tokenizer, timeline=timeline)
         timeline.add("loading the model", "run", began, time.time())
         if assignment.rank == 0:
-            lead(assignment, control, context, renderer)
+            lead_ranks(assignment, control, context, renderer)
         else:
             if assignment.resume_step is not None:
                 context.load(assignment.resume_step)

@@ -18,19 +18,23 @@ def stdout_console(file: TextIO | None = None, *, width_of_a_pipe: int = 500) ->
     return console if console.is_terminal else Console(highlight=False, file=file, width=width_of_a_pipe)
 
 
-def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
-    """Names and texts below each other; in a pipe each is one line, whatever its length."""
+def print_rows(console: Console, rows: Iterable[tuple[str | Text, ...]]) -> None:
+    """Rows of as many cells, the last one of any length; in a pipe each row is one line."""
     from rich.table import Table
     from rich.text import Text
 
-    rows = [(name, text) for name, text in rows if text]
+    rows = list(rows)
+    names = list(zip(*rows, strict=True))[:-1]
     if not console.is_terminal:
-        width = max((len(name) for name, _ in rows), default=0)
-        for name, text in rows:
-            console.print(Text.assemble(f"{name:{width}}  ", text), soft_wrap=True)
+        widths = [max(map(len, column)) for column in names]
+        for *cells, text in rows:
+            padded = [f"{cell!s:{width}}" for cell, width in zip(cells, widths, strict=True)]
+            line = " ".join(map(str.strip, str(text).splitlines()))
+            console.print(Text("  ".join([*padded, line])), soft_wrap=True)
         return
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True, style="bold")
+    for _ in names:
+        table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for row in rows:
         table.add_row(*row)

@@ -24,9 +24,9 @@ _CHUNK_BYTES = 1 << 20  # to read at once
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A name next to `path` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After an
-    error nothing is left of it."""
-    temporary = path.with_name(path.name + ".tmp")
+    """Yields `temporary_of(path)` to write to; at the end it is renamed to `path`: a reader sees the old file or the new one. After
+    an error nothing is left of it."""
+    temporary = temporary_of(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -34,6 +34,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def temporary_of(path: Path) -> Path:
+    """The name of a file while `replacing` writes it; a process that is killed meanwhile leaves it."""
+    return path.with_name(path.name + ".tmp")
 
 
 def sync(path: Path) -> None:

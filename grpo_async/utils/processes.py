@@ -1,4 +1,4 @@
-"""Processes: how long they live, how they ended, in words, and how many CPUs there are for them."""
+"""Processes: how long they live, whether one runs, how one ended, in words, and how many CPUs there are for them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ import threading
 # The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
 
 LAUNCHER_PID_VARIABLE = "GRPO_ASYNC_LAUNCHER_PID"
-"""Set by the launcher for its direct children."""
+"""The launcher sets this environment variable for its direct children."""
 TAG_VARIABLE = "GRPO_ASYNC_PROCESS"
-"""Names, in its environment, the child of the launcher that a process descends from, whoever its parent is by now."""
+"""Its value names the child of the launcher that a process descends from; an orphan still has it."""
+KILL_TIMEOUT_S = 10.0
+"""For SIGKILL to take effect."""
 
 _PR_SET_PDEATHSIG = 1
+_CLOCK_S = 2.0  # the start of a process is measured in ticks, and of a clock that may be set
 
 
 def die_with_launcher() -> None:
@@ -59,7 +62,25 @@ def _exit_when_parent_changes(parent: int) -> None:
     os._exit(1)
 
 
-# ---- how a process ended, in words ----
+# ---- whether a process runs, and how it ended, in words ----
+
+
+def is_running(pid: int, started_at: float | None = None) -> bool:
+    """Whether a process of this machine is there and has not ended: a zombie has.
+
+    Args:
+        started_at: seconds since 1970; a later process of the same number is another one. None: any of the number.
+    """
+    import psutil  # most children that import this module do without it
+
+    try:
+        process = psutil.Process(pid)
+        is_it = started_at is None or abs(process.create_time() - started_at) <= _CLOCK_S
+        return is_it and bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:  # another user's
+        return bool(psutil.pid_exists(pid))
 
 
 def describe_exit(status: int) -> str:

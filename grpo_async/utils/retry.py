@@ -1,7 +1,6 @@
-"""The one rule of retries over HTTP: what may go away by itself is asked again, bounded and jittered; a refusal never.
+"""Retries: how long to wait before each. Over HTTP what may pass by itself is asked again, bounded and jittered; a refusal never.
 
-What counts as such stands with the callers (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards
-429.
+The callers decide what may pass (`inference.connect`, `rewards.http`): connection errors, answers >= 500; for rewards 429.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _MAX_MESSAGE_CHARS = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Wait base_s x 2^attempt, at most max_s, times a random factor in [0.5, 1)."""
+    """Wait `backoff_s`, times a random factor in [0.5, 1)."""
 
     max_retries: int = 5
     base_s: float = 0.2
@@ -24,8 +23,12 @@ class RetryPolicy:
 
     def delay_s(self, attempt: int) -> float:
         """Seconds to wait before retry number `attempt` (0-based). attempt 2 with base 0.2: 0.8 x [0.5, 1)."""
-        longest = min(self.max_s, self.base_s * 2.0**attempt)
-        return longest * (0.5 + 0.5 * self.rng.random())
+        return backoff_s(attempt, self.base_s, self.max_s) * (0.5 + 0.5 * self.rng.random())
+
+
+def backoff_s(attempt: int, base_s: float, max_s: float) -> float:
+    """`base_s`, doubled with each attempt from number 0 on, at most `max_s`: attempt 2 with base 0.2 -> 0.8."""
+    return min(max_s, base_s * 2.0 ** min(attempt, 100))  # 2.0**1024 is an OverflowError
 
 
 def server_message(body: bytes) -> str:

@@ -6,7 +6,6 @@ decides.
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Mapping
@@ -14,8 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import psutil
-
+from grpo_async.utils.processes import is_running
 from grpo_async.utils.text import duration, finite
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
@@ -31,7 +29,6 @@ UNFINISHED = "unfinished"
 STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, SILENT, UNFINISHED)
 
 SILENT_S = 60.0
-_CLOCK_S = 2.0  # the start of a process is measured in ticks, and of a clock that may be set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +63,8 @@ def state_of(
         silence = "does not say when it wrote" if age is None else f"has written nothing for {age}"
         return RunState(state=SILENT, why=f"its launcher, on {host}, {silence}")
     pid = status.get("pid")
-    if _is_alive(pid, finite(status.get("pid_started_at"))):
+    started_at = finite(status.get("pid_started_at"))
+    if type(pid) is int and 0 < pid < 2**31 and started_at is not None and is_running(pid, started_at):
         return RunState(state=RUNNING)
     when = "" if age is None else f", {age} ago or less"
     return RunState(state=KILLED, why=f"its launcher (pid {pid}) is gone without a word: it was killed{when}")
-
-
-def _is_alive(pid: object, started_at: float | None) -> bool:
-    """Whether process `pid` of this machine is alive, and is not a later one of the same number."""
-    if not isinstance(pid, int) or isinstance(pid, bool) or not 0 < pid < 2**31 or started_at is None:
-        return False
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - started_at) <= _CLOCK_S
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.AccessDenied:
-        return os.path.exists(f"/proc/{pid}")

@@ -56,8 +56,9 @@ def duration(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """1, "group" -> "1 group"; 3000, "group" -> "3,000 groups"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """1, "group" -> "1 group"; 3000, "group" -> "3,000 groups"; 2, "process" -> "2 processes"."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def first_line(text: str) -> str:

@@ -205,8 +205,11 @@ def test_the_table_shows_text_as_text_and_colors_on_a_terminal_only(terminal: bo
     console = Console(
         file=StringIO(), width=120, force_terminal=terminal, color_system="standard" if terminal else None, _environ={}
     )
-    print_checks(console, [Check("a", "pass", "fine"), Check("b", "warn", "[red]no markup[/red]")], title="Checks")
+    print_checks(
+        console, [Check("a", "pass", "fine\nmore"), Check("b", "warn", "[red]no markup[/red]")], title="Checks"
+    )
     output = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("\x1b[32m" in output) == terminal
+    assert ("32m" in output) == terminal
     assert "[red]no markup[/red]" in output
     assert "passed" in output.splitlines()[-1]
+    assert ("pass  a  fine more" in output) != terminal

@@ -226,7 +226,7 @@ def test_the_preflight_gets_the_configuration_and_its_exit_code_is_that_of_the_c
         calls.append((config.run.name, output.mode))
         return RunOutcome(exit_code=1, checks=[Check("disk", "fail", "full")])
 
-    monkeypatch.setattr("grpo_async.launcher.train.preflight", preflight)
+    monkeypatch.setattr("grpo_async.launcher.train.run_preflight", preflight)
     assert _invoke("preflight", config, "--set", "run.name=other", "--quiet").exit_code == 1
     assert calls == [("other", "quiet")]
 

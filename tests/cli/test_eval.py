@@ -13,7 +13,7 @@ from grpo_async.config.loader import dump_config
 from grpo_async.errors import ConfigError
 from grpo_async.evaluation.target import EvaluationTarget, choose_target
 from grpo_async.launcher import evaluate as evaluate_module
-from grpo_async.launcher.evaluate import evaluate
+from grpo_async.launcher.evaluate import run_evaluation
 from grpo_async.run_directory import RunDir
 from tests.launcher.support import make_config
 
@@ -80,11 +80,11 @@ def test_running_servers_are_asked_as_they_are(tmp_path: Path) -> None:
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_module, "check_inputs", lambda *_, **__: [])
     with pytest.raises(ConfigError, match="evaluation: the configuration has no such section"):
-        evaluate(make_config(tmp_path), checkpoint=None, out=None)
+        run_evaluation(make_config(tmp_path), checkpoint=None, out=None)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ConfigError, match="is not an empty directory"):
-        evaluate(_config(tmp_path), checkpoint=None, out=tmp_path / "full")
+        run_evaluation(_config(tmp_path), checkpoint=None, out=tmp_path / "full")
 
 
 def test_servers_get_the_model_and_nothing_of_how_it_is_trained(tmp_path: Path) -> None:

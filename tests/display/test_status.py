@@ -25,7 +25,7 @@ from grpo_async.display.progress import Example, Progress
 from grpo_async.display.status import print_status, read_status, watch
 from grpo_async.display.status_file import StatusFile
 from grpo_async.errors import ConfigError, RunError
-from grpo_async.findings import Finding, Severity
+from grpo_async.findings import Evidence, Finding, Severity
 from grpo_async.launcher import advisor as advisor_module
 from grpo_async.launcher.advisor import Advisor
 from grpo_async.run_directory import RunDir
@@ -285,17 +285,17 @@ def _advised(run_dir: RunDir, every_steps: int) -> Mock:
 
 def test_steps_that_run_again_are_judged_once(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks found the checkpoint of step 15 damaged, and went on from that of step 10."""
-    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 16)))
+    steps = [*range(1, 16), 11, 12]
+    run_dir.metrics.write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in steps))
     judged: list[list[float]] = []
     monkeypatch.setattr(
         advisor_module, "judge", lambda evidence: judged.append([row["step"] for row in evidence.metrics])
     )
     setup = pipeline_setup(max_in_flight=256)
     advisor = Advisor(Mock(spec=Display), setup=setup, every_steps=0, run_dir=run_dir, resume_step=15)
-    for step in (11, 12):
-        advisor.show("step", {"step": step, "metrics": STEP})
     advisor.show("evaluation", {})
-    assert judged == [[*range(1, 13)]]
+    advisor_module.judge(Evidence.read(run_dir))
+    assert judged == [[*range(1, 13)]] * 2
 
 
 def test_advice_is_given_every_so_many_steps_and_kept(run_dir: RunDir) -> None:

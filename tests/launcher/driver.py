@@ -41,7 +41,7 @@ def main(options: dict[str, Any]) -> int:
         inference=options.get("inference", {}),
     )
     if options.get("preflight"):
-        code = train.preflight(config).exit_code
+        code = train.run_preflight(config).exit_code
     else:
         code = train.launch(config, node_rank=options.get("node_rank"))
     if "torch" in sys.modules and config.launch.nodes.count == 1:  # several machines meet in a store of torch

@@ -223,7 +223,7 @@ class _Run:
         self.assignment = Assignment(
             run_dir=self.run_dir, attempt_dir=self.run_dir.new_attempt(), private=Path("/private"), node=node
         )
-        self.launchers = stack.enter_context(hosting(config, node, TOKEN))
+        self.launchers = stack.enter_context(hosting(node, TOKEN))
         self.notes: list[str] = []
 
     def gather(self) -> list[NodeInfo]:

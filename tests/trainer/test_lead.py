@@ -29,7 +29,7 @@ from grpo_async.run_directory import RunDir
 from grpo_async.tracking.timeline import NO_TIMELINE
 from grpo_async.trainer import connections as connections_module
 from grpo_async.trainer import lead as lead_module
-from grpo_async.trainer.lead import Leader, lead
+from grpo_async.trainer.lead import Leader, lead_ranks
 from grpo_async.training.checkpoint import CheckpointState
 from tests.launcher.support import make_config
 from tests.support.local_server import local_server
@@ -209,7 +209,7 @@ def _lead(
         channel=SimpleNamespace(send=lambda commands: told.append(type(commands[0]).__name__)),
     )  # fmt: skip
     renderer: Any = SimpleNamespace(tokenizer=range(7))
-    lead(place, ControlClient(None), context, renderer)
+    lead_ranks(place, ControlClient(None), context, renderer)
     return told
 
 

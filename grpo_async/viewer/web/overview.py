@@ -170,8 +170,7 @@ def logs(run: RunDir, attempt: str, file: str) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such attempt or file.
     """
-    folders = sorted(run.logs.glob("attempt_*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    attempts = [path.name for path in folders if path.is_dir()]
+    attempts = [run.attempt(number).name for number in reversed(run.attempts())]
     if not attempts:
         return {"attempts": [], "files": [], "lines": []}
     attempt = attempt or attempts[0]
