@@ -213,7 +213,6 @@ def simulate(setup: Setup) -> dict[str, float]:
         for server in servers:
             server.resume()
         loop.call_soon(worker.on_version, version)
-        ledger.advance(version)
 
     # after each step: the time, and sums so far (of servers the mean)
     ticks: list[dict[str, float]] = []

@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
 
 MAX_REWARD = 1e9
-"""In size, of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
+"""The largest size of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """What stands before and after the thinking of a turn: of most models, of Mistral's."""
@@ -41,6 +41,11 @@ class Origin(StrEnum):
     POLICY = "policy"  # sampled by the policy
     TOOL = "tool"  # a tool's result
     ENVIRONMENT = "environment"  # text from an environment
+
+
+def origin_of(role: str, default: Origin) -> Origin:
+    """Who wrote a message of this role; `default` where the role does not say it, as of a user's."""
+    return {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}.get(role, default)
 
 
 class FinishReason(StrEnum):
@@ -339,28 +344,23 @@ class RolloutCompletion(TokenPath):
         return [self, *self.branches]
 
     def sample_id(self, path: TokenPath) -> str:
-        """Of the sample that one of `paths` becomes: "g7-r0" of the rollout's own turns, "g7-r0.b1" of its first branch."""
+        """Id of the sample that one of `paths` becomes: "g7-r0" of the rollout's own turns, "g7-r0.b1" of its first branch."""
         return f"{self.rollout_id}.{path.name}" if isinstance(path, Branch) else self.rollout_id
 
     @property
     def all_turns(self) -> list[TurnRecord]:
-        """Those of all `paths`."""
+        """The turns of all `paths`."""
         return [turn for path in self.paths for turn in path.turns]
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of all paths."""
+        """Tokens that the policy sampled in all `paths`."""
         return sum(path.num_own_tokens for path in self.paths)
 
     @property
     def oldest_version(self) -> int | None:
         """The oldest policy version among the sampled tokens of all paths; None when nothing was sampled."""
         return oldest_of(turn.policy_versions for turn in self.all_turns)
-
-    def trajectory(self, prompt: Prompt) -> list[TaggedMessage]:
-        """The whole conversation: the prompt's messages, then the completion's, each once."""
-        messages = prompt.messages if self.prompt_messages is None else self.prompt_messages
-        return [*messages, *self.completion_messages()]
 
     def tool_metrics(self) -> dict[str, float]:
         """Calls of this rollout and the fraction that failed; 2 calls of which 1 failed -> 2.0 and 0.5, no calls -> 0.0 and 0.0.
@@ -388,7 +388,7 @@ class RolloutGroup:
 
 
 def root_id(rollout_id: str) -> str:
-    """Of the rollout that a branch is of: "g7-r0.b1" -> "g7-r0"; of a rollout its own."""
+    """Id of the rollout to which an id of a rollout or a branch belongs: "g7-r0.b1" and "g7-r0" -> "g7-r0"."""
     return rollout_id.partition(".")[0]
 
 
@@ -419,7 +419,7 @@ class RolloutSample:
 
     @property
     def root_id(self) -> str:
-        """Id of the rollout that it is of: "g7-r0" of "g7-r0.b1"."""
+        """Id of the rollout to which the sample belongs; see `root_id`."""
         return root_id(self.rollout_id)
 
     @property

@@ -26,13 +26,13 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from grpo_async.agents.calls import AgentRefusal, Call, refuse
 from grpo_async.agents.history import Answer
+from grpo_async.config.sections import SAMPLING
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
 Event = tuple[str | None, Mapping[str, Any]]
 """Name and content of a server-sent event."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "min_tokens": 0, "ignore_eos": False}
 """Settings that change what is sampled and are not supported, with the values that change nothing."""
 _UNSUPPORTED = ("functions", "function_call", "audio", "top_logprobs", "background", "conversation", "prompt")
@@ -101,7 +101,7 @@ class Exchange(ABC):
             raise refuse(problems_of(error), param=str(error.errors()[0]["loc"][0])) from error
         choice = fields.tool_choice or "auto"
         limits = (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens)
-        sampling = {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+        sampling = {name: value for name in SAMPLING if (value := getattr(fields, name)) is not None}
         if sampling.get("top_k") == -1:  # all, as 0
             sampling["top_k"] = 0
         nested = (fields.text or fields.output_config or {}).get("format")

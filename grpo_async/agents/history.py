@@ -43,13 +43,12 @@ from grpo_async.records import (
     ToolCall,
     ToolCallRecord,
     TurnRecord,
+    origin_of,
 )
 from grpo_async.utils.text import num_equal
 
 _NUM_HISTORIES = 4
 """That are remembered of a rollout: an agent and its sub-agents take turns."""
-_ORIGINS = {"system": Origin.PROMPT, "assistant": Origin.POLICY, "tool": Origin.TOOL}
-"""Of a client's messages; a user's may hold anything, so the text of control tokens in it stays text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -326,7 +325,9 @@ def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
 
 def _tag(message: Message) -> TaggedMessage:
     role = str(message["role"])
-    origin = _ORIGINS.get(role, Origin.ENVIRONMENT)
+    origin = origin_of(
+        role, Origin.ENVIRONMENT
+    )  # a client may put anything into a user's message: control tokens stay text
     return TaggedMessage(role=role, content=message["content"], origin=origin, name=message.get("name"))
 
 

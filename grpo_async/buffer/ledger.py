@@ -68,6 +68,11 @@ class Ledger:
         self._tokens: Counter[str] = Counter(totals["tokens"])
 
     @property
+    def version(self) -> int:
+        """The policy version that the servers serve."""
+        return self._version
+
+    @property
     def capacity(self) -> int:
         """Groups that may be started right now."""
         steps = min(self._version + self._max_staleness + 1, self._last_version) - self._first_version

@@ -90,6 +90,10 @@ class SampleBuffer:
         with self._condition:
             return len(self._groups)
 
+    def is_stale(self, oldest_version: int | None, version: int) -> bool:
+        """Whether no step after `version` may use a group whose oldest token is of `oldest_version`; None: it has no tokens."""
+        return oldest_version is not None and version - oldest_version > self._max_staleness
+
     def add(self, *groups: ScoredGroup) -> None:
         """Queue groups that are scored: one that was made, or those of a checkpoint."""
         for group in groups:
@@ -206,8 +210,7 @@ class SampleBuffer:
     def _drop_stale(self, groups: list[ScoredGroup], trainer_version: int) -> list[ScoredGroup]:
         fresh = []
         for group in groups:
-            oldest = group.oldest_version
-            if oldest is not None and trainer_version - oldest > self._max_staleness:
+            if self.is_stale(group.oldest_version, trainer_version):
                 self._note_taken(group, fate="stale")
                 self._on_drop(group, GroupStatus.STALE, self.note(group))
             else:

@@ -189,10 +189,6 @@ class ChatRenderer:
         """Text of one token; of a special token its name."""
         return self._encoder.text([token_id])
 
-    def text_ids(self, text: str) -> list[int]:
-        """Ids of text that continues other text; the text of a control token becomes that token."""
-        return self._encoder.plain(text)
-
     def turn_end_id(self, calls: Sequence[ToolCall]) -> int | None:
         """The end-of-turn token with which the template closes a turn that makes `calls`; None where it has none."""
         token = self._suffix.last_token_of_turn(calls)

@@ -49,6 +49,8 @@ _DEFAULT_STEPS = 100
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 RESHAPING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "structured_outputs": None}
 """Settings of `rollout` that change the distribution which tokens are sampled from, and the values with which they do not."""
+SAMPLING = ("temperature", *(name for name in RESHAPING if name != "structured_outputs"))
+"""Settings of `rollout` that agents and rollout functions may replace for one request."""
 MAX_RESTART_DELAY_S = 60.0
 """The longest wait between the end of a server and its next start, or, where others start it, the next attempt to use it."""
 Reduction = Literal["grpo", "bnpo", "dr_grpo", "dapo"]

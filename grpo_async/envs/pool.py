@@ -90,7 +90,7 @@ class EnvironmentPool:
         self.kind = kind
         self.schemas = [*extra_schemas, *(spec.schema for spec in kind.specs.values())]
         self._free = [probe]
-        self._num_taken = 0
+        self._num_taken = 0  # leased, or on their way back
         self._turn = asyncio.Lock()  # of the leases that wait
         self._freed = asyncio.Event()
         self._returning: set[asyncio.Task[None]] = set()
@@ -100,16 +100,6 @@ class EnvironmentPool:
     @property
     def name(self) -> str:
         return self.kind.name
-
-    @property
-    def num_free(self) -> int:
-        """Instances that wait for a lease."""
-        return len(self._free)
-
-    @property
-    def num_taken(self) -> int:
-        """Instances that are leased, or on their way back."""
-        return self._num_taken
 
     @property
     def num_stuck(self) -> int:

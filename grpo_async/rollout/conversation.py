@@ -47,8 +47,8 @@ from grpo_async.records import (
     RolloutCompletion,
     RolloutStatus,
     TaggedMessage,
+    TokenPath,
     TurnRecord,
-    joined,
     no_tokens,
 )
 from grpo_async.rollout.group import NO_SLOTS, ErrorLog, OpenGroup
@@ -58,7 +58,7 @@ from grpo_async.utils.seeds import seed_of
 
 
 @dataclass(slots=True, kw_only=True)
-class Rollout:
+class Rollout(TokenPath):
     """One rollout while it runs. Its turns are there when it fails; a checkpoint takes a `snapshot` at any moment.
 
     Attributes:
@@ -98,8 +98,7 @@ class Rollout:
     @property
     def context(self) -> list[int]:
         """Prompt + completion so far, for a request."""
-        parts = (ids for turn in self.turns for ids in (turn.output_ids, turn.tool_response_ids))
-        ids: list[int] = joined(np.int32, [self.prompt_ids, *parts]).tolist()
+        ids: list[int] = np.concatenate([self.prompt_ids, self.completion_ids]).tolist()
         return ids
 
     def add(self, turn: TurnRecord) -> None:
@@ -387,7 +386,7 @@ def with_environment_text(messages: Sequence[TaggedMessage], text: str) -> list[
     for position in range(len(changed) - 1, -1, -1):
         if changed[position].role == "user":
             # of the environment now: control tokens in its text are not to be taken for control tokens
-            joined = changed[position].content + text
-            changed[position] = replace(changed[position], content=joined, origin=Origin.ENVIRONMENT)
+            content = changed[position].content + text
+            changed[position] = replace(changed[position], content=content, origin=Origin.ENVIRONMENT)
             return changed
     return [*changed, TaggedMessage(role="user", content=text, origin=Origin.ENVIRONMENT)]

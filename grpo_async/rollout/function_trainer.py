@@ -21,17 +21,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from grpo_async.chat.renderer import ChatRenderer
-from grpo_async.config.sections import RolloutFunctionSection
+from grpo_async.config.sections import SAMPLING, RolloutFunctionSection
 from grpo_async.errors import RunError
 from grpo_async.inference.client import InferenceClient
 from grpo_async.inference.sampling import SamplingSettings
-from grpo_async.records import Origin, TaggedMessage
+from grpo_async.records import Origin, TaggedMessage, origin_of
 from grpo_async.rollout.thread import result_within
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.seeds import seed_of
 
-_OVERRIDES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens", "seed")
-_ORIGINS = {"assistant": Origin.POLICY, "tool": Origin.TOOL}  # control tokens in these are taken for text
+_OVERRIDES = (*SAMPLING, "stop", "max_tokens", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +207,8 @@ class FunctionTrainer:
             return self._renderer.prompt_ids([message], is_conversational=False)
         if all(isinstance(token, int) for token in prompt):
             return list(prompt)
-        messages = [TaggedMessage.from_dict(each, _ORIGINS.get(each["role"], Origin.PROMPT)) for each in prompt]
+        # the function is the user's own, so control tokens in its prompts are control tokens
+        messages = [TaggedMessage.from_dict(each, origin_of(each["role"], Origin.PROMPT)) for each in prompt]
         return self._renderer.prompt_ids(messages, is_conversational=True)
 
 

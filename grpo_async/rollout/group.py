@@ -27,7 +27,7 @@ NO_SLOTS = NO_TIMELINE.slots("rollout")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenGroup:
-    """`size` rollouts of one prompt, from their start until they are closed or queued. Rollouts go by their index.
+    """`size` rollouts of one prompt, from their start until they are closed or queued. A rollout is known by its index.
 
     Attributes:
         name: begins the names of its rollouts ("g7" -> "g7-r0", "g7-r1", ...).

@@ -1,6 +1,7 @@
 """The rollout side as the trainer sees it: a thread that generates and scores, and a queue to take from.
 
-Owns the loop thread and the worker, with its buffer and its ledger; `start` after the first weight push, `stop` in any case.
+It owns the loop thread and the worker, with its buffer and its ledger. Call `start` after the first weight push, and `close` in any
+case.
 """
 
 from __future__ import annotations
@@ -138,9 +139,6 @@ class RolloutSource:
         if evaluation is not None:
             evaluation.cancel()
 
-    def stores(self, group_id: int) -> bool:
-        return self._worker.stores(group_id)
-
     def close_groups(
         self,
         groups: Sequence[ScoredGroup],
@@ -158,12 +156,12 @@ class RolloutSource:
         return group_metrics([*groups, *self._noted])
 
     def advance(self, version: int) -> None:
+        """The servers serve `version` from now on."""
         self._thread.post(lambda: self._worker.on_version(version))
-        self._ledger.advance(version)
 
     def resume_state(self) -> ResumeState:
-        """The rollout side at this instant; generation continues. Call it between two steps, when what was taken is closed. When
-        the run is to end, half of the time that it has for that is waited for."""
+        """The rollout side at this instant; generation continues. Call it between two steps, when what was taken is closed. Once
+        the run is to end, the wait for the rollout thread is bounded by half of `launch.stop_timeout_s`."""
         timeout_s, setting = self._config.training.queue_timeout_s, "training.queue_timeout_s"
         stop_s = self._config.launch.stop_timeout_s / 2
         if (self._stopping or self._failure is not None) and stop_s < timeout_s:
@@ -194,12 +192,12 @@ class RolloutSource:
     @property
     def served_version(self) -> int:
         """The policy version that the servers serve."""
-        return self._worker.served_version
+        return self._ledger.version
 
     def begin_evaluation(self, run: Coroutine[Any, Any, Result], *, num_tokens: Callable[[], int]) -> Future[Result]:
-        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Who waits in `take` or
-        `await_evaluation` is woken when it ends; a request to stop cancels it. One at a time. `num_tokens`: sampled so far for
-        evaluations.
+        """Start an evaluation of what is served now, alongside generation, on the same thread and servers. Its end wakes the
+        thread that waits in `take` or `await_evaluation`; a request to stop cancels it. Only one may run at a time. `num_tokens`
+        returns the number of tokens sampled so far for evaluations.
         """
         self._evaluated_tokens = num_tokens
         running = self._thread.submit(run)

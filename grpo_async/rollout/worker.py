@@ -93,7 +93,6 @@ class RolloutWorker:
         )
         self._store = store
         self._in_flight: dict[int, OpenGroup] = {}
-        self._server_version = version
         self._last_failure: Exception | None = None
         # a synchronous run generates an open turn again from its seed: the same bits, where how it is cut does not change them
         self._keeps_open_turns = section.max_staleness > 0
@@ -120,11 +119,6 @@ class RolloutWorker:
         for noted in resume.noted:
             self.buffer.note(noted)
         return {scored.group.prompt.prompt_id for scored in kept}
-
-    @property
-    def served_version(self) -> int:
-        """The policy version that the server serves."""
-        return self._server_version
 
     @property
     def epoch(self) -> float:
@@ -173,7 +167,7 @@ class RolloutWorker:
             prompt=prompt,
             size=self._section.group_size,
             seed=seed_of(self._seed, prompt_id),
-            served_version=lambda: self._server_version,
+            served_version=lambda: self.ledger.version,
             on_tokens=partial(self.ledger.generated, prompt_id),
         )
         self._in_flight[prompt_id] = group
@@ -281,10 +275,6 @@ class RolloutWorker:
         is_seen = status in (GroupStatus.FILTERED, GroupStatus.STALE)
         self.close_group(group.record, status, step=self.buffer.step if is_seen else None)
 
-    def stores(self, group_id: int) -> bool:
-        """Whether the store keeps this group should it be trained."""
-        return self._store.stores(group_id, GroupStatus.TRAINED)
-
     def close_group(
         self,
         group: RolloutGroup,
@@ -333,8 +323,8 @@ class RolloutWorker:
         return list(self._in_flight.copy().values())
 
     def on_version(self, version: int) -> None:
-        """The server serves `version`: cancel the groups that could only be dropped as stale when they are done."""
-        self._server_version = version
+        """The servers serve `version`: cancel the groups that could only be dropped as stale when they are done."""
+        self.ledger.advance(version)
         self.scorer.set_step(version)
         for group in self._in_flight.values():
             if group.task is not None and self._is_stale(group.oldest_version):
@@ -343,7 +333,7 @@ class RolloutWorker:
                     group.task.cancel()
 
     def _is_stale(self, oldest_version: int | None) -> bool:
-        return oldest_version is not None and self._server_version - oldest_version > self._section.max_staleness
+        return self.buffer.is_stale(oldest_version, self.ledger.version)
 
 
 def why_no_signal(scored: ScoredGroup | None) -> str:

@@ -180,6 +180,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             context,
             fleet=fleet,
             source=side.source,
+            store=store,
             sync=sync,
             evaluations=evaluations,
             log=log,
@@ -215,6 +216,7 @@ class Leader:
         context: this rank's shard.
         fleet: a server of it is up.
         source: where samples come from.
+        store: keeps the rollouts.
         sync: pushes the weights to the servers.
         log, trackers: get the metrics of each step.
         state: the checkpoint that this run resumes from.
@@ -228,6 +230,7 @@ class Leader:
         *,
         fleet: Fleet,
         source: RolloutSource,
+        store: RolloutStore,
         sync: FleetSync,
         evaluations: RunEvaluations,
         log: MetricsLog,
@@ -241,6 +244,7 @@ class Leader:
         self._timeline = context.timeline
         self._fleet = fleet
         self._source = source
+        self._store = store
         self._sync = sync
         self._evaluations = evaluations
         self._log = log
@@ -565,7 +569,7 @@ class Leader:
             num_tokens += sum(len(sample.token_ids) for sample in samples)
             num_computed += plan.num_computed_tokens
             ids = {sample.group_id for sample in samples} if config.record.rollouts.token_stats else set()
-            stored = {group_id for group_id in ids if self._source.stores(group_id)}
+            stored = {group_id for group_id in ids if self._store.stores(group_id, GroupStatus.TRAINED)}
             tokens.add(samples, plan, is_stored=[sample.group_id in stored for sample in samples])
         scale = 1.0 if self._loss_scale is None else float(self._loss_scale.value)
         moves = config.loss.sync_ref_model and step % config.loss.ref_model_sync_steps == 0

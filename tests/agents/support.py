@@ -45,6 +45,11 @@ def renderer(name: str = "qwen2_5") -> ChatRenderer:
     return ChatRenderer(family(name), end_of_turn_tokens=FAMILIES[name].end_tokens)
 
 
+def text_ids(chat: ChatRenderer, text: str) -> list[int]:
+    """Ids of text that continues other text; the text of a control token becomes that token."""
+    return chat._encoder.plain(text)
+
+
 def logprobs_after(context: Sequence[int], output: Sequence[int]) -> list[float]:
     """Of each token of `output`: a number that all ids up to it make, exact in float32."""
     logprobs, known = [], 0
@@ -124,9 +129,9 @@ class FakePolicy:
         for letter in text:
             piece += letter
             if chance.random() < self.odd_tokens and not _inside_a_tag(piece):
-                ids += self.chat.text_ids(piece)
+                ids += text_ids(self.chat, piece)
                 piece = ""
-        return ids + (self.chat.text_ids(piece) if piece else [])
+        return ids + (text_ids(self.chat, piece) if piece else [])
 
 
 def _inside_a_tag(piece: str) -> bool:

@@ -18,7 +18,7 @@ from grpo_async.buffer.ledger import Ledger, is_closed
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.inference.api import GenerateRequest
 from grpo_async.records import GroupStatus, RolloutCompletion, RolloutStatus
-from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer
+from tests.agents.support import ADD, FakePolicy, check_exact, exchange, make_session, renderer, text_ids
 
 NUM_CONVERSATIONS = 500
 FAMILIES = ("qwen2_5", "qwen2_5", "qwen3", "llama3")
@@ -176,7 +176,7 @@ class Conversation:
         ids = list(reply.prompt_ids)
         whole = [[*served.request.token_ids, *served.ids] for served in self.policy.served if served.is_whole]
         known = max(len(each) for each in [*whole, *self.answered] if ids[: len(each)] == each)
-        header = self.policy.chat.text_ids("<|im_start|>assistant")
+        header = text_ids(self.policy.chat, "<|im_start|>assistant")
         rest = ids[known:]
         found = [place for place in range(len(rest)) if rest[place : place + len(header)] == header]
         assert len(found) == 1, self.policy.chat.completion_text(rest)

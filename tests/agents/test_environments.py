@@ -226,7 +226,10 @@ def test_a_simulated_user_of_verifiers_talks_over_several_turns_and_rewards_have
     result, completion = _play(_section("verifiers:talk_taskset"), row, "Yes.", "No, please.")
     assert result.reward == 2 * 0.5 + 1.0
     assert result.columns == {"turns": 2.0, "polite": 1.0}
-    roles = [(message.role, message.content) for message in completion.trajectory(None)]
+    roles = [
+        (message.role, message.content)
+        for message in [*(completion.prompt_messages or ()), *completion.completion_messages()]
+    ]
     assert roles == [
         ("system", "Be brief."),
         ("user", "One?"),

@@ -24,6 +24,7 @@ from tests.agents.support import (
     make_session,
     renderer,
     system,
+    text_ids,
     tool,
     user,
 )
@@ -318,7 +319,7 @@ def test_a_history_that_only_grows_is_one_path_with_the_recorded_ids() -> None:
         whole = [*before.request.token_ids, *before.ids]
         assert after[: len(whole)] == whole
     # the odd tokens: the same text would be others
-    assert policy.chat.text_ids(policy.chat.completion_text(completion.turns[1].output_ids)) != list(
+    assert text_ids(policy.chat, policy.chat.completion_text(completion.turns[1].output_ids)) != list(
         completion.turns[1].output_ids[:-1]
     )
 

@@ -37,6 +37,11 @@ def pool_of(factory: str, **fields: Any) -> Iterator[EnvironmentPool]:
         yield environments.for_row({})
 
 
+def taken_and_free(pool: EnvironmentPool) -> tuple[int, int]:
+    """Its instances that are leased, or on their way back; and those that wait for a lease."""
+    return pool._num_taken, len(pool._free)
+
+
 def with_one(factory: str, use: Callable[[Environment], Awaitable[Any]], **fields: Any) -> Any:
     """What `use` returns for one leased instance."""
 

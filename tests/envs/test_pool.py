@@ -11,7 +11,7 @@ import pytest
 from grpo_async.envs import EnvironmentCallError, EnvironmentPool
 from grpo_async.envs import pool as pool_module
 from tests.envs import sample_environments as samples
-from tests.envs.helpers import call, pool_of
+from tests.envs.helpers import call, pool_of, taken_and_free
 from tests.support.waiting import until
 
 
@@ -57,7 +57,7 @@ def test_leases_are_granted_in_order_and_whole_so_that_none_waits_for_ever() -> 
         free.set()
         await asyncio.wait_for(asyncio.gather(first, *others), 10)
         assert order == ["first", "large", "small"]
-        assert (pool.num_taken, pool.num_free) == (0, 3)
+        assert taken_and_free(pool) == (0, 3)
 
     run("Full", use, max_instances=3)
 
@@ -72,7 +72,7 @@ def test_a_lease_that_is_cancelled_in_the_moment_of_its_grant_holds_nothing() ->
         waiting.cancel()  # nothing ran between the grant and this
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert (pool.num_taken, pool.num_free) == (0, 2)
+        assert taken_and_free(pool) == (0, 2)
 
     run("Full", use, max_instances=2)
 
@@ -91,7 +91,7 @@ def test_an_instance_whose_call_still_runs_comes_back_when_it_ends(method: str) 
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 1)
-        assert (pool.num_taken, pool.num_free) == (1, 0)
+        assert taken_and_free(pool) == (1, 0)
         next_lease = asyncio.create_task(_reset_one(pool))
         await asyncio.sleep(0.01)
         assert not next_lease.done()
@@ -113,7 +113,7 @@ def test_an_instance_that_hung_is_thrown_away_and_closed_when_it_can_be(method: 
         async with pool.lease(1) as (environment,):
             await call(environment, method)
             hung = environment.instance
-        assert (pool.num_taken, pool.num_free) == (0, 0)
+        assert taken_and_free(pool) == (0, 0)
         async with pool.lease(1) as (environment,):
             assert environment.instance is not hung
         samples.gate.set()
@@ -128,9 +128,9 @@ def test_an_instance_whose_reset_raised_is_thrown_away() -> None:
         with pytest.raises(EnvironmentCallError, match="`reset` raised RuntimeError: no server"):
             await _reset_one(pool)
         samples.faults.clear()
-        assert pool.num_free == 0
+        assert taken_and_free(pool)[1] == 0
         await _reset_one(pool)
-        assert pool.num_free == 1
+        assert taken_and_free(pool)[1] == 1
         await until(lambda: samples.events.count("closed") == 1)
         assert samples.events.count("made") == 2
 
@@ -149,7 +149,7 @@ def test_a_failed_construction_fails_the_lease_and_keeps_what_there_is(factory: 
         with pytest.raises(EnvironmentCallError, match=problem):
             async with pool.lease(2):
                 pass
-        assert (pool.num_taken, pool.num_free) == (0, 1)
+        assert taken_and_free(pool) == (0, 1)
 
     run(factory, use)
 
@@ -162,7 +162,7 @@ def test_a_slow_construction_ends_at_its_limit_and_what_it_makes_is_closed() -> 
         ):
             async with pool.lease(2):
                 pass
-        assert (pool.num_taken, pool.num_free, pool.num_stuck) == (0, 1, 1)
+        assert (*taken_and_free(pool), pool.num_stuck) == (0, 1, 1)
         samples.gate.set()
         await until(lambda: samples.events == ["closed"] and pool.num_stuck == 0)
 
@@ -181,7 +181,7 @@ def test_instances_that_were_made_before_their_lease_was_cancelled_are_not_lost(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (pool.num_taken, pool.num_free) == (0, 3)
+        assert taken_and_free(pool) == (0, 3)
         assert samples.events == ["made"] * 4
         samples.gate.set()
         await until(lambda: samples.events[4:] == ["closed 4"])  # the slow one, once it is there

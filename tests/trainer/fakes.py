@@ -22,10 +22,7 @@ from grpo_async.training.step import StepResult
 
 
 class FakeSource:
-    """The leader's source without `take`: it stores every group and has nothing to tell."""
-
-    def stores(self, group_id: int) -> bool:
-        return True
+    """The leader's source without `take`: it has nothing to tell."""
 
     def close_groups(self, *_: Any, **__: Any) -> None: ...
 
@@ -96,13 +93,15 @@ def make_leader(
     source: Any,
     lines: list[dict[str, float]],
     *,
+    stores: Callable[[int], bool] = lambda group_id: True,
     sync: Any = None,
     evaluations: Any = NO_EVALUATIONS,
     state: CheckpointState | None = None,
 ) -> Leader:
-    """Rank 0 whose metrics go to `lines`, beside a generation that does nothing."""
+    """Rank 0 whose metrics go to `lines`, beside a generation that does nothing. `stores`: whether a group is kept."""
     here = Path("unused")
     fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0), metrics=dict)
+    store: Any = SimpleNamespace(stores=lambda group_id, status: stores(group_id))
     log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
     return Leader(
         Assignment(run_dir=RunDir(here), attempt_dir=here, private=here),
@@ -110,6 +109,7 @@ def make_leader(
         context,
         fleet=fleet,
         source=source,
+        store=store,
         sync=sync or FakeSync(),
         evaluations=evaluations,
         log=log,

@@ -63,11 +63,6 @@ def make_config(loss: Mapping[str, Any], *, minibatches: int = 1, **training: An
     )
 
 
-def stores(everything: bool, *, kept: Sequence[int] = ()) -> Any:
-    """The loop's source with a store that keeps everything, or only some groups."""
-    return SimpleNamespace(stores=lambda group_id: everything or group_id in kept)
-
-
 def make_context(model: str, config: ExperimentConfig, *, reference: str | None, num_nodes: int = 1) -> TrainerContext:
     policy, optimizer = build(model, num_nodes=num_nodes)
     unused: Any = None
@@ -114,7 +109,7 @@ def train(
             follow(context)
             fingerprint(context.policy)
             continue
-        leader = make_leader(context, stores(kept is None, kept=kept or ()), [])
+        leader = make_leader(context, None, [], stores=lambda group_id: kept is None or group_id in kept)
         groups = make_groups(num_groups)
         for index in poisoned:
             samples = [replace(sample, advantage=float("nan")) for sample in groups[index].samples]

@@ -23,7 +23,7 @@ from grpo_async.batching.minibatch import split_groups
 from grpo_async.training.ranks import StopCommand, follow
 from tests.support.ranks import run_on_ranks
 from tests.trainer.fakes import make_leader
-from tests.training.statistics_jobs import make_config, make_context, make_groups, stores
+from tests.training.statistics_jobs import make_config, make_context, make_groups
 
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {"type": "dapo"},
@@ -71,7 +71,7 @@ def count(model: str, losses: dict[str, dict[str, Any]], cuts: dict[str, dict[st
             if dist.get_rank() > 0:
                 follow(context)
                 continue
-            leader = make_leader(context, stores(loss == "everything"), [])
+            leader = make_leader(context, None, [], stores=lambda _, keeps=loss == "everything": keeps)
             reads, collectives = Counter[str](), Counter[str]()
             with counted(torch.Tensor, READS, reads), counted(dist, COLLECTIVES, collectives):
                 result, statistics = leader._train(split_groups(make_groups(6), config.training.minibatches), 4)
