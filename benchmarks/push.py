@@ -6,9 +6,9 @@
 
 A server started as a run does serves a model with random weights. In every round and in turns: a bare broadcast (another process
 receives the same buckets into fresh memory) and a push as a run makes it; the server's log has its load time, without that of
-waiting for what it loads. "paused" is how long the server stands still. The trainer's weights are float32, so with --dtype bfloat16
-gathering is a cast, as in a run. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU NCCL's
-two ends have two NCCL_HOSTIDs.
+waiting for what it loads. "stopped" is how long the server generates nothing. The trainer's weights are float32, so with --dtype
+bfloat16 gathering is a cast, as in a run. The bare broadcast is NCCL's where the push is, else gloo's from host memory. On one GPU
+NCCL's two ends have two NCCL_HOSTIDs.
 
 Target on the CPU: the median of  push / (1.2 x bare broadcast + load)  is at most 1.
 """
@@ -247,7 +247,7 @@ def _report(measured: Measured, options: argparse.Namespace) -> int:
     report.row("push", [1e3 * push["sync/push_s"] for push in pushes], "ms")
     for phase in PHASES:
         report.row(f"  {phase}", [1e3 * push[f"sync/phase/{phase}_s"] for push in pushes], "ms")
-    report.row("  paused", [1e3 * push["sync/pause_s"] for push in pushes], "ms")
+    report.row("  stopped", [1e3 * push["sync/stopped_s"] for push in pushes], "ms")
     report.row("transfer", [push["sync/bytes_per_s"] / 1e6 for push in pushes], "MB/s")
     report.row("bare broadcast", [num_bytes / seconds / 1e6 for seconds in measured.bare_s], "MB/s")
     found = [

@@ -27,7 +27,7 @@ from grpo_async.data import Rows, first_rows, load_data, make_prompt
 from grpo_async.errors import ConfigError, GrpoAsyncError, InferenceError
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.fleet import why_hopeless
-from grpo_async.inference.token import token_from_environment
+from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 from grpo_async.processes import machine
 from grpo_async.processes.addresses import weights_host
 from grpo_async.rewards import RewardFunction, load_rewards
@@ -359,12 +359,12 @@ class _Findings:
         for url in config.inference.urls:
             with (
                 self.collecting(),
-                ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=tls.trusted if tls else None) as server,
+                ServerControl(url, token=token, timeout_s=_ASK_S, ca_certs=config.inference.ca_certs) as server,
             ):
                 self._ask(server, url)
         if config.inference.urls and token is None:
             self.notes.append(
-                "inference.urls is set and $GRPO_ASYNC_TOKEN is not: the server must be one that requires no token"
+                f"inference.urls is set and ${TOKEN_VARIABLE} is not: the server must be one that requires no token"
             )
 
     def _ask(self, server: ServerControl, url: str) -> None:

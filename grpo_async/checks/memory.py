@@ -1,6 +1,6 @@
-"""Estimates of memory: what a process of a run needs of its device, good to about a third. The plan says them before anything is
-started (launcher.memory), the peak of the first step is compared with them; they warn and never refuse.
-And what is free of the machine's memory, and on the disk of the run."""
+"""Estimates of the memory that a process of a run needs on its device, good to about a third. The plan shows them before anything
+is started (launcher.memory), and the peak of the first step is compared with them; they lead to warnings, never to a refusal.
+And the free memory of the machine, and the free space on the disk of the run."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def trainer_memory(config: ExperimentConfig, model: ModelSize) -> dict[str, floa
     ranks = launch.num_trainer_ranks * (1 if launch.sharding == "hybrid" else launch.nodes.train)
     master, compute = ITEM_BYTES[config.model.dtype], ITEM_BYTES[config.model.compute_dtype_in_use]
     weights = model.parameters * master
-    is_policy = lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
-    if config.loss.beta > 0 and not is_policy:
+    if config.loss.needs_reference and not config.reference_is_policy:
         weights += model.parameters * (master if config.loss.sync_ref_model else compute)
     moments = 2.0 * (master if lora is None else 4)
     kept = {"none": 36 * model.layers, "selective": 18 * model.layers, "full": model.layers + 36}
@@ -126,10 +125,12 @@ def server_memory(config: ExperimentConfig, model: ModelSize, num_tokens: float)
 
 
 def bytes_beside_vllm(config: ExperimentConfig, model: ModelSize) -> float:
-    """Of a trainer rank on a GPU that it shares, margin and CUDA contexts included, while vLLM generates: everything; where vLLM
-    sleeps while a step trains, the weights and the optimizer, since gradients, activations and the allocator's cache are given back
-    before it wakes up. And the buckets of a push, two at each end; where vLLM never sleeps, the trainer's take the place of a
-    step's activations."""
+    """What a trainer rank holds while vLLM generates on the same GPU, with the margin and the CUDA contexts.
+
+    vLLM never sleeps: all of `trainer_memory`, and the two buckets into which vLLM receives a push. The trainer's own two need
+    nothing more, because no activations are held during a push.
+    vLLM sleeps while a step trains: weights and optimizer, since the trainer frees the rest before vLLM wakes up; and the two
+    buckets of a push on both sides."""
     trainer, bucket = trainer_memory(config, model), _largest_bucket(config, model)
     if config.inference.vllm.sleep_while_training:
         return _CONTEXT_BYTES + _MARGIN * (trainer["weights"] + trainer["optimizer"]) + 4 * bucket
@@ -137,7 +138,8 @@ def bytes_beside_vllm(config: ExperimentConfig, model: ModelSize) -> float:
 
 
 def _largest_bucket(config: ExperimentConfig, model: ModelSize) -> int:
-    """Bytes. The embedding travels whole; worked example: 8B in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB."""
+    """Bytes. A parameter is never divided over buckets, so one bucket is at least as large as the embedding. Worked example: 8B
+    in bfloat16 -> 128,256 x 4,096 x 2 = 1.05e9, and not 250 MB."""
     item = ITEM_BYTES[config.inference.dtype_in_use]
     return max(config.weights.bucket_bytes(model.parameters * item), model.vocabulary * model.hidden * item)
 

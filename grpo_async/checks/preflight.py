@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -35,9 +35,9 @@ from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.processes.addresses import weights_host
 from grpo_async.records import Origin, Prompt, TaggedMessage
 from grpo_async.run_directory import RunDir, write_atomically
-from grpo_async.utils.network import is_loopback
+from grpo_async.utils.network import WILDCARDS, is_loopback
 from grpo_async.utils.text import clipped
-from grpo_async.weights.verify import TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+from grpo_async.weights.verify import MAX_ROUNDING, TrainerScores, coarsest_dtype, compare_server
 
 SAMPLES = (
     "What is 12 + 30? Think first.",
@@ -48,10 +48,9 @@ _MAX_TOKENS = 16  # control tokens that are tried as text
 _ANSWER = "kqanswerzq"
 _HARMLESS = "kqtextzq"
 _LOCAL_TIMEOUT_S = 30.0  # checks that ask no server; they take milliseconds
-_OTHER_WEIGHTS = 0.5  # nats: rounding never differs by so much in the mean
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: cached_property needs a place
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightContext:
     """All that the checks look at."""
 
@@ -62,6 +61,8 @@ class PreflightContext:
     """Those that serve."""
     prompts: Sequence[Prompt]
     """A few of data.train."""
+    prompt_ids: Sequence[Sequence[int]]
+    """Their tokens; none where a rollout function or an agent makes its own."""
     probes: Sequence[Sequence[int]]
     """See weights.verify.probe_sequences."""
     score_on_trainer: Callable[[Sequence[Sequence[int]], str], TrainerScores]
@@ -82,28 +83,6 @@ class PreflightContext:
     @property
     def num_parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.parameter_shapes.values())
-
-    @cached_property
-    def rendered_prompts(self) -> list[list[int]]:
-        """Token ids of the prompts as rollouts begin with them; empty where a rollout function or an agent makes its own.
-
-        Raises:
-            ChatError: the chat template refuses a prompt.
-        """
-        if self.config.rollout_function is not None or self.config.rollout.agent is not None:
-            return []
-        tools = self.tool_sets[0] if len(self.tool_sets) == 1 else ()
-        return [
-            self.renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
-            for prompt in self.prompts
-            if prompt.messages  # those of an environment may begin empty
-        ]
-
-    @property
-    def ca_certs(self) -> Path | None:
-        """PEM file of the certificates that clients trust."""
-        tls = self.config.inference.tls
-        return tls.trusted if tls else None
 
 
 def run_preflight(context: PreflightContext) -> list[Check]:
@@ -147,25 +126,15 @@ def check_logprobs(context: PreflightContext, server: Server) -> Found:
     """Both give the same log-probabilities to the probes, token by token."""
     trainer = context.trainer_scores
     assert trainer is not None
-    limit = verify_limit(context.config, trainer)
-    answers = [server.control.score(probe) for probe in context.probes]
-    versions = sorted({answer.policy_version for answer in answers})
-    if versions != [context.policy_version]:
-        message = f"it serves version {versions} and not {context.policy_version}, which was pushed"
-        return "fail", f"{message}; does another trainer use this server?"
-    scores = [answer.logprobs for answer in answers]
-    difference = compare_logprobs(trainer.logprobs, scores)
-    message = (
-        f"mean |d| {difference.mean:.2g}, max {difference.max:.2g} over {difference.num_tokens} tokens (limit of the mean "
-        f"{limit:.2g}; rounding alone moves the trainer's own by {trainer.rounding.mean:.2g})"
+    found = compare_server(
+        server.control, context.probes, trainer, config=context.config, version=context.policy_version
     )
-    if difference.mean <= limit:
-        return "pass", message
-    parts = [
-        f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
-        for one, other in zip(trainer.logprobs, scores, strict=True)
-    ]
-    if difference.mean <= _OTHER_WEIGHTS:
+    if found.is_same:
+        return "pass", found.text
+    if found.versions != [context.policy_version]:
+        message = f"it serves version {found.versions} and not {context.policy_version}, which was pushed"
+        return "fail", f"{message}; does another trainer use this server?"
+    if found.difference.mean <= MAX_ROUNDING:
         cause = (
             f"That is more than the rounding of {_dtypes(context)} explains; where the difference is known and accepted, raise "
             "weights.verify_tolerance"
@@ -175,7 +144,7 @@ def check_logprobs(context: PreflightContext, server: Server) -> Found:
             "So large a difference means other weights or another model function, not rounding: compare the server's model "
             f"({_info(server).model}) with model.path, and look for quantization or overrides in inference.vllm.extra_args"
         )
-    return "fail", f"{message}; mean by length: {', '.join(parts)}. {cause}"
+    return "fail", f"{found.text}. {cause}"
 
 
 def check_tokenizer(context: PreflightContext, server: Server) -> Found:
@@ -222,8 +191,8 @@ def check_token(context: PreflightContext, server: Server) -> Found:
 
 
 def _wants_token(context: PreflightContext, server: Server) -> bool:
-    timeout_s = context.config.weights.timeout_s
-    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=context.ca_certs) as control:
+    timeout_s, ca_certs = context.config.weights.timeout_s, context.config.inference.ca_certs
+    with ServerControl(server.url, token=None, timeout_s=timeout_s, ca_certs=ca_certs) as control:
         try:
             control.info()
         except RequestRejectedError as error:
@@ -264,7 +233,7 @@ def _dtypes(context: PreflightContext) -> str:
 def check_weights_host(context: PreflightContext) -> Iterator[Found]:
     """The weight group listens where only servers reach it. That the address can be bound is checked before the start."""
     host = weights_host(context.config, [server.url for server in context.servers])
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - nothing is bound here
+    if host in WILDCARDS:
         yield "warn", f"weights.host: {host} listens on every network; name the one that the servers are in"
     elif is_loopback(host):
         yield "pass", f"weights.host: {host} is not reached from outside"
@@ -292,7 +261,7 @@ def check_chat_template(context: PreflightContext) -> list[Found]:
     if not renderer.end_of_turn_ids:
         remedy = "set model.end_of_turn_tokens to the token that the model was trained to end with"
         found.append(("warn", f"no token ends a turn, so every completion runs to its limit; {remedy}"))
-    found += _check_prompts(context.rendered_prompts, context.num_embeddings)
+    found += _check_prompts(context.prompt_ids, context.num_embeddings)
     if renderer.tokenizer.chat_template:
         for check in (_check_turn_end, _check_guard):
             try:

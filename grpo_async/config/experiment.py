@@ -145,6 +145,18 @@ class ExperimentConfig(StrictModel):
         return max(1, self.rollout.max_in_flight // 4)
 
     @property
+    def evaluation_in_flight_alone(self) -> int:
+        """Evaluation rollouts in progress while nothing else is generated; by default rollout.max_in_flight."""
+        limit = None if self.evaluation is None else self.evaluation.max_in_flight
+        return limit or self.rollout.max_in_flight
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the policy without its adapters. Not with `modules_to_save`: training overwrites those."""
+        lora = self.model.lora
+        return lora is not None and not lora.modules_to_save and self.loss.reference == "initial"
+
+    @property
     def run_path(self) -> Path:
         return self.run.dir / self.run.name
 

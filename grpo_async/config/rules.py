@@ -168,11 +168,11 @@ def _of_the_loss(config: ExperimentConfig) -> Iterator[Rule]:
         "set level: sequence",
     )
     yield (
-        loss.beta == 0.0 and loss.reference != "initial",
+        not loss.needs_reference and loss.reference != "initial",
         "{loss.reference} would not be used, since loss.beta is 0 and there is no KL; set loss.beta, or leave the reference out",
     )
     yield (
-        loss.sync_ref_model and loss.beta == 0.0,
+        loss.sync_ref_model and not loss.needs_reference,
         "loss.sync_ref_model: there is no reference while loss.beta is 0; set loss.beta, or leave it out",
     )
     yield (

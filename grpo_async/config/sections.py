@@ -41,6 +41,7 @@ from grpo_async.config.base import (
     Weight,
     default_type,
 )
+from grpo_async.utils.network import WILDCARDS
 
 _Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.,:+@-]+$")]
 _Option = Annotated[str, StringConstraints(pattern=r"^--?[A-Za-z][^\n]*$")]
@@ -400,7 +401,7 @@ class AgentSection(StrictModel):
             raise ValueError(
                 "sandbox, read_paths and memory_mb apply to the process of a `command` only; leave them out"
             )
-        if self.host in ("0.0.0.0", "::"):  # noqa: S104 - it is refused
+        if self.host in WILDCARDS:
             raise ValueError(
                 f"host: {self.host} is no address that an agent could connect to; write one of this machine"
             )
@@ -592,6 +593,11 @@ class BaseLoss(StrictModel):
     """See `sync_ref_model`."""
     entropy_bonus: Weight = 0.0
     """This times the mean entropy is subtracted from the loss; with its exact gradient."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss has a KL term."""
+        return self.beta > 0.0
 
     @property
     def reduction_in_use(self) -> Reduction:
@@ -809,11 +815,6 @@ class TlsOptions(StrictModel):
             raise ValueError("certificate and key go together: give both (servers of this run) or neither (`urls`)")
         return self
 
-    @property
-    def trusted(self) -> Path | None:
-        """PEM file of the certificates that a client trusts; None: those of the system."""
-        return self.ca_certs or self.certificate
-
 
 class InferenceSection(StrictModel):
     engine: Literal["auto", EngineName] = "auto"
@@ -873,6 +874,11 @@ class InferenceSection(StrictModel):
     def longest_outage_s(self) -> float:
         """Until the only server either serves again or is given up: every restart with its longest delay and start."""
         return (self.max_restarts + 1) * (self.startup_timeout_s + MAX_RESTART_DELAY_S)
+
+    @property
+    def ca_certs(self) -> Path | None:
+        """PEM file of the certificates that the servers' clients trust; None: those of the system."""
+        return (self.tls.ca_certs or self.tls.certificate) if self.tls is not None else None
 
     @property
     def scheme(self) -> str:
@@ -1089,7 +1095,7 @@ class LaunchSection(StrictModel):
         host, _, port = (rdzv or "host:1").rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65_536 or re.search(r"[\s/@]", host):
             raise ValueError(f"{rdzv!r} is not host:port, such as 10.0.0.1:29400 or node-1:29400")
-        if host in ("0.0.0.0", "[::]"):  # noqa: S104 - it is refused
+        if host.strip("[]") in WILDCARDS:
             raise ValueError(
                 f"{host} would listen on every network; name the address of node 0 in the one that the machines share"
             )

@@ -142,7 +142,7 @@ class RunEvaluations:
             return
         if start == 0 and section.at_start:
             self._listeners.phase("evaluating")
-            self._begin(start, when="start", max_in_flight=self._all_slots)
+            self._begin(start, when="start", max_in_flight=self._config.evaluation_in_flight_alone)
             self._await()
         elif self._is_due(start):
             self._begin(start, when="step", max_in_flight=self._config.evaluation_in_flight)
@@ -189,7 +189,7 @@ class RunEvaluations:
             self._listeners.tell("after", flat_metrics(last.metrics, last.by_group))
             return
         self._listeners.phase("evaluating")
-        self._begin(step, when="end", max_in_flight=self._all_slots)
+        self._begin(step, when="end", max_in_flight=self._config.evaluation_in_flight_alone)
         self._await_last(step)
 
     def summary(self) -> dict[str, Any] | None:
@@ -225,12 +225,6 @@ class RunEvaluations:
             running.future.cancel()
             running.store.close()
         self._seal(wait_s=SEAL_TIMEOUT_S)
-
-    @property
-    def _all_slots(self) -> int:
-        """Nothing else is generated."""
-        limit = None if self._section is None else self._section.max_in_flight
-        return limit or self._config.rollout.max_in_flight
 
     def _begin(self, step: int, *, when: When, max_in_flight: int) -> None:
         evaluator = self._evaluator

@@ -47,7 +47,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import httpx
 
@@ -57,6 +57,7 @@ from grpo_async.inference.api import ServerInfo
 from grpo_async.inference.connect import is_answer
 from grpo_async.inference.control import ServerControl
 from grpo_async.inference.router import Endpoint
+from grpo_async.inference.token import TOKEN_VARIABLE
 from grpo_async.utils.concurrency import in_thread
 from grpo_async.utils.retry import backoff_s
 
@@ -164,7 +165,7 @@ class _Tracked:
         return self.last_info if is_current and self.server.state.is_member else None
 
     def note(self, info: ServerInfo) -> None:
-        """What it says of itself now; an older answer that comes late makes no counter smaller."""
+        """Keep what the server has just said of itself. Answers may arrive out of order: no counter goes back to an older one."""
         self.last_info = info
         self.loads = [*self.loads, info][-_MAX_LOADS:]
         busy_s, tokens = self.counters.get(info.instance_id, (0.0, 0))
@@ -191,13 +192,14 @@ class Fleet:
         control_timeout_s: float,
         ask_restart: Callable[[int, str], None] | None = None,
     ) -> None:
-        ca_certs = inference.tls.trusted if inference.tls else None
         self._inference = inference
         self._ask_restart = ask_restart
         self._tracked = []
         for index, url in enumerate(urls):
             name = f"server {index} ({url})"
-            control = ServerControl(url, token=token, timeout_s=control_timeout_s, name=name, ca_certs=ca_certs)
+            control = ServerControl(
+                url, token=token, timeout_s=control_timeout_s, name=name, ca_certs=inference.ca_certs
+            )
             server = Server(
                 index=index, name=name, url=url, control=control, state=ServerState.STARTING, since=time.monotonic()
             )
@@ -433,9 +435,8 @@ class Fleet:
                     self._set(tracked, changed, state=ServerState.STARTING, info=None, instance_id="")
             self.suspect(index)
         else:
-            raise ValueError(
-                f"the launcher reported {event!r} for a server; known events are exited, starting, given_up"
-            )
+            known = ", ".join(get_args(ServerEvent))
+            raise ValueError(f"the launcher reported {event!r} for a server; known events are {known}")
 
     # The watch of each server.
 
@@ -627,7 +628,7 @@ class Fleet:
 def why_hopeless(error: InferenceError, *, is_healthy: bool) -> str:
     """What to change when it is useless to ask again; "" otherwise. `is_healthy`: it says that it can generate."""
     if isinstance(error, RequestRejectedError) and error.status in (401, 403):
-        return f"{error}: set the variable GRPO_ASYNC_TOKEN to the token that this server was started with"
+        return f"{error}: set the variable {TOKEN_VARIABLE} to the token that this server was started with"
     is_unknown = isinstance(error, RequestRejectedError) and error.status in (404, 405)
     if is_healthy and (is_unknown or isinstance(error, BadResponseError)):
         return f"it is not a server of grpo-async ({error}); start it with `grpo-async serve-vllm CONFIG`, not with `vllm serve`"

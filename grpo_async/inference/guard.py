@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from grpo_async.inference.token import token_from_environment
+from grpo_async.inference.token import TOKEN_VARIABLE, token_from_environment
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,7 +22,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _HEADERS_TIMEOUT_S = 10.0
-_BODY = json.dumps({"error": "missing or wrong bearer token; the server's token is in $GRPO_ASYNC_TOKEN"}).encode()
+_BODY = json.dumps({"error": f"missing or wrong bearer token; the server's token is in ${TOKEN_VARIABLE}"}).encode()
 
 
 class TokenGuard:

@@ -37,12 +37,12 @@ from grpo_async.launcher.gpus import (
 from grpo_async.launcher.memory import MemoryPlan, plan_memory
 from grpo_async.launcher.torchrun import RENDEZVOUS_BACKEND
 from grpo_async.processes import machine as machine_module
-from grpo_async.processes.addresses import WILDCARDS, own_urls
+from grpo_async.processes.addresses import own_urls
 from grpo_async.processes.assignment import ASSIGNMENT_VARIABLE, Assignment, Node
 from grpo_async.processes.machine import Machine
 from grpo_async.run_directory import RunDir, attempt_config
 from grpo_async.servers.engine_choice import EngineChoice, choose_engine
-from grpo_async.utils.network import host_in_url
+from grpo_async.utils.network import WILDCARDS, host_in_url
 from grpo_async.utils.text import count
 
 Fact: TypeAlias = tuple[str, str]
@@ -391,7 +391,7 @@ def _facts(config: ExperimentConfig, weights: str) -> Iterator[Fact]:
     tls = config.inference.tls
     if tls is not None:
         own = f"certificate {tls.certificate}, " if tls.certificate is not None else ""
-        yield "TLS", f"{own}trusted: {tls.trusted or 'the certificates of the system'}"
+        yield "TLS", f"{own}trusted: {config.inference.ca_certs or 'the certificates of the system'}"
 
 
 def _own_notes(

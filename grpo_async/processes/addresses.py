@@ -11,11 +11,7 @@ import psutil
 from grpo_async.config import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.processes.machine import free_ports
-from grpo_async.utils.network import host_in_url, is_loopback, own_address_towards
-
-_LOOPBACK = "127.0.0.1"
-WILDCARDS = {"0.0.0.0": _LOOPBACK, "::": "::1"}
-"""To connect to instead."""
+from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url, is_loopback, own_address_towards
 
 
 def resolve_host(host: str, setting: str) -> str:
@@ -38,7 +34,7 @@ def interface_of(address: str) -> str | None:
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     if is_loopback(address):  # all of 127.0.0.0/8, only the first of which is listed
-        return interface_of(_LOOPBACK) if address != _LOOPBACK else None
+        return interface_of(LOOPBACK) if address != LOOPBACK else None
     return None
 
 
@@ -61,7 +57,7 @@ def weights_host(config: ExperimentConfig, urls: Sequence[str]) -> str:
                 return own_address_towards(address, parts.port or 80)
             except OSError as error:
                 raise ConfigError(f"{setting}: no route of this machine leads to {address} ({error})") from error
-    return _LOOPBACK
+    return LOOPBACK
 
 
 def own_urls(config: ExperimentConfig, host: str, *, ports: Sequence[int] | None = None) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ from grpo_async.inference.api import (
     WeightInitInfo,
     WeightUpdateInfo,
 )
-from grpo_async.servers.requests import EngineDeadError, RequestTracker
+from grpo_async.servers.requests import NOT_FINITE, EngineDeadError, RequestTracker
 from grpo_async.utils.text import shortlist
 from grpo_async.utils.validation import problems_of
 from grpo_async.weights.adapters import BaseWeights
@@ -230,7 +230,7 @@ class RolloutApp:
         self._check_tokens(token_ids, "tokens to score")
         answer = await self._while_connected(self._scored(token_ids), request)
         if not all(map(math.isfinite, answer.logprobs)):
-            raise HTTPException(500, "the model's logits are not finite; the pushed weights are broken")
+            raise HTTPException(500, NOT_FINITE)
         return _json(answer)
 
     async def _scored(self, token_ids: Sequence[int]) -> ScoreAnswer:

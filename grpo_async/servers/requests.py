@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from grpo_async.inference.api import GenerateChunk
 from grpo_async.records import FinishReason
 
+NOT_FINITE = "the model's logits are not finite; the pushed weights are broken"
+
 
 class EngineDeadError(Exception):
     """The engine will not answer; the message says why."""

@@ -162,7 +162,7 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("ledger/tokens/{state}", "sampled tokens of groups, {state}", "tokens", _LAST),
     # weight pushes
     _metric("sync/push_s", "seconds of the weight push", "s", better=_LOWER),
-    _metric("sync/pause_s", "seconds that generation stood still for it", "s", better=_LOWER),
+    _metric("sync/stopped_s", "seconds that generation was stopped for the push", "s", better=_LOWER),
     _metric("sync/bytes", "bytes of the push", "bytes"),
     _metric("sync/bytes_per_s", "bytes / seconds of the transfer", "bytes/s", better=_HIGHER),
     _metric("sync/servers", "servers that took the push"),
@@ -173,8 +173,9 @@ CATALOG: tuple[MetricInfo, ...] = (
     _metric("sync/verify_rounding", "the same mean of the trainer against itself, rounded differently", "nats"),
     _metric("sync/verify_max", "largest of them", "nats", _MAX, _LOWER),
     _metric("sync/verify_k3", "KL divergence of server and trainer on the probes, k3 estimator", "nats", better=_LOWER),
-    _metric("sync/phase/send_s", "seconds of the push waiting for buckets to be sent, apart from gathering", "s", better=_LOWER),
     _metric("sync/phase/pause_s", "seconds of the push until every server had paused", "s", better=_LOWER),
+    _metric("sync/phase/gather_s", "seconds of the transfer spent gathering and packing buckets", "s", better=_LOWER),
+    _metric("sync/phase/send_s", "seconds of the transfer spent waiting for buckets to be sent", "s", better=_LOWER),
     _metric("sync/phase/{phase}_s", "seconds of the push: {phase}", "s", better=_LOWER),
     # servers
     _metric("servers/serving", "servers that serve", reduction=_LAST, better=_HIGHER),

@@ -28,7 +28,6 @@ from grpo_async.training.ranks import CommandChannel, TrainerContext
 from grpo_async.training.reference import (
     Reference,
     check_vocabulary,
-    is_policy_without_adapters,
 )
 
 _MARGIN_S = 60.0
@@ -74,7 +73,7 @@ def build_context(
     policy = _build_policy(config, config.model, mesh, device)
     check_tokenizer_size(len(tokenizer), policy.model.get_input_embeddings().num_embeddings)
     objective = Objective.from_config(config)
-    reference = _build_reference(config, policy, mesh, device) if objective.needs_reference else None
+    reference = _build_reference(config, policy, mesh, device) if config.loss.needs_reference else None
     # rank 0 sends its next command only after a server started, an evaluation ended, requests drained, or samples came
     patience_s = sum(
         (
@@ -139,7 +138,7 @@ def _build_policy(config: ExperimentConfig, section: ModelSection, mesh: DeviceM
 def _build_reference(config: ExperimentConfig, policy: Policy, mesh: DeviceMesh, device: torch.device) -> Reference:
     """The policy without its adapters, or a separate model: in the compute dtype, for gathered weights are in no other; one that
     moves in that of the policy, which small moves need."""
-    if is_policy_without_adapters(config):
+    if config.reference_is_policy:
         return Reference(policy, without_adapters=True)
     model, wanted = config.model, config.loss.reference
     path = model.path if wanted == "initial" else wanted

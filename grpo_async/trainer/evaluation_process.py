@@ -101,7 +101,7 @@ def _run(
     task = EvaluationTask(
         step=0,
         served_version=served_version,
-        max_in_flight=section.max_in_flight or config.rollout.max_in_flight,
+        max_in_flight=config.evaluation_in_flight_alone,
         store=store,
     )
 

@@ -83,13 +83,14 @@ from grpo_async.weights.verify import TrainerScores, probe_sequences
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROBES = 4
 _PREFLIGHTS = 3
 """A server that dies while it is checked is checked again when it is back, this many times in all."""
 _EXAMPLE_STEPS = 5
 """Number of steps between examples of what the policy writes; there is one after the first step, too."""
-_LITTLE = 0.1  # of what a rank holds: with less left on its device the next longer batch may be one too many
-_FAR_MORE = 1.5  # than an estimate that is good to about a third
+_MIN_FREE_MEMORY = 0.1  # of the peak of a rank; with less free memory, a longer batch than those so far may not fit
+_MAX_OVER_ESTIMATE = (
+    1.5  # a peak above this multiple of the estimate, which is good to about a third, is worth a warning
+)
 _MAX_NONFINITE_STEPS = 3  # in a row, each skipped; then the run ends
 
 
@@ -150,14 +151,8 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
             base=context.parameters.base,
         )
         stack.callback(transport.close)
-        # prompts of this run, and noise; the prompts of an environment may begin empty
-        prompts = [
-            renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational)
-            for prompt in side.first_prompts[:_NUM_PROBES]
-            if prompt.messages
-        ]
         probes = probe_sequences(
-            prompts, vocab_size=len(renderer.tokenizer), max_model_len=config.inference.max_model_len
+            side.first_prompt_ids, vocab_size=len(renderer.tokenizer), max_model_len=config.inference.max_model_len
         )
         sync = FleetSync(
             config,
@@ -196,6 +191,7 @@ def lead_ranks(assignment: Assignment, control: ControlClient, context: TrainerC
                     renderer=renderer,
                     servers=servers,
                     prompts=side.first_prompts,
+                    prompt_ids=side.first_prompt_ids,
                     probes=probes,
                     score_on_trainer=leader.score,
                     parameter_shapes={spec.name: spec.shape for spec in context.parameters.specs},
@@ -438,7 +434,7 @@ class Leader:
         an evaluation held back until now. While one holds it and another server serves, those that come back wait, too: a push goes
         to all."""
         is_held = self._evaluations.holds_push and self.version != self._pushed_version
-        joins = self._sync.has_ready and not (is_held and self._sync.has_serving)
+        joins = self._fleet.has_ready and not (is_held and self._fleet.serving())
         if joins or (self._push_is_held and not self._evaluations.holds_push):
             self.push(self.version)
 
@@ -717,7 +713,7 @@ class Leader:
         most, left = max(memory["peaks"]), available_memory()
         if memory["on_gpu"]:
             left = torch.cuda.mem_get_info(self._context.device)[0]
-        if left < _LITTLE * most or (memory["on_gpu"] and most > _FAR_MORE * memory["estimated"]):
+        if left < _MIN_FREE_MEMORY * most or (memory["on_gpu"] and most > _MAX_OVER_ESTIMATE * memory["estimated"]):
             self._control.send("warning", text=f"{text}; {format_bytes(left)} are left on its device; {ADVICE}")
 
     def _track_evaluation(self, step: int) -> Verdict:

@@ -40,6 +40,7 @@ class RolloutSide:
         config: with the steps that `training.epochs` take.
         evaluator: None when the config has no evaluation.
         first_prompts: a few of the data.
+        first_prompt_ids: their tokens, as rollouts begin with them; none where a rollout function or an agent makes its own.
         tool_sets: the sets of tools that rollouts may be offered.
         supersede: flags rows that the store has of steps after the checkpoint; to be called when the checkpoint is loaded, before
             anything is generated.
@@ -49,6 +50,7 @@ class RolloutSide:
     source: RolloutSource
     evaluator: Evaluator | None
     first_prompts: Sequence[Prompt]
+    first_prompt_ids: Sequence[Sequence[int]]
     tool_sets: Sequence[Sequence[Mapping[str, Any]]]
     supersede: Callable[[], None]
 
@@ -160,6 +162,7 @@ def build_rollout_side(
         make_prompt(data.train[number], number, data.train_system_prompt)
         for number in range(min(_NUM_FIRST_PROMPTS, len(data.train)))
     ]
+    tools = components.tool_sets[0] if len(components.tool_sets) == 1 else ()
     return RolloutSide(
         config=config,
         source=source,
@@ -167,6 +170,12 @@ def build_rollout_side(
             config, data, components, scorer, client=client, renderer=renderer, timeline=timeline
         ),
         first_prompts=first,
+        first_prompt_ids=[
+            renderer.prompt_ids(prompt.messages, is_conversational=prompt.is_conversational, tools=tools)
+            for prompt in first
+            # those of an environment may begin empty
+            if prompt.messages and config.rollout_function is None and rollout.agent is None
+        ],
         tool_sets=components.tool_sets,
         supersede=supersede,
     )

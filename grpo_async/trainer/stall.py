@@ -1,13 +1,13 @@
 """What happens when a run stands still (`training.stall_timeout_s`): say what waits for what, save if that is possible, end.
 
     no step finished, no token generated -> message and stacks of all threads into the log
-                                         -> whoever waits for samples gets a RunError: the main thread saves what it has and ends
-                                            the process
-                                         -> it has launch.stop_timeout_s for each thing that it does then; if it hangs, the
-                                            process is ended from here
+                                         -> the main thread's wait for samples raises RunError: it saves the finished steps and
+                                            ends the process
+                                         -> if it begins nothing new for launch.stop_timeout_s, it hangs: the thread of the
+                                            StallGuard ends the process
 
-Either way the exit code is 1, and the message is left for the launcher. A process that is stopped, or whose interpreter is held,
-cannot notice that itself: launcher.liveness does.
+Either way the exit code is 1, and the launcher gets the message. A process that was stopped (SIGSTOP), or whose interpreter some
+code holds, cannot notice that itself: launcher.liveness does.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from grpo_async.tracking.timeline import NO_TIMELINE, Timeline
 from grpo_async.training.parameters import AdapterParameters, ShardedParameters
 from grpo_async.utils.text import shortlist
 from grpo_async.weights.push import TRACK, PushFailedError, WeightTransport, push_weights
-from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_logprobs, verify_limit
+from grpo_async.weights.verify import LogprobDifference, TrainerScores, coarsest_dtype, compare_server
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +71,6 @@ class FleetSync:
         self._has_served = False
         self._group: list[tuple[str, str]] = []  # who meets in the transport's group
         self._sleeping: list[Server] = []
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether some server could serve if it had the weights."""
-        return self._fleet.has_ready
-
-    @property
-    def has_serving(self) -> bool:
-        """Whether some server serves."""
-        return bool(self._fleet.serving())
 
     def push(self, version: int, *, before_gather: Callable[[int], None]) -> dict[str, float] | None:
         """Push the current weights as `version` to every server that is up, and return metrics; None when no server is.
@@ -134,7 +124,7 @@ class FleetSync:
             span.details["bytes"] = int(metrics["sync/bytes"])
         phases = ", ".join(
             f"{name} {1000.0 * metrics[f'sync/phase/{name}_s']:.0f}"
-            for name in ("start", "gather", "send", "pause", "finish", "resume")
+            for name in ("pause", "start", "transfer", "finish", "resume")
         )
         logger.info(
             "pushed version %d, %.1f MB at %.0f MB/s, to %d server(s) in %.0f ms (%s)",
@@ -253,29 +243,27 @@ class FleetSync:
         expected = score(
             self._probes, coarsest_dtype(self._config, [server.info.dtype for server in servers if server.info])
         )
-        limit = verify_limit(self._config, expected)
         found: list[LogprobDifference] = []
         for server in servers:
             try:
-                answers = [server.control.score(probe) for probe in self._probes]
+                compared = compare_server(
+                    server.control, self._probes, expected, config=self._config, version=self._version
+                )
             except RequestRejectedError as error:
                 raise RunError(f"{server.name} does not score sequences for the verification: {error}") from error
             except GrpoAsyncError as error:
                 logger.warning("%s could not be compared with the trainer: %s", server.name, error)
                 self._fleet.suspect(server.index)
                 continue
-            versions = {answer.policy_version for answer in answers}
-            difference = compare_logprobs(expected.logprobs, [answer.logprobs for answer in answers])
-            if versions != {self._version} or not difference.mean <= limit:
+            if not compared.is_same:
                 if self._was_restarted(server):
                     continue
                 raise RunError(
                     f"{server.name} does not serve the trainer's weights after the push of version {self._version}: it reports "
-                    f"version {sorted(versions)}, and log-probabilities of fixed sequences differ by {difference.mean:.3g} nats "
-                    f"on average (at most {difference.max:.3g}; allowed {limit:.3g}, weights.verify_tolerance); rounding alone "
-                    f"moves the trainer's own by {expected.rounding.mean:.3g}"
+                    f"version {compared.versions}, and log-probabilities of fixed sequences differ: {compared.text}; see "
+                    "weights.verify_tolerance"
                 )
-            found.append(difference)
+            found.append(compared.difference)
         if not found:
             self._verify_now = True
             return {}

@@ -122,10 +122,10 @@ def load_weights(policy: Policy, section: ModelSection, *, device: torch.device,
     targets |= {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
     with torch.no_grad():
         for name, target in targets.items():
-            _fill(target, values.pop(name) if is_leader else None, device)
+            _fill(target, values.pop(name) if is_leader else None)
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor | None, device: torch.device) -> None:
+def _fill(target: torch.Tensor, whole: torch.Tensor | None) -> None:
     """Give this rank its part of `whole`, which rank 0 has. A collective."""
     if isinstance(target, DTensor):
         mesh = target.device_mesh

@@ -41,12 +41,12 @@ class LogitTransform:
         return cls(scale=scale, softcap=float(softcap) if softcap else None)
 
     def at(self, temperature: float) -> LogitTransform:
-        """This one, and its result divided by `temperature`."""
+        """The same transform with its result divided by `temperature`."""
         softcap = None if self.softcap is None else self.softcap / temperature
         return LogitTransform(scale=self.scale / temperature, softcap=softcap)
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        """In float32 or more, in the memory of `z` where it has that already."""
+        """The result is float32 (float64 for a float64 `z`), and overwrites a `z` that has that dtype already."""
         x = z if z.dtype == torch.float64 else z.float()
         if self.softcap is None:
             return x.mul_(self.scale)
@@ -302,7 +302,8 @@ class _LinearGradients:
             self._weight[block] += logit_gradient[:, block].T @ states
 
     def result(self, factor: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """All three times `factor` (), in the dtypes of what they are of. Once: it works in place."""
+        """The gradients of states, head and bias, multiplied by the scalar `factor`, each in the dtype of its tensor. To be called
+        once: the products overwrite the sums."""
         for gradient in (self._hidden, self._weight, self._bias):
             if gradient is not None:
                 gradient.mul_(factor)

@@ -348,10 +348,6 @@ class Objective:
         return cls(config.loss, num_updates=config.training.num_updates)
 
     @property
-    def needs_reference(self) -> bool:
-        return self.section.beta != 0.0
-
-    @property
     def needs_old_policy(self) -> bool:
         """Whether a step begins with a forward without gradient over all its micro-batches."""
         return self.section.proximal == "recomputed" and self._num_updates > 1
@@ -404,7 +400,7 @@ class Objective:
         """What a micro-batch with at least one trained token adds.
 
         Args:
-            ref_logprobs: of the reference. (N,); needed where `needs_reference`
+            ref_logprobs: of the reference. (N,); needed where `section.needs_reference`
             old: of the policy at the start of the step. (N,); needed where `needs_old_policy`
         """
         section = self.section
@@ -429,7 +425,7 @@ class Objective:
             is_off_policy = ~is_on_policy(inputs, threshold=section.off_policy_mask)
             loss = loss.masked_fill(is_off_policy, 0.0)
         kl = None
-        if section.beta != 0.0:
+        if section.needs_reference:
             assert ref_logprobs is not None
             kl = kl_k3(inputs.logprobs, ref_logprobs)
             if section.use_bias_correction_kl:

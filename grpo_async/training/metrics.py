@@ -183,7 +183,7 @@ def step_metrics(updates: Sequence[UpdateMetrics], objective: Objective) -> dict
             "clip_ratio/high_max": largest["high_max"],
             "clip_ratio/region_mean": (total["clipped_low"] + total["clipped_high"]) / num_clips,
         }
-    if section.beta != 0.0:
+    if section.needs_reference:
         metrics["kl"] = total["kl"] / num_tokens
     if section.correction is not None and section.correction.action == "mask":
         metrics["masked/correction"] = total["importance_masked"] / num_tokens

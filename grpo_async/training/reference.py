@@ -12,7 +12,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from grpo_async.batching.pack import MicroBatch
-from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.errors import ConfigError
 from grpo_async.training.families import other_vocabulary
 from grpo_async.training.lora import adapters_off
@@ -51,12 +50,6 @@ class Reference:
             assert name == other_name
             rows = local_of(mine)
             rows.lerp_(local_of(theirs).to(rows), alpha)
-
-
-def is_policy_without_adapters(config: ExperimentConfig) -> bool:
-    """Whether the reference is the policy with its adapters left out: of modules that are trained whole nothing is left."""
-    lora = config.model.lora
-    return lora is not None and not lora.modules_to_save and config.loss.reference == "initial"
 
 
 def check_vocabulary(policy: Policy, reference: Policy, path: str) -> None:

@@ -74,7 +74,7 @@ def train_step(
 
     Args:
         minibatches: the micro-batches of each optimizer update, on the CPU; at least one of at least one.
-        reference: of the KL divergence; needed where `objective.needs_reference`.
+        reference: of the KL divergence; needed where `objective.section.needs_reference`.
         lr: learning rate of all updates of this step.
         max_grad_norm: total norm over all ranks that gradients are clipped to.
         num_iterations: passes over the minibatches (mu in GRPO, arXiv 2402.03300, algorithm 1).
@@ -99,7 +99,7 @@ def train_step(
                 batch = cpu_batch.to(device)
                 _set_gradient_sync(policy, device, is_last=number == len(micro_batches) - 1)
                 ref_logprobs = ref_of_batches.get((index, number))
-                if objective.needs_reference and ref_logprobs is None:
+                if objective.section.needs_reference and ref_logprobs is None:
                     assert reference is not None
                     # before the policy's own forward: the reference may be the same FSDP modules with other adapters, and nothing
                     # may run through them between a forward and its backward

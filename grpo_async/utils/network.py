@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+LOOPBACK = "127.0.0.1"
+WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1"}
+"""Addresses that listen on every network, and what this machine connects to instead."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether `host` is reached from this machine only; a name other than localhost may resolve to anything."""

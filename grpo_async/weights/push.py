@@ -2,8 +2,9 @@
 
     pause -> (connect) -> start -> transfer -> finish(version) -> resume
 
-In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each as it arrives, in place: next to its
-weights it holds two buckets, and what a layer waits for.
+In the transfer the trainer gathers and sends bucket after bucket, and every worker loads each bucket into its weights as it
+arrives. Beside the weights a worker holds two buckets, and the tensors of a layer of which others are still to come (vLLM loads a
+layer when it has all of them).
 
 Where the bytes go, file by file:
 
@@ -53,7 +54,7 @@ _PAUSES: dict[PushMode, tuple[PauseMode, bool]] = {
 """What the servers do, by weights.mode: pause mode, and whether caches are kept."""
 
 TRACK = "weights"
-"""Of the timeline."""
+"""Name of the track of the timeline that shows the phases of pushes."""
 GRACE_S = 10.0
 """Waited beyond the deadline that a call itself was given, so that its own message about it comes first."""
 _SETTING = "weights.timeout_s"
@@ -274,8 +275,8 @@ def push_weights(
             deadline_s=limit_s,
             setting=limit,
         )
-        # generation stands still from the call on; with mode drain from its answer on
-        paused_at = time.monotonic() if mode == "drain" else started
+        # generation stops at the call; with mode drain at its answer
+        stopped_at = time.monotonic() if mode == "drain" else started
         with loading():
             if not transport.members:
                 with clock.part("connect"):
@@ -300,7 +301,7 @@ def push_weights(
     num_bytes = sum(spec.num_bytes for spec in parameters.specs)
     return {
         "sync/push_s": ended - started,
-        "sync/pause_s": ended - paused_at,
+        "sync/stopped_s": ended - stopped_at,
         **{f"sync/phase/{name}_s": taken_s for name, taken_s in clock.seconds.items()},
         "sync/bytes": float(num_bytes),
         "sync/bytes_per_s": num_bytes / max(clock.seconds["transfer"], 1e-9),
@@ -309,7 +310,7 @@ def push_weights(
 
 
 class _Clock:
-    """What each phase took, here in seconds altogether and on the timeline one by one."""
+    """Measures the phases: the total seconds of each, and a span of the timeline for every time that it ran."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

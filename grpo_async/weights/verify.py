@@ -1,9 +1,10 @@
-"""Do trainer and server hold the same weights? Compares the log-probabilities that both give to the same tokens. Pure.
+"""Do trainer and server hold the same weights? Compares the log-probabilities that both give to the same tokens. Pure, but for
+`compare_server`, which asks a server.
 
     probes = probe_sequences(prompts, vocab_size=..., max_model_len=...)
     trainer = score_twice(policy, probes, ..., rounding=coarsest_dtype(config, served))     a TrainerScores
-    difference = compare_logprobs(trainer.logprobs, server's scores of probes)
-    same = difference.mean <= verify_limit(config, trainer)
+    found = compare_server(server, probes, trainer, config=..., version=...)                a ServerComparison
+    same = found.is_same
 
 With the same weights both differ by their rounding alone, and how much that is depends on depth, width, dtype and tokens, so it is
 measured: the trainer computes the same tokens twice, t and t', where t' is rounded differently (training.reference). With
@@ -24,13 +25,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from grpo_async.config.experiment import ExperimentConfig
+from grpo_async.inference.control import ServerControl
 
 _LENGTHS = (16, 64, 300)
 """Within a block of the server's cache, and over the border of two (vLLM: 16 tokens, on CPU 128)."""
 _PROMPT_FRACTION = 0.5
 _MAX_RATIO = 2.0
 _MIN_LIMIT = 1e-3  # of mean |d|: what kernels of float32 may do otherwise, such as sum in another order
-_MAX_LIMIT = 0.5  # no rounding that could be trained with differs by so much in the mean
+MAX_ROUNDING = 0.5  # nats of mean |d|: no rounding that could be trained with does so much
 _MAX_EXPONENT = 700.0  # math.exp overflows a little later
 _DTYPES = ("float32", "float16", "bfloat16")  # from the finest to the coarsest
 
@@ -61,6 +63,50 @@ class TrainerScores:
     def rounding(self) -> LogprobDifference:
         """What rounding alone does."""
         return compare_logprobs(self.logprobs, self.rounded_anew)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerComparison:
+    """The answers of one server to the probes, beside the trainer's scores."""
+
+    is_same: bool
+    """Whether it serves the trainer's weights, as the version that was pushed."""
+    versions: list[int]
+    """Those that it gave as its own, in ascending order."""
+    difference: LogprobDifference
+    text: str
+    """The difference, beside its limit; by length of the probes where it is not the same."""
+
+
+def compare_server(
+    server: ServerControl,
+    probes: Sequence[Sequence[int]],
+    trainer: TrainerScores,
+    *,
+    config: ExperimentConfig,
+    version: int,
+) -> ServerComparison:
+    """Let `server` score the probes, and compare with the scores of the trainer, whose weights are `version`.
+
+    Raises:
+        InferenceError: the server does not answer, or does not score sequences.
+    """
+    answers = [server.score(probe) for probe in probes]
+    versions = sorted({answer.policy_version for answer in answers})
+    scores = [answer.logprobs for answer in answers]
+    difference, limit = compare_logprobs(trainer.logprobs, scores), verify_limit(config, trainer)
+    text = (
+        f"mean |d| {difference.mean:.2g}, max {difference.max:.2g} over {difference.num_tokens} tokens (limit of the mean "
+        f"{limit:.2g}; rounding alone moves the trainer's own by {trainer.rounding.mean:.2g})"
+    )
+    is_same = versions == [version] and difference.mean <= limit  # False where a number is NaN
+    if not is_same:
+        parts = (
+            f"{compare_logprobs([one], [other]).mean:.2g} in the probe of {len(one) + 1}"
+            for one, other in zip(trainer.logprobs, scores, strict=True)
+        )
+        text += f"; mean by length: {', '.join(parts)}"
+    return ServerComparison(is_same=is_same, versions=versions, difference=difference, text=text)
 
 
 def compare_logprobs(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]]) -> LogprobDifference:
@@ -102,7 +148,7 @@ def verify_limit(config: ExperimentConfig, trainer: TrainerScores) -> float:
     at least 1e-3 and at most 0.5. See the module's docstring."""
     if config.weights.verify_tolerance is not None:
         return config.weights.verify_tolerance
-    return min(max(_MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), _MAX_LIMIT)
+    return min(max(_MAX_RATIO * trainer.rounding.mean, _MIN_LIMIT), MAX_ROUNDING)
 
 
 def coarsest_dtype(config: ExperimentConfig, served: Iterable[str]) -> str:

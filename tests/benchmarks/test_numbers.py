@@ -105,7 +105,7 @@ def test_a_listed_gpu_is_found_and_without_any_the_exit_code_is_2(
 def _push(push_s: float, **milliseconds: float) -> dict[str, float]:
     phases = {f"sync/phase/{phase}_s": 0.001 for phase in push.PHASES}
     phases |= {f"sync/phase/{phase}_s": value / 1e3 for phase, value in milliseconds.items()}
-    return {**phases, "sync/push_s": push_s, "sync/pause_s": 0.25, "sync/bytes": 4e8, "sync/bytes_per_s": 2e9}
+    return {**phases, "sync/push_s": push_s, "sync/stopped_s": 0.25, "sync/bytes": 4e8, "sync/bytes_per_s": 2e9}
 
 
 def test_a_push_is_compared_with_the_broadcast_and_the_load_of_its_own_round(tmp_path: Path) -> None:

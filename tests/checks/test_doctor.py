@@ -121,7 +121,7 @@ def test_what_nvidia_smi_says(
     [
         ({}, False, True, "pass", "embedded engine"),
         ({}, True, True, "warn", "far faster"),
-        ({"vllm": "0.11.0"}, False, True, "fail", "vllm 0.11.0 is installed, supported is"),
+        ({"vllm": "0.11.0"}, False, True, "fail", "vllm 0.11.0 is installed, but only"),
         ({"vllm": "0.27.1", "torch": "2.13.0"}, False, False, "fail", "plugin"),
         ({"vllm": "0.27.1", "torch": "2.12.0"}, False, True, "warn", "wants torch==2.13.0, installed is torch 2.12.0"),
         ({"vllm": "0.27.1", "torch": "2.13.0+cu130"}, False, True, "pass", "supported"),

@@ -73,7 +73,8 @@ def _context(folder: Path, tokenizer: Any, **changes: Any) -> PreflightContext:
     prompts = [_prompt(changes.pop("prompt", "hello world"))]
     config = make_config(folder, **{"weights": {"timeout_s": 5.0}, **changes.pop("sections", {})})
     fields: dict[str, Any] = {
-        "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts, "probes": [],
+        "config": config, "run_dir": RunDir(config.run_path), "renderer": renderer, "servers": [], "prompts": prompts,
+        "prompt_ids": [renderer.prompt_ids(prompt.messages) for prompt in prompts], "probes": [],
         "score_on_trainer": lambda *_: TrainerScores(logprobs=[], rounded_anew=[]), "parameter_shapes": {},
         "num_embeddings": len(tokenizer), "policy_version": 0, "token": TOKEN,
     }  # fmt: skip
@@ -108,6 +109,7 @@ def _live_context(folder: Path, model: Path, url: str, **changes: Any) -> Prefli
     fields: dict[str, Any] = {
         "servers": [SimpleNamespace(name="server 0", url=url, info=info, control=control)],
         "prompts": prompts,
+        "prompt_ids": rendered,
         "probes": probe_sequences(rendered, vocab_size=rows, max_model_len=512),
         "score_on_trainer": score,
         "parameter_shapes": {name: tuple(p.shape) for name, p in policy.model.named_parameters()},

@@ -192,7 +192,7 @@ def test_rollouts_of_an_evaluation_take_a_quarter_of_the_places_unless_set() -> 
         checkpoint={"keep_best": 2, "every_steps": 4},
         rollout={"max_in_flight": 40},
     )
-    assert config.evaluation_in_flight == 10
+    assert (config.evaluation_in_flight, config.evaluation_in_flight_alone) == (10, 40)
     assert _config(evaluation={"max_in_flight": 3}).evaluation_in_flight == 3
     assert _config(evaluation={}, rollout={"max_in_flight": 2}).evaluation_in_flight == 1
 
@@ -226,7 +226,7 @@ def test_spawned_servers_speak_https_with_a_certificate_that_clients_trust(
 ) -> None:
     section = _config(inference=inference).inference
     assert section.scheme == scheme
-    assert (section.tls and section.tls.trusted) == (trusted and Path(trusted))
+    assert section.ca_certs == (trusted and Path(trusted))
 
 
 def test_a_run_has_100_steps_or_as_many_as_its_epochs_take() -> None:

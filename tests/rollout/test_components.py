@@ -33,6 +33,7 @@ def test_a_rollout_function_takes_the_place_of_our_own_rollouts(tiny_model: Path
         firsts = [sample.token_ids[2] for group in groups for sample in group.samples]
         assert firsts == [10, 11, 10, 11]
         assert server.requests == []
+        assert side.first_prompt_ids == []
     assert steps_seen.steps[0] == 0
 
 

@@ -11,7 +11,7 @@ def test_the_name_that_is_written_out_comes_before_the_pattern_which_names_its_p
     assert describe("rewards/judge/v2/mean").help == "mean of the reward `judge/v2`"
     assert describe("tools/python/failure_frequency").help == "fraction of the calls of `python` that failed"
     assert describe("sync/phase/pause_s").help == "seconds of the push until every server had paused"
-    assert describe("sync/phase/gather_s").help == "seconds of the push: gather"
+    assert describe("sync/phase/transfer_s").help == "seconds of the push: transfer"
     assert describe("eval/reward").better is Better.HIGHER
     info = describe("my/own")  # an unknown one is a mean and says so
     assert (info.name, info.reduction, info.is_known) == ("my/own", Reduction.MEAN, False)

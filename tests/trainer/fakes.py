@@ -40,8 +40,12 @@ class FakeSync:
 
     def __init__(self, *, up: bool = True) -> None:
         self.up = up
-        self.has_ready = False
-        self.has_serving = True
+        self.fleet: Any = SimpleNamespace(
+            has_ready=False,
+            serving=lambda: ["another"],
+            read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0),
+            metrics=dict,
+        )
         self.pushed: list[int] = []
         self.events: list[str] = []
 
@@ -50,7 +54,7 @@ class FakeSync:
             self.events.append(f"skip {version}")
             return None
         before_gather(1 << 20)
-        self.has_ready = False
+        self.fleet.has_ready = False
         self.pushed.append(version)
         self.events.append(f"push {version}")
         return {"sync/total_s": 0.1}
@@ -100,17 +104,17 @@ def make_leader(
 ) -> Leader:
     """Rank 0 whose metrics go to `lines`, beside a generation that does nothing. `stores`: whether a group is kept."""
     here = Path("unused")
-    fleet: Any = SimpleNamespace(read=lambda: SimpleNamespace(busy_s=0.0, generated_tokens=0), metrics=dict)
     store: Any = SimpleNamespace(stores=lambda group_id, status: stores(group_id))
+    sync = sync or FakeSync()
     log: Any = SimpleNamespace(write=lambda step, metrics: lines.append(metrics))
     return Leader(
         Assignment(run_dir=RunDir(here), attempt_dir=here, private=here),
         ControlClient(None),
         context,
-        fleet=fleet,
+        fleet=sync.fleet,
         source=source,
         store=store,
-        sync=sync or FakeSync(),
+        sync=sync,
         evaluations=evaluations,
         log=log,
         trackers=Trackers(()),

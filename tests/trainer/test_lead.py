@@ -147,7 +147,7 @@ class _Stub:
 
         def side(config: ExperimentConfig, **_: Any) -> Any:
             return SimpleNamespace(
-                config=config, source=self.source, evaluator=evaluator, first_prompts=[], tool_sets=[],
+                config=config, source=self.source, evaluator=evaluator, first_prompts=[], first_prompt_ids=[], tool_sets=[],
                 supersede=lambda: self.events.append("supersede"),
             )  # fmt: skip
 

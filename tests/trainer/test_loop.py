@@ -75,7 +75,7 @@ def test_a_server_that_is_back_while_the_trainer_waits_gets_the_weights_of_the_l
     sync = FakeSync(up=False)
 
     def comes_back() -> None:
-        sync.up = sync.has_ready = True
+        sync.up = sync.fleet.has_ready = True
 
     source = _Source({3: comes_back})
     lines, commands = _run(sync, source, steps=3)
@@ -90,7 +90,7 @@ def test_a_server_that_joins_between_two_pushes_gets_the_newest_weights_not_the_
     sync = FakeSync()
 
     def joins() -> None:
-        sync.has_ready = True
+        sync.fleet.has_ready = True
 
     source = _Source({4: joins})
     _run(sync, source, steps=4, sync_steps=2)
@@ -153,10 +153,10 @@ def test_a_server_that_joins_waits_for_an_evaluation_that_holds_pushes_where_ano
     another_serves: bool, pushed: list[int]
 ) -> None:
     sync, evaluations = FakeSync(), _Evaluations(1)
-    sync.has_serving = another_serves
+    sync.fleet.serving = lambda: ["another"] if another_serves else []
 
     def joins() -> None:
-        sync.has_ready = True
+        sync.fleet.has_ready = True
 
     _run(sync, _Source({3: joins}), steps=3, evaluations=evaluations)
     assert sync.pushed == pushed

@@ -62,6 +62,7 @@ def test_a_stop_dispatches_nothing_more_although_there_is_room(tiny_model: Path,
     with local_server(_silent) as server, open_side(config, server) as side:
         side.source.start()
         server.wait_for(lambda: len(server.requests) == 20, "(4 + 1) x 2 groups of 2")
+        assert side.first_prompt_ids[0] in [request["token_ids"] for request in server.requests]
         side.source.stop_generating()
         serve(side, 3)  # makes room for 3 x 2 groups
         time.sleep(0.3)

@@ -27,7 +27,7 @@ from tests.launcher.support import make_config
 SPEC = ParameterSpec(name="w", dtype_name="float32", shape=(2, 3))
 PROBES = [[1, 2, 3], [4, 5]]
 METRICS = {
-    **{f"sync/phase/{name}_s": 0.001 for name in ("pause", "start", "gather", "send", "finish", "resume")},
+    **{f"sync/phase/{name}_s": 0.001 for name in ("pause", "start", "transfer", "finish", "resume")},
     "sync/bytes": 24.0, "sync/bytes_per_s": 24e6, "sync/push_s": 0.006,
 }  # fmt: skip
 
@@ -221,7 +221,7 @@ def test_a_push_goes_to_every_server_that_is_up_in_one_group_that_lasts(world: A
     assert w.transport.groups == [("server 0", "server 1")]
     assert w.told == ["server 0", "server 1"]
     w.fleet.up.append(_server(2))
-    assert w.sync.has_ready
+    assert w.fleet.has_ready
     w.sync.push(2, before_gather=_nothing)
     assert w.transport.groups[1:] == [("server 0", "server 1", "server 2")], "one that joins makes a new group"
     assert w.told[2:] == ["server 2"]

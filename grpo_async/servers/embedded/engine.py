@@ -30,7 +30,7 @@ from grpo_async.inference.sampling import find_stop
 from grpo_async.records import FinishReason
 from grpo_async.servers.embedded.kv_slots import SlotCache
 from grpo_async.servers.embedded.sampler import SamplingBatch, sample
-from grpo_async.servers.requests import EngineOutput, TokenStream
+from grpo_async.servers.requests import NOT_FINITE, EngineOutput, TokenStream
 
 _PREFILL_TOKENS = 8192  # most tokens, padding included, of one prefill forward
 _MIN_ROWS = 16  # BLAS libraries take other kernels, which add in another order, for fewer rows
@@ -301,10 +301,7 @@ class SlotEngine:
         """Give every row its token, and free the slots of rows that ended."""
         ended = []
         for sequence, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            if math.isfinite(logprob):
-                output = sequence.append(token, logprob)
-            else:
-                output = EngineOutput(error="the model's logits are not finite; the pushed weights are broken")
+            output = sequence.append(token, logprob) if math.isfinite(logprob) else EngineOutput(error=NOT_FINITE)
             self._outbox.append((sequence, output))
             if output.is_last:
                 ended.append(sequence.slot)

