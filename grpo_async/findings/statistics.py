@@ -13,7 +13,7 @@ from grpo_async.utils.text import format_number
 _MIN_VALUES = 6
 _MAX_CORRELATED = 0.9
 _MIN_FREEDOM = 3.0
-_ROUNDING = 1e-9  # relative; float noise of summed rewards is about 1e-16, real differences are far larger
+_ROUNDING = 1e-9  # float noise of summed rewards is about 1e-16 of their size, real differences are far larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,12 +47,12 @@ EVENTS = (
     EventInfo("wait for the push", "trainer", "the training thread pushes weights, and trains nothing meanwhile"),
     EventInfo("push", "weights", "one push of a version to the servers"),
     EventInfo("pause", "weights", "servers stop generating, as `weights.mode` says"),
-    EventInfo("connect", "weights", "trainer and servers meet in a group"),
+    EventInfo("connect", "weights", "trainer and servers form the weight group"),
     EventInfo("start", "weights", "servers say whether the update fits"),
     EventInfo("transfer", "weights", "all buckets are sent and loaded"),
     EventInfo("gather", "weights", "the ranks gather a bucket"),
     EventInfo("send", "weights", "a bucket is sent"),
-    EventInfo("finish", "weights", "the new version counts"),
+    EventInfo("finish", "weights", "the new version takes effect"),
     EventInfo("resume", "weights", "servers generate again"),
     EventInfo("rollout", "rollout", "one rollout, from its first request to its end"),
     EventInfo("rollout function", "rollout", "one call of your function, for several groups"),
@@ -71,7 +71,7 @@ EVENTS = (
     EventInfo("serving", "server", "it has the current weights and gets requests"),
     EventInfo("down", "server", "it is fenced; the detail `reason` says why"),
     EventInfo("gone", "server", "it does not come back; the detail `reason` says why"),
-    EventInfo(DROPPED, "run", "first line of a file whose older half was dropped for its room"),
+    EventInfo(DROPPED, "run", "first line of a file whose older half was dropped to limit its size"),
     EventInfo(LOST, "run", "events that could not be written, or came faster than they are written; detail: `events`"),
 )
 """In the order of a step."""
