@@ -26,7 +26,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths below one run directory; creates nothing but what its methods say."""
+    """One run directory. Only `create`, `new_token` and `new_attempt` write anything."""
 
     root: Path
 
@@ -35,11 +35,11 @@ class RunDir:
     token = _Entry("token")
     """The bearer token of the servers (mode 0600), there while the run lasts; see `new_token`."""
     plan = _Entry("plan.txt")
-    """The processes that were planned."""
+    """The planned processes."""
     preflight = _Entry("preflight.json")
-    """What the checks before step 1 found."""
+    """The results of the checks before step 1."""
     summary = _Entry("summary.json")
-    """What the run reached, written at the end."""
+    """The results of the run, written at the end."""
     metrics = _Entry("metrics.jsonl")
     """One line per optimizer step."""
     events = _Entry("events.jsonl")
@@ -49,7 +49,7 @@ class RunDir:
     advice = _Entry("advice.jsonl")
     """What limited the speed of the run: one line for each piece of advice."""
     status = _Entry("status.json")
-    """Where the run stands, replaced every second or so."""
+    """The state of the run, written again every second or so."""
     report = _Entry("report.html")
     """Plots and tables in one offline page, written at the end."""
     trackers = _Entry("trackers")
@@ -59,9 +59,9 @@ class RunDir:
     evaluation_result = _Entry("evaluation.json")
     """The numbers of `grpo-async eval`, whose folder has the same layout."""
     evaluations = _Entry("evaluations")
-    """step_N/: what was generated for each, as in rollouts/."""
+    """step_N/: the rollouts of each evaluation, in files as in rollouts/."""
     checkpoints = _Entry("checkpoints")
-    """step_N/: written beside and renamed, so a name that exists is whole."""
+    """step_N/: written under another name and renamed when it is whole."""
     model = _Entry("model")
     """The final Hugging Face export, with a model card."""
     adapter = _Entry("adapter")
@@ -69,11 +69,11 @@ class RunDir:
     logs = _Entry("logs")
     """attempt_N/: config.yaml, trainer.log, server.log, slurm_job."""
     latest_logs = _Entry("logs/latest")
-    """A link to the newest attempt."""
+    """A link to the logs of the newest attempt."""
 
     @property
     def rollouts(self) -> Path:
-        """What was generated, in blocks: Parquet, the newest as JSON lines. Of an evaluation it is another folder."""
+        """The rollouts, in blocks: Parquet, the newest as JSON lines. A subclass for evaluations has another folder."""
         return self.root / "rollouts"
 
     def evaluation(self, step: int) -> Path:
@@ -148,13 +148,13 @@ class RunDir:
 
 
 def _numbers(folder: Path, prefix: str) -> list[int]:
-    """Of the folders in `folder` that are named so, ascending: step_2, step_10 -> 2, 10."""
+    """The numbers in the names of subfolders that begin with `prefix`, ascending: step_2, step_10 -> 2, 10."""
     names = (path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*") if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 PARTIAL_PREFIX = "writing_"
-"""Of folders that are being written, replaced or removed."""
+"""Of the names of folders that are being written, replaced or removed."""
 
 
 def partial_of(folder: Path) -> Path:

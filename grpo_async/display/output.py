@@ -36,7 +36,7 @@ class OutputMode(StrEnum):
 
 
 class Output:
-    """What a command prints, in one of the modes. `console` is stdout. Nobody has to read it: see ResilientStream."""
+    """What a command prints, in one of the modes. `console` is stdout; without a reader the run continues (ResilientStream)."""
 
     def __init__(self, mode: OutputMode = OutputMode.FULL, console: Console | None = None) -> None:
         self.mode = mode
@@ -56,7 +56,7 @@ class Output:
             self._events.show("note", {"text": text})
 
     def warn(self, text: str) -> None:
-        """Something that went wrong without stopping anything."""
+        """Something went wrong and nothing stops because of it."""
         if self.mode is OutputMode.JSON:
             self._events.show("warning", {"text": text})
         else:
@@ -123,7 +123,7 @@ class Output:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Errors of our own that are raised inside are events, too, before they go on."""
+        """With --json-logs an error of ours that is raised inside also becomes an event."""
         try:
             yield
         except GrpoAsyncError as error:

@@ -68,7 +68,7 @@ class Advisor(View):
             file.write(json.dumps({"step": step, **advice.as_advice()}) + "\n")
 
     def _judge(self) -> None:
-        """Say it when it is another than before."""
+        """Show the verdict when it has changed."""
         verdict = judge(Evidence.read(self._run_dir, list(self._metrics.rows().values())))
         if verdict != self._verdict:
             self._verdict = verdict
@@ -76,7 +76,7 @@ class Advisor(View):
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
-        """A file that cannot be written costs a warning, once, and no training."""
+        """Where the file cannot be written, the user is warned once, and training continues."""
         try:
             yield
         except OSError as error:

@@ -42,14 +42,14 @@ _SERVED_WELL_S = 600.0  # after so long, the end of a server is no longer one of
 
 
 class LocalProcesses:
-    """An async context manager: left, nothing runs that was started in it.
+    """An async context manager. When it is left, everything that was started in it is ended.
 
     Args:
-        display: shows the user what becomes of the servers.
+        display: shows the user what happens to the servers.
         tell_trainer: see TellTrainer.
 
     Attributes:
-        signals: that this process gets meanwhile.
+        signals: those that this process receives.
         liveness: of the trainer's processes.
         stopping: set when the run stops; from then on a server may end, and is not started again.
         lost_servers: set when the run cannot continue without its servers; `server_failure` says why.
@@ -338,7 +338,7 @@ class SpawnedServer:
         return child.describe_end(how=end.how)
 
     async def _restart(self) -> _End | None:
-        """None: it runs."""
+        """None: it was started."""
         self._incarnation += 1
         try:
             await self.start()

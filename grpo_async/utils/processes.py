@@ -1,4 +1,4 @@
-"""Processes: how long they live, whether one runs, how one ended, in words, and how many CPUs there are for them."""
+"""Processes: when they end, whether one runs, a description of how one ended, and how many CPUs there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import threading
 
 # ---- lifetime ----
-# Ties the lifetime of a process to its parent's, so that no death in the tree leaves an orphan.
+# A process ends when its parent does, so that nothing in the tree is orphaned.
 #
 # Linux: the kernel delivers SIGKILL when the parent dies (PR_SET_PDEATHSIG). Elsewhere a thread watches the parent's pid.
 # The signal is bound to the parent *thread*: start children from a thread that lives as long as the process.
@@ -62,7 +62,7 @@ def _exit_when_parent_changes(parent: int) -> None:
     os._exit(1)
 
 
-# ---- whether a process runs, and how it ended, in words ----
+# ---- whether a process runs, and how it ended ----
 
 
 def is_running(pid: int, started_at: float | None = None) -> bool:
@@ -95,14 +95,14 @@ def describe_exit(status: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-# ---- how many CPUs there are for this process, and which packages are built for CPUs ----
+# ---- CPUs ----
 
 
 def usable_cpus() -> int:
-    """A scheduler or a container may give it fewer than the machine has."""
+    """CPUs that this process may use: a scheduler or a container may give it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def is_cpu_build(version: str) -> bool:
-    """Whether a version of torch or vLLM is one built for CPUs: "2.13.0+cpu"."""
+    """Whether a version of torch or vLLM was built for CPUs: "2.13.0+cpu"."""
     return version.partition("+")[2].startswith("cpu")
