@@ -127,8 +127,8 @@ def export_model(
     from grpo_async.viewer.runs import find_run
 
     run_dir = find_run(run)
-    config = load_config(run_dir.config)
     step = find_checkpoint(run_dir, checkpoint, option="--checkpoint")
+    config = load_config(run_dir.config)
     folder = out or run_dir.root / f"model_step_{step}"
     export_checkpoint(run_dir, step, config, folder)
     typer.echo(f"step {step} -> {folder}")

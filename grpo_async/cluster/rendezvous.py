@@ -195,14 +195,17 @@ def join(
         launchers = LauncherStore(store, token, rank=node.rank, count=node.count)
         if not launchers.claim():
             raise ConfigError(f"node {node.rank} is here already; each machine needs its own --node-rank")
-        own = NodeInfo.of(config, node, engine).model_dump()
+        own = NodeInfo(rank=node.rank, host=socket.gethostname())
         try:
             _compare(config, run_dir.logs / run["attempt"], run["versions"])
-        except ConfigError as error:
-            launchers.post(0, "refused", member=own, reason=str(error))
+            own = NodeInfo.of(config, node, engine)
+        except BaseException as error:  # a signal, too: node 0 would wait for this machine
+            launchers.post(0, "refused", member=own.model_dump(), reason=str(error) or type(error).__name__)
             launchers.exchange()
-            raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
-        launchers.post(0, "ready", member=own)
+            if isinstance(error, ConfigError):
+                raise ConfigError(f"this machine cannot take part as node {node.rank}: {error}") from error
+            raise
+        launchers.post(0, "ready", member=own.model_dump())
         say(f"node {node.rank} has joined node 0 ({address}), and waits for the others")
         assignment = _wait_for_start(launchers, ends_at, config)
     except RuntimeError as error:  # of the store; our own errors are not RuntimeErrors

@@ -1,4 +1,4 @@
-"""The configuration: `sections` and `experiment` say what may be written, `loader` reads it, `problems` reports what is wrong.
+"""The configuration: `sections` and `experiment` say what may be written, `loader` reads it and reports what is wrong.
 
 The whole `ExperimentConfig` goes to each process as a file in the run directory; each part takes its section where it is built, in
 `trainer/lead.py` and `trainer/rollout_side.py` for the trainer, and in `launcher/plan.py` for processes.

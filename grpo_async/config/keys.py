@@ -3,6 +3,7 @@ where, by walking the annotations of the models (`FieldType`); and what to write
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,10 +64,11 @@ class Key:
         return f"{self.type}{end}{only}"
 
 
-def all_keys() -> list[Key]:
+@functools.cache
+def all_keys() -> tuple[Key, ...]:
     """In the order of the sections."""
     schema = ExperimentConfig.model_json_schema()
-    return list(_keys(schema, "", schema["$defs"]))
+    return tuple(_keys(schema, "", schema["$defs"]))
 
 
 def find_keys(keys: Sequence[Key], word: str) -> list[Key]:
@@ -256,6 +258,8 @@ RENAMED: dict[KeyPath, KeyPath] = {
     ("evaluation", "pass_reward"): ("evaluation", "pass_threshold"),
     ("evaluation", "samples"): ("evaluation", "samples_per_prompt"),
     ("inference", "tls", "authority"): ("inference", "tls", "ca_certs"),
+    ("launch", "nodes"): ("launch", "nodes", "train"),  # the number alone
+    ("launch", "slurm", "server_nodes"): ("launch", "nodes", "infer"),
     ("launch", "slurm", "server_port"): ("launch", "server_port"),
     ("model", "chat_template_arguments"): ("model", "chat_template_kwargs"),
     ("optimizer", "schedule_arguments"): ("optimizer", "schedule_kwargs"),

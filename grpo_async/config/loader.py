@@ -159,21 +159,23 @@ class _Loading:
         self.sources.append(location.source)
         dotted, has_value, text = override.partition("=")
         path = tuple(part.strip() for part in dotted.split("."))
-        if path in RENAMED:
-            path = _new_name(path, location)
         if not has_value or not all(path):
             self.problems.append((location, "an override is written section.key=value"))
-        elif fault := _fault_of(path, root):
+            return
+        node = read_yaml(text, location, self.problems, path=path, has_lines=False)
+        if path in RENAMED and not _is_section(path, node):
+            path = _new_name(path, location)
+        if fault := _fault_of(path, root):
             self.problems.append((location, fault))
         else:
-            root.put(path, read_yaml(text, location, self.problems, path=path, has_lines=False))
+            root.put(path, node)
             self._rename_old_keys(root)
 
     def _rename_old_keys(self, root: Node) -> None:
         """Give each setting that has its old name the new one, and warn."""
         for old, new in RENAMED.items():
             node, section = root.at(old), root.at(old[:-1])
-            if node is None or section is None:
+            if node is None or section is None or _is_section(old, node):
                 continue
             del section.value[old[-1]]
             if root.at(new) is not None:
@@ -181,6 +183,11 @@ class _Loading:
                 self.problems.append((node.location, problem))
                 continue
             root.put(_new_name(old, node.location), node)
+
+
+def _is_section(old: KeyPath, node: Node) -> bool:
+    """Whether an old path is that of a section now, and `node` is one: of `launch.nodes` only the number is old."""
+    return ROOT.find(old) is not None and isinstance(node.value, dict)
 
 
 def _new_name(old: KeyPath, location: Location) -> KeyPath:

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -25,7 +25,7 @@ from grpo_async.checks.report import Check, counts, print_checks
 from grpo_async.display.dashboard import dashboard
 from grpo_async.display.progress import Checkpoints, Example, Progress, evaluation_line, example_lines, step_line
 from grpo_async.findings import Finding, Verdict
-from grpo_async.findings.evidence import MetricLog
+from grpo_async.findings.evidence import MetricLog, Row
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.files import json_safe
 from grpo_async.utils.safe_text import plain
@@ -243,14 +243,19 @@ class LiveView(View):
         self._changed.set()
 
     def _draw(self) -> None:
+        rows: dict[int, Row] = {}
+        checkpoints = Checkpoints()
         while not self._ended.is_set():  # leaving the context ends it; a daemon thread
             self._changed.clear()
             width, height = self._console.size
-            checkpoints, rows = Checkpoints.read(self._run_dir), list(self._log.rows().values())
+            with suppress(OSError):  # a network file system that fails for a while
+                rows, checkpoints = self._log.rows(), Checkpoints.read(self._run_dir)
             with self._progress.lock:
                 self._progress.checkpoints = checkpoints
+                # of a run that goes on from a checkpoint, later steps stay in the file until the trainer is there
+                past = [row for step, row in rows.items() if step <= self._progress.step]
                 picture = dashboard(
-                    self._progress, rows, run_name=self._run_name, footer=self._footer, width=width, height=height
+                    self._progress, past, run_name=self._run_name, footer=self._footer, width=width, height=height
                 )
             try:
                 self._live.update(picture, refresh=True)

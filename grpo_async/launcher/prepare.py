@@ -7,6 +7,7 @@ ends), so two runs never write the same files.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -212,14 +213,18 @@ def _resume(run_dir: RunDir, config: ExperimentConfig, resume: str) -> Start:
     last = load_config(run_dir.config)  # of the attempt before
     is_over, setting = config.num_steps <= step, "max_steps"
     if config.training.epochs is not None:  # how many steps they make is known to the trainer only
-        is_over, setting = last.training == config.training, "epochs"
-    summary = read_object(run_dir.summary, [])
+        old, new = last.training, config.training
+        is_longer = (new.epochs or 0) > (old.epochs or 0) or (new.max_steps or math.inf) > (old.max_steps or math.inf)
+        is_over, setting = not is_longer, "epochs"
+    problems: list[str] = []
+    summary = read_object(run_dir.summary, problems)
     # where it has fewer steps, evaluation or export are still to be done
     if is_over and summary.get("status") == FINISHED and summary.get("steps") == step:
         raise ConfigError(
             f"--resume: the run in {run_dir.root} has finished its {step} steps; raise training.{setting} to train on"
         )
-    notes = [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
+    notes = [f"{each}; whether the run had finished is unknown" for each in problems]
+    notes += [f"{damaged(number, problem)}; resuming from step {step}" for number, problem in broken.items()]
     if not run_dir.metrics.exists():
         notes.append(f"{run_dir.metrics} is missing: the metrics up to step {step} are lost; later ones follow")
     changed = differences([each.model_dump(mode="json") for each in (last, config)])

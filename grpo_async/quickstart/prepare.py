@@ -57,7 +57,8 @@ def prepare(root: Path = Path(), *, task: str = DEFAULT_TASK, seed: int = 0) -> 
     marker = _marker(chosen, seed)
     if _is_made_by(marker, folder):
         return
-    if folder.exists() and not (folder / _MARKER).is_file():
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not (folder / _MARKER).is_file():
         raise ConfigError(
             f"{folder} holds what the quickstart did not make (no {_MARKER} is in it); move it, or remove it"
         )

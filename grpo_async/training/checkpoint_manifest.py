@@ -39,12 +39,16 @@ def find_checkpoint(run_dir: RunDir, name: str, *, option: str) -> int:
         option: for messages, such as "--checkpoint".
 
     Raises:
-        ConfigError: the run has no such checkpoint; the message lists those that it has. Or its config.yaml, which "best" goes by,
-            cannot be read.
+        ConfigError: the run has no such checkpoint; the message lists those that it has. Or another version wrote them, or its
+            config.yaml, which "best" goes by, cannot be read.
     """
     steps = run_dir.checkpoint_steps()
     if not steps:
         raise ConfigError(f"{option} {name}: {run_dir.checkpoints} has no checkpoint")
+    try:  # first: another version's config.yaml cannot be read either, and its errors would not say why
+        problem_of(run_dir.checkpoint(steps[-1]), reads=lambda name: False)
+    except OtherFormatError as error:
+        raise ConfigError(f"{option} {name}: {error}") from error
     known = ", ".join(map(str, steps))
     if name == "latest":
         return steps[-1]

@@ -83,7 +83,9 @@ def modified_at(run: RunDir) -> float:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    """A link to another of them is not one more."""
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return [path for path in found if not (path.is_symlink() and path.resolve().parent == folder.resolve())]
 
 
 def _names(runs_folder: Path) -> list[str]:

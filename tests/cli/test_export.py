@@ -152,6 +152,16 @@ def test_the_checkpoint_that_is_named_is_exported(
     assert result.stdout == f"step {step} -> runs/demo/model_step_{step}\n"
 
 
+@pytest.mark.parametrize("checkpoint", ["latest", "best"])
+def test_a_run_of_another_version_is_called_so(exported: list[tuple[int, Path]], checkpoint: str) -> None:
+    run_dir = RunDir(Path("runs/demo"))
+    run_dir.config.write_text(f"{MINIMAL}a_key: of that version\n", encoding="utf-8")
+    (run_dir.checkpoint(6) / "manifest.json").write_text('{"format": 3}', encoding="utf-8")
+    result = _export_model("--checkpoint", checkpoint)
+    assert (result.exit_code, exported) == (2, [])
+    assert "has format 3, of another version" in " ".join(result.stderr.split())
+
+
 def test_what_was_written_is_uploaded_into_a_private_repository(
     exported: list[tuple[int, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,6 +203,16 @@ def test_an_old_name_of_a_key_is_taken_with_a_warning(tmp_path: Path, caplog: py
     assert _problems(both) == [
         "x.yaml:6: optimizer.schedule_arguments: is the old name of optimizer.schedule_kwargs, which is also set; remove it"
     ]
+    old = "launch: {nodes: 2, slurm: {server_nodes: 3}}\n"
+    by_option = ["launch.nodes=2", "launch.slurm.server_nodes=3"]
+    for file, options in (
+        (MINIMAL + old, []),
+        (MINIMAL, by_option),
+        (MINIMAL, by_option[::-1]),
+        (MINIMAL, [f"{old[:6]}={old[8:]}"]),
+    ):
+        assert load_config(_write(tmp_path, file), options).launch.nodes.model_dump() == {"train": 2, "infer": 3}
+    assert load_config(_write(tmp_path, MINIMAL + old), ["launch.nodes={train: 4}"]).launch.nodes.infer == 0
     assert [new for new in RENAMED.values() if ROOT.find(new) is None] == []
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,17 @@ import pytest
 from rich.console import Console
 
 from grpo_async.checks.report import Check
+from grpo_async.display import display as display_module
 from grpo_async.display.display import Display, JsonView, LineView, LiveView
 from grpo_async.display.output import Output, OutputMode
 from grpo_async.display.progress import Example, Progress, evaluation_line, evaluations_text
 from grpo_async.display.summary import print_summary
 from grpo_async.findings import Finding, Severity
+from grpo_async.findings.evidence import MetricLog, Row
 from grpo_async.run_directory import RunDir
 from grpo_async.utils.safe_text import plain
 from tests.display.support import METRICS
+from tests.support.waiting import eventually
 
 LOGS = Path("runs/x/logs/latest")
 
@@ -118,6 +123,35 @@ def test_the_dashboard_leaves_what_was_said_when_it_goes(tmp_path: Path) -> None
         "warning: preflight: warn: memory: little",
         "advice at step 1: more servers",
     ]
+
+
+def test_the_dashboard_draws_no_step_beyond_the_checkpoint_and_outlives_a_file_system_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDir(tmp_path).metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    drawn: list[list[float]] = []
+    is_broken = threading.Event()
+    read = MetricLog.rows
+
+    def rows(log: MetricLog) -> dict[int, Row]:
+        if is_broken.is_set():
+            raise OSError(errno.ESTALE, "stale")
+        return read(log)
+
+    def picture(_: Progress, rows: list[Row], **place: Any) -> str:
+        drawn.append([row["step"] for row in rows])
+        return ""
+
+    monkeypatch.setattr(MetricLog, "rows", rows)
+    monkeypatch.setattr(display_module, "dashboard", picture)
+    progress = Progress(max_steps=4, step=2)
+    with LiveView(_console(terminal=True), progress, run_name="x", run_dir=RunDir(tmp_path)) as view:
+        assert eventually(lambda: len(drawn) > 0)
+        is_broken.set()
+        before = len(drawn)
+        view.show("step", {})
+        assert eventually(lambda: len(drawn) > before + 1)
+    assert {tuple(steps) for steps in drawn} == {(1, 2)}
 
 
 def test_events_have_what_the_help_says_and_servers_come_when_a_state_changes() -> None:

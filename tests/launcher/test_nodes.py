@@ -294,6 +294,23 @@ def test_another_configuration_is_refused_on_both_sides(tmp_path: Path) -> None:
             gathering.result(WAIT_S)
 
 
+@pytest.mark.parametrize(("error", "reason"), [(SystemExit(143), "143"), (KeyboardInterrupt(), "KeyboardInterrupt")])
+def test_a_machine_that_ends_while_it_joins_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
+) -> None:
+    def end(config: ExperimentConfig, address: str) -> tuple[str, ...]:
+        raise error
+
+    monkeypatch.setattr(rendezvous, "own_urls", end)
+    with ExitStack() as stack:
+        run = _Run(_config(tmp_path), stack)
+        gathering = in_thread(run.gather, name="gather")
+        with pytest.raises(type(error)):
+            run.join(1)
+        with pytest.raises(RunError, match=f"cannot take part: {reason}"):
+            gathering.result(WAIT_S)
+
+
 def test_other_versions_another_folder_and_a_rank_that_is_taken_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,11 +131,12 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_and_without_a_whole_o
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    old = _old_run(config, steps=(1,)).checkpoint(2)
-    old.mkdir()
-    (old / "manifest.json").write_text('{"format": 2, "step": 2}')
-    for resume in ("latest", "2"):
-        _refused(config, "has format 2, of another version", resume=resume)
+    run_dir = _old_run(config, steps=(1,))
+    run_dir.checkpoint(2).mkdir()
+    (run_dir.checkpoint(2) / "manifest.json").write_text('{"format": 2, "step": 2}')
+    run_dir.config.write_text("a_key: of that version\n")
+    for resume in ("latest", "2", "best"):
+        _refused(config, f"--resume {resume}: ", "has format 2, of another version", resume=resume)
 
 
 def test_resume_without_anything_to_resume_is_refused(tmp_path: Path) -> None:
@@ -168,9 +169,20 @@ def test_resume_of_a_finished_run_is_refused_unless_there_are_more_steps_or_epoc
     _refused(config(), "has finished its 2 steps; raise training.max_steps", resume="latest")
     assert check_start(config(max_steps=5), resume="latest", clean=False).resume_step == 2
     run_dir.config.write_text(dump_config(config(max_steps=None, epochs=2.0)))
-    _refused(config(max_steps=None, epochs=2.0), "has finished its 2 steps; raise training.epochs", resume="latest")
+    for others in ({}, {"epochs": 1.0}, {"queue_timeout_s": 9.0}):
+        again = config(**{"max_steps": None, "epochs": 2.0, **others})
+        _refused(again, "has finished its 2 steps; raise training.epochs", resume="latest")
     for longer in ({"max_steps": None, "epochs": 3.0}, {"max_steps": 9}, {"max_steps": 9, "epochs": 3.0}):
         assert check_start(config(**longer), resume="latest", clean=False).resume_step == 2
+
+
+def test_resume_with_a_damaged_summary_goes_on_and_names_it(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    run_dir = _old_run(config, steps=(2,))
+    run_dir.summary.write_text('{"status": "fini')
+    (note,) = check_start(config, resume="latest", clean=False).notes
+    assert "summary.json cannot be read" in note
+    assert note.endswith("; whether the run had finished is unknown")
 
 
 def test_clean_removes_only_what_looks_like_a_run(tmp_path: Path) -> None:

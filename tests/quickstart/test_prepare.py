@@ -72,8 +72,9 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(prepa
 
 
 def test_another_recipe_makes_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(tmp_path)
     folder = tmp_path / FOLDER / "seed_0"
+    folder.mkdir(parents=True)  # an empty one is nobody's
+    prepare(tmp_path)
     weights = (folder / "model" / "model.safetensors").read_bytes()
     monkeypatch.setattr(type(TASKS["think"]), "recipe", WarmupRecipe(num_steps=3, batch_size=4))
     prepare(tmp_path)

@@ -234,6 +234,7 @@ def test_below_a_folder_every_run_is_found_by_its_name_and_nothing_else_is(tmp_p
         write_whole_run(tmp_path, "first", metrics=steps(8), error="<b>", state="failed")
         (tmp_path / "outside").mkdir()
         (runs / "no-run").mkdir()
+        (runs / "latest").symlink_to("first")
         write_run(tmp_path / "outside" / "secret")
         assert [run["name"] for run in inspector.json("api/runs")["runs"]] == ["first"]
         found = inspector.json("api/run", run="first")

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from grpo_async.records import GroupStatus, Origin, TaggedMessage
+import grpo_async
+from grpo_async.records import GroupStatus, Origin, TaggedMessage, TokenFlag
 from grpo_async.run_directory import RunDir
 from grpo_async.store import RolloutStore
+from grpo_async.viewer.format import flag_names
 from tests.support.browser import watch, watched_page
 from tests.viewer.report.support import Group, evaluation, steps, write_store
 from tests.viewer.report.support import write_run as write_whole_run
@@ -220,6 +222,12 @@ _COLORS = """async data => {
 }"""
 
 
+def test_every_flag_has_a_color() -> None:
+    css = (Path(grpo_async.__file__).parent / "viewer/static/web/token_colors.css").read_text(encoding="utf-8")
+    for name in ("trained", *flag_names(sum(TokenFlag))):
+        assert f".token-{name.replace(' ', '-')} {{ background: " in css
+
+
 def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(show: Show) -> None:
     tokens = {
         "mask": [1, 1, 1, 0],
@@ -230,7 +238,8 @@ def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(sh
         "token_flags": [0, 5, 2, None],
         "flag_names": {"0": [], "5": ["masked by correction", "clipped low"], "2": ["clipped high"]},
     }
-    found = show("#/groups?run=one").evaluate(_COLORS, tokens)
+    page = show("#/groups?run=one")
+    found = page.evaluate(_COLORS, tokens)
     assert {mode: classes for mode, (classes, _) in found.items()} == {
         "log_ratio": ["up-2", "even", "unknown", "untrained"],  # -1.0 + 1.3 = 0.3, -0.06 + 0.05 = -0.01
         "entropy": ["level-0", "level-2", "level-4", "untrained"],
@@ -244,6 +253,8 @@ def test_a_token_has_the_color_of_its_value_and_the_legend_says_what_it_means(sh
     assert found["log_ratio"][1][7:] == found["probability"][1][5:] == others
     assert found["version"][1][:3] == [["version-1", "7"], ["version-2", "8"], ["version-2", "14"]]
     assert [text for _, text in found["flags"][1]][:3] == ["trained", "masked by correction", "clipped high"]
+    not_recorded = page.evaluate(_COLORS, {**tokens, "token_flags": [5, 5, None, None]})["flags"][1]
+    assert [text for _, text in not_recorded] == ["masked by correction", "not recorded", "not trained on"]
 
 
 def test_a_token_shows_all_its_values_on_hover_and_by_keyboard(show: Show) -> None:

@@ -62,7 +62,10 @@ export const MODES = {
     label: "mask and flags",
     valueOf: (data, index) => (at(data.token_flags, index) === null ? null : strongestFlag(data, index)),
     classOf: (flag) => flag.replaceAll(" ", "-"),
-    legend: (data) => (data.token_flags ? inTokens(data, (index) => strongestFlag(data, index)).map((flag) => [MODES.flags.classOf(flag), flag]) : []),
+    legend(data) {
+      const flags = inTokens(data, (index) => MODES.flags.valueOf(data, index)).filter((flag) => flag !== null);
+      return flags.map((flag) => [MODES.flags.classOf(flag), flag]);
+    },
   },
 };
 
