@@ -28,7 +28,21 @@ MAX_REWARD = 1e9
 """The largest size of a reward or an advantage: with every weight that can be set, sums and squares stay within float32."""
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""What stands before and after the thinking of a turn: of most models, of Mistral's."""
+"""The tags before and after the thinking of a turn, of most models and of Mistral's."""
+
+
+def answer_start(text: str, *, is_open: bool | None = None) -> int:
+    """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b" -> 16.
+
+    `is_open`: the generation prompt opened the thinking. None: nobody knows; it did where `text` closes what it did not open.
+    """
+    written = [pair for pair in THINKING if text.lstrip().startswith(pair[0])]
+    if written or is_open is not False:
+        for _, closing in written or THINKING:
+            if (end := text.find(closing)) >= 0:
+                return end + len(closing)
+    return len(text) if written or is_open else 0
+
 
 AGENT_REWARD = "agent"
 """Name of the reward that an agent returns for its own rollout."""
@@ -89,12 +103,17 @@ LEDGER_STATUSES = tuple(status for status in GroupStatus if status is not GroupS
 FINAL_STATUSES = tuple(status for status in LEDGER_STATUSES if status.is_final)
 
 
+def is_call_id(text: str) -> bool:
+    """Whether every chat template takes it as the id of a call: nine letters and digits, as the strictest (Mistral's) wants."""
+    return len(text) == 9 and text.isascii() and text.isalnum()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """What the policy asked for in one turn, as parsed from its text. A call that cannot be read has an `error`, which goes
     back to the policy as the call's result; its `name` is "" where not even that could be read."""
 
-    tool_call_id: str = ""  # nine letters and digits: the strictest of the chat templates (Mistral) wants that
+    tool_call_id: str = ""  # see `is_call_id`
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None

@@ -27,6 +27,8 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from grpo_async.agents.calls import AgentRefusal, Call, refuse
 from grpo_async.agents.history import Answer
 from grpo_async.config.sections import SAMPLING
+from grpo_async.utils.strict_json import arguments_text
+from grpo_async.utils.text import text_of_parts
 from grpo_async.utils.validation import problems_of
 
 Made = TypeVar("Made")
@@ -192,7 +194,7 @@ class ChatCompletion(Exchange):
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
             message["tool_calls"] = [
-                {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+                {**call, "function": {**call["function"], "arguments": arguments_text(call)}}
                 for call in reply.tool_calls
             ]
         choice = {
@@ -272,7 +274,7 @@ class Responses(Exchange):
         for call in reply.tool_calls:
             name = call["function"]["name"]
             head = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"]}
-            output.append({**head, "name": name, "arguments": _arguments(call)})
+            output.append({**head, "name": name, "arguments": arguments_text(call)})
         usage = _usage(reply, "input_tokens", "output_tokens")
         usage |= {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         is_cut = reply.finish_reason == "length"
@@ -481,13 +483,10 @@ def _text(content: Any, where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise refuse(f"{where} is neither text nor a list of parts", param=where)
-    pieces = []
-    for part in content:
-        kind = "text" if isinstance(part, str) else part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise refuse(f"{where} has a part of type {kind!r}; the policy reads text only", param=where)
-        pieces.append(part if isinstance(part, str) else str(part.get("text", part.get("refusal", ""))))
-    return "".join(pieces)
+    try:
+        return text_of_parts(content)
+    except ValueError as error:
+        raise refuse(f"{where}: {error}", param=where) from error
 
 
 def _call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
@@ -501,11 +500,6 @@ def _result(call_id: Any, text: str) -> dict[str, Any]:
 def _function_tool(tool: Mapping[str, Any], parameters: Any) -> dict[str, Any]:
     function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def _arguments(call: Mapping[str, Any]) -> str:
-    """Of a call, as JSON text."""
-    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
 
 
 def _usage(reply: Answer, prompt: str, sampled: str) -> dict[str, Any]:

@@ -31,10 +31,9 @@ from typing import Any
 import numpy as np
 
 from grpo_async.agents.calls import Call, refuse
-from grpo_async.chat.json_calls import read_json
 from grpo_async.chat.renderer import ChatRenderer
 from grpo_async.chat.template import Message
-from grpo_async.chat.turn import ChatError, UnreadableError
+from grpo_async.chat.turn import ChatError
 from grpo_async.inference.client import Generation
 from grpo_async.records import (
     Branch,
@@ -43,8 +42,10 @@ from grpo_async.records import (
     ToolCall,
     ToolCallRecord,
     TurnRecord,
+    is_call_id,
     origin_of,
 )
+from grpo_async.utils.strict_json import UnreadableError, arguments_of
 from grpo_async.utils.text import num_equal
 
 _NUM_HISTORIES = 4
@@ -302,16 +303,14 @@ def _rest(answer: Answer, messages: Sequence[Message], length: int) -> list[Tagg
 
 
 def _tagged(messages: Sequence[Message]) -> list[TaggedMessage]:
-    """For the template: every call has an id of nine letters and digits, which the strictest of them want, and its result has its
-    name."""
+    """For the template: every call has an id that it takes, and its result has its name."""
     called: dict[str, tuple[str, str]] = {}  # by the client's id: (id, name)
     tagged = []
     for message in messages:
         calls = []
         for call in message.get("tool_calls") or ():
             given, name = str(call.get("id")), call["function"]["name"]
-            usable = len(given) == 9 and given.isascii() and given.isalnum()
-            called[given] = given if usable else f"x{len(called):08d}", name
+            called[given] = given if is_call_id(given) else f"x{len(called):08d}", name
             function = {"name": name, "arguments": _object(call["function"].get("arguments"))}
             calls.append({"id": called[given][0], "type": "function", "function": function})
         plain = _tag(message)
@@ -361,14 +360,11 @@ def _digest(key: bytes, value: Any) -> bytes:
 
 
 def _object(arguments: Any) -> Any:
-    """Arguments as an object, where they are one: clients send them back as JSON text. "" are none, as is null. Text that would not
-    be a call of the policy's, either, stays text."""
-    if isinstance(arguments, str):
-        try:
-            arguments = read_json(arguments) if arguments.strip() else {}
-        except UnreadableError:
-            return arguments
-    return {} if arguments is None else arguments
+    """Arguments as an object where they are one, for clients send them back as JSON text; else as they are."""
+    try:
+        return arguments_of(arguments)
+    except UnreadableError:
+        return arguments
 
 
 def _comparable(value: Any) -> Any:

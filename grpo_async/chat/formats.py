@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from grpo_async.chat.json_calls import calls_of, named_call, read_json, scan_json
-from grpo_async.chat.turn import ParsedTurn, SampledTurn, UnreadableError
+from grpo_async.chat.json_calls import calls_of, named_call
+from grpo_async.chat.turn import ParsedTurn, SampledTurn
 from grpo_async.errors import ConfigError
-from grpo_async.records import THINKING, ToolCall
+from grpo_async.records import ToolCall, answer_start
 from grpo_async.user_code.calls import is_async
 from grpo_async.user_code.references import resolve_function
+from grpo_async.utils.strict_json import UnreadableError, read_json, scan_json
 from grpo_async.utils.text import backticked, did_you_mean, json_kind
 
 _NAME_IN_JSON = re.compile(r'"name"\s*:\s*"([^"\\]{1,128})"')  # of a call that cannot be read
@@ -88,7 +89,7 @@ class Llama3Json:
 
     def read(self, turn: SampledTurn) -> ParsedTurn:
         text, tag = turn.marked_text, self.special_tokens[0]
-        start = answer_start(turn)
+        start = answer_start(text, is_open=turn.thinking_is_open)
         tagged = text.find(tag, start)
         if tagged < 0 and text[start:].lstrip()[:1] not in ("{", "["):
             return ParsedTurn(content=turn.text)
@@ -185,15 +186,9 @@ class Harmony:
             elif end is None:
                 calls.append(_failed(_tool_name(recipient[1]), "it is not closed, <|call|> is missing", self.how))
             else:
-                calls += explained([self._call(_tool_name(recipient[1]), content)], self.how)
+                calls += explained([named_call(_tool_name(recipient[1]), content)], self.how)
             position = end.end() if end else len(text)
         return ParsedTurn(content=joined(said[True] or said[False]), calls=calls)
-
-    def _call(self, name: str, content: str) -> ToolCall:
-        try:
-            return named_call(name, read_json(content) if content.strip() else None)
-        except UnreadableError as error:
-            return ToolCall(name=name, error=f"the arguments cannot be read: {error}")
 
 
 FORMATS: dict[str, type[Hermes] | type[Llama3Json] | type[Mistral] | type[Harmony]] = {
@@ -307,25 +302,13 @@ class UserParser:
         )
 
 
-def answer_start(turn: SampledTurn) -> int:
-    """Where the thinking at the beginning of a turn ends; the length of the text where it does not end. "<think>a</think>b"
-    -> 16."""
-    text = turn.marked_text
-    stripped = text.lstrip()
-    for opening, closing in THINKING:
-        if stripped.startswith(opening) or (turn.thinking_is_open and opening == "<think>"):
-            end = text.find(closing)
-            return end + len(closing) if end >= 0 else len(text)
-    return 0
-
-
 def _read_blocks(
     turn: SampledTurn, opening: str, read_block: Callable[[str, int], tuple[list[ToolCall], int]]
 ) -> ParsedTurn:
     """The calls of every block behind `opening`. `read_block` gets the text and where the inside of a block begins, and gives its
     calls and the position after it."""
     text = turn.marked_text
-    found = text.find(opening, answer_start(turn))
+    found = text.find(opening, answer_start(text, is_open=turn.thinking_is_open))
     if found < 0:
         return ParsedTurn(content=turn.text)
     outside, calls = [text[:found]], []

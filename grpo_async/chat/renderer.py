@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from grpo_async.chat.encoding import Encoder
-from grpo_async.chat.formats import answer_start, choose_parser
+from grpo_async.chat.formats import choose_parser
 from grpo_async.chat.suffix import SuffixRule
 from grpo_async.chat.template import NO_TEMPLATE, ChatTemplate
 from grpo_async.chat.turn import ChatError, PolicyTurn, SampledTurn
 from grpo_async.config.experiment import ExperimentConfig
 from grpo_async.config.sections import ModelSection
 from grpo_async.errors import ConfigError
-from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall
+from grpo_async.records import THINKING, Origin, TaggedMessage, ToolCall, answer_start, is_call_id
 from grpo_async.utils.text import clipped, did_you_mean
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _RESULTS = ("kqresultonezq", "kqresulttwozq")  # of the dummy calls of `check_tools`
 _OWN_TEMPLATE = "set model.chat_template to a template that renders tools, their calls and their results"
 
@@ -200,8 +199,7 @@ class ChatRenderer:
         Thinking that is not closed has no answer. Text that was not sampled (what a client sends back) need not have the thinking
         that the generation prompt opened.
         """
-        is_open = self._thinking_is_open and (is_sampled or THINKING[0][1] in text)
-        start = answer_start(SampledTurn(text=text, marked_text=text, thinking_is_open=is_open))
+        start = answer_start(text, is_open=self._thinking_is_open and (is_sampled or None))
         if not start:
             return "", text
         thinking = text[:start].strip()
@@ -331,26 +329,17 @@ def _call(name: str, number: int) -> ToolCall:
 
 
 def _with_ids(calls: Sequence[ToolCall], turn: int) -> list[ToolCall]:
-    """Give each call its id: the one the policy wrote if it can be used (nine letters and digits, once in the turn), else one
-    made of the turn and the position, so that no two are alike in a rollout. Call 2 of turn 11: "c000b0002"."""
+    """Give each call its id: the one the policy wrote if it can be used (once in the turn), else one made of the turn and the
+    position in hexadecimal, so that no two are alike in a rollout. Call 2 of turn 11: "c000b0002"."""
     taken: set[str] = set()
     named = []
     for position, call in enumerate(calls):
         written = call.tool_call_id
-        usable = len(written) == 9 and written.isascii() and written.isalnum() and written not in taken
-        call_id = written if usable else f"c{_base36(turn)}{_base36(position)}"
+        usable = is_call_id(written) and written not in taken
+        call_id = written if usable else f"c{turn:04x}{position:04x}"
         taken.add(call_id)
         named.append(replace(call, tool_call_id=call_id))
     return named
-
-
-def _base36(number: int) -> str:
-    """Four digits: 11 -> "000b"."""
-    digits = ""
-    for _ in range(4):
-        number, rest = divmod(number, 36)
-        digits = _DIGITS[rest] + digits
-    return digits
 
 
 def _token_id(tokenizer: Any, token: str) -> int:

@@ -39,7 +39,3 @@ class ParsedTurn:
 
     content: str
     calls: Sequence[ToolCall] = ()
-
-
-class UnreadableError(Exception):
-    """What the policy wrote is not what its format asks for; the message is for the policy to read."""

@@ -12,12 +12,12 @@ A message is {role, content}; an assistant's may carry `tool_calls` (then its co
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from grpo_async.data.rows import Row
 from grpo_async.errors import ConfigError
-from grpo_async.utils.text import backticked, json_kind
+from grpo_async.utils.strict_json import UnreadableError, arguments_of
+from grpo_async.utils.text import backticked, json_kind, text_of_parts
 
 _KEYS = ("role", "content", "tool_calls", "name", "tool_call_id")
 
@@ -73,23 +73,10 @@ def _text(content: Any, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise ConfigError(f"{where}: its `content` must be text or a list of text parts, got {json_kind(content)}")
-    texts = []
-    for number, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise ConfigError(
-                f'{where}: `content[{number}]` must be a part such as {{"type": "text", "text": "..."}}, got {json_kind(part)}'
-            )
-        if part.get("type") != "text":
-            raise ConfigError(
-                f"{where}: `content[{number}]` has the type {part.get('type')!r}; only text can be used, no images, "
-                "sound or video"
-            )
-        if not isinstance(part.get("text"), str):
-            raise ConfigError(
-                f"{where}: the `text` of `content[{number}]` must be text, got {json_kind(part.get('text'))}"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
+    try:
+        return text_of_parts(content)
+    except ValueError as error:
+        raise ConfigError(f"{where}: its `content` cannot be used: {error}") from error
 
 
 def _tool_calls(message: Row, where: str) -> list[Row]:
@@ -108,15 +95,9 @@ def _tool_call(call: Any, where: str) -> Row:
         raise ConfigError(
             f'{where} must be {{"function": {{"name": ..., "arguments": {{...}}}}}}, got {json_kind(call)}'
         )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: its `arguments` are text that is not valid JSON ({error})") from error
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}: its `arguments` must be an object, got {json_kind(arguments)}")
+    try:
+        arguments = arguments_of(function.get("arguments"))
+    except UnreadableError as error:
+        raise ConfigError(f"{where}: its `arguments` cannot be used: {error}") from error
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

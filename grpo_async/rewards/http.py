@@ -33,6 +33,7 @@ from grpo_async.errors import GrpoAsyncError
 from grpo_async.rewards.call import ENVIRONMENTS, shared_slots
 from grpo_async.utils.concurrency import all_of
 from grpo_async.utils.retry import RetryPolicy, server_message
+from grpo_async.utils.strict_json import arguments_text
 from grpo_async.utils.text import clipped
 
 _RETRY = RetryPolicy(max_retries=3)
@@ -201,11 +202,8 @@ def _body(
 
 def _openai(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as OpenAI's API takes it: there the arguments of a tool call are JSON text."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        given = call["function"].get("arguments")
-        text = given if isinstance(given, str) else json.dumps(given or {})
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
+    given = message.get("tool_calls") or ()
+    calls = [{**call, "function": {**call["function"], "arguments": arguments_text(call)}} for call in given]
     return {**message, "tool_calls": calls} if calls else dict(message)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from grpo_async.records import THINKING
+from grpo_async.records import answer_start
+from grpo_async.utils.text import text_of_parts
 
 # A sign counts only where no operand stands before it (`3-5` ends in 5); digits that belong to a name or an exponent
 # (`H2O`, `m^2`, `1.2.3`) are no numbers. Thousands: `1,234` or LaTeX's `1{,}234`.
@@ -114,15 +115,14 @@ def final_text(completion: Any) -> str:
         return completion
     for message in reversed(completion):
         if message.get("role") == "assistant":
-            return _content_text(message.get("content"))
+            content = message.get("content") or ""
+            return content if isinstance(content, str) else text_of_parts(content)
     return ""
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last `</think>` (`[/THINK]` of Mistral's models); all of it when there is none."""
-    for _, closing in THINKING:
-        text = text.rpartition(closing)[2]
-    return text
+    """The answer of a turn: what follows its thinking; all of it when there is none, nothing when the thinking does not end."""
+    return text[answer_start(text) :]
 
 
 def last_boxed(text: str) -> str | None:
@@ -146,10 +146,3 @@ def last_boxed(text: str) -> str | None:
 
 # One pass, however many are cut off. A backslash takes what follows it: the brace of `\{` is a character like others.
 _BOXES_AND_BRACES = re.compile(r"\\{1,2}(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
-
-
-def _content_text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """Content is text, or parts of which those of type `text` count, or None with tool calls."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(str(part.get("text", "")) for part in content if part.get("type") == "text")

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_async.errors import GrpoAsyncError
 from grpo_async.utils.safe_text import SURROGATE
+from grpo_async.utils.text import text_of_parts
 
 
 class ToolError(GrpoAsyncError):
@@ -50,12 +51,14 @@ def joined_parts(value: Any) -> str | None:
     if not all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in value):
         return None
     kinds = {"text", "image", "image_url", "audio", "video"}
-    if not all(part["type"] in kinds and (part["type"] != "text" or "text" in part) for part in value):
+    if not all(
+        part["type"] in kinds and (part["type"] != "text" or isinstance(part.get("text"), str)) for part in value
+    ):
         return None  # a list of other objects that happen to have a `type`
-    other = sorted({part["type"] for part in value} - {"text"})
-    if other:
-        raise ToolError(f"the result holds a part of type {', '.join(other)}; only text can be given to the model")
-    return "".join(str(part["text"]) for part in value)
+    try:
+        return text_of_parts(value)
+    except ValueError as error:
+        raise ToolError(f"the result cannot be given to the model: {error}") from error
 
 
 def cut(text: str, max_chars: int) -> str:

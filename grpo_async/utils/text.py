@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from itertools import islice, takewhile
 from operator import eq
@@ -95,6 +95,25 @@ def json_kind(value: object) -> str:
         return "null"
     word = words.get(type(value), type(value).__name__)
     return f"{word} ({text})" if len(text := repr(value)) <= 40 else word
+
+
+def text_of_parts(parts: Iterable[object]) -> str:
+    """The text of a message's content parts: [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}] -> "2+2".
+
+    Raises:
+        ValueError: a part is not text.
+    """
+    texts = []
+    for number, part in enumerate(parts):
+        text = part
+        if isinstance(part, Mapping):
+            if part.get("type") not in ("text", "input_text", "output_text", "refusal"):
+                raise ValueError(f"part {number} is of type {part.get('type')!r}; only text can be used")
+            text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise ValueError(f"the text of part {number} must be text, got {json_kind(text)}")
+        texts.append(text)
+    return "".join(texts)
 
 
 def num_equal(some: Iterable[object], others: Iterable[object]) -> int:

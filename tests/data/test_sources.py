@@ -266,6 +266,8 @@ def test_messages_are_brought_into_one_form() -> None:
         {"function": {"name": "add", "arguments": {"a": 1}}, "id": None},
     ):
         assert _checked({"role": "assistant", "tool_calls": [call]})[0]["tool_calls"] == [wanted]
+    nothing = {"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]}
+    assert _checked(nothing)[0]["tool_calls"][0]["function"]["arguments"] == {}
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
     assert _checked({"role": "user", "content": parts}) == [{"role": "user", "content": "2+2"}]
     unused: set[str] = set()
@@ -277,18 +279,25 @@ def test_messages_are_brought_into_one_form() -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "`content[0]` has the type 'image'; only text"),
+        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "part 0 is of type 'image'; only text"),
         (
             {"role": "user", "content": [{"type": "text", "text": None}]},
-            "the `text` of `content[0]` must be text, got null",
+            "the text of part 0 must be text, got null",
         ),
         ({"role": "user", "content": None}, "has a `content` that is null; only a message with `tool_calls`"),
         ({"role": "user", "content": 5}, "its `content` must be text or a list of text parts, got a number (5)"),
         ({"role": "assistant", "content": "a", "tool_calls": {}}, "its `tool_calls` must be a list, got an object"),
         ({"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}, "of role `user` has `tool_calls`"),
         ({"role": "assistant", "tool_calls": ["f"]}, "`tool_calls[0]` must be"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "text that is not valid JSON"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "`arguments` must be an object"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]},
+            "`arguments` cannot be used: it is not valid",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": NaN}'}]},
+            "NaN is not a number of JSON",
+        ),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "must be a JSON object, not a list"),
         ({"role": "tool", "content": "a", "tool_call_id": 7}, "its `tool_call_id` must be text, got a number (7)"),
         ({"role": None, "content": "a"}, "has no `role`"),
         ("b", "must be a {role, content} message, got a string ('b')"),

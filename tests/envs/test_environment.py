@@ -137,7 +137,10 @@ def test_reset_returns_text_text_parts_or_nothing(returned: Any, text: str | Non
         (3, "`reset` returned 3 (int); it must return text, a list of text parts, or None"),
         ("x" * (MAX_RESET_CHARS + 1), "`reset` returned 1,000,001 characters; "),
         (["a"], "`reset` returned ['a'] (list); it must"),
-        ([{"type": "image", "image": 1}], "`reset` returned something unusable: the result holds a part of type image"),
+        (
+            [{"type": "image", "image": 1}],
+            "`reset` returned something unusable: the result cannot be given to the model: part 0",
+        ),
     ],
 )
 def test_an_unusable_reset_is_said_and_breaks_the_instance(returned: Any, problem: str) -> None:

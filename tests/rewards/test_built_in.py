@@ -9,6 +9,7 @@ import pytest
 from grpo_async.rewards.format import think_format
 from grpo_async.rewards.length import soft_overlong
 from grpo_async.rewards.text import (
+    after_thinking,
     exact_match,
     final_text,
     last_boxed,
@@ -28,8 +29,10 @@ def test_final_text_is_the_last_assistant_message() -> None:
     assert final_text([*_chat("first", "last"), tool]) == "last"
     assert final_text([tool]) == ""
     assert final_text([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
-    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert final_text([{"role": "assistant", "content": parts}]) == "ab"
+    with pytest.raises(ValueError, match="part 2 is of type 'image'"):
+        final_text([{"role": "assistant", "content": [*parts, {"type": "image"}]}])
 
 
 @pytest.mark.parametrize(
@@ -93,13 +96,10 @@ def test_exact_match_ignores_outer_space_and_thinking() -> None:
     completions = ["  Paris\n", "<think>Rome?</think>Paris", "[THINK]Rome?[/THINK]Paris", "paris", _chat("Paris"), "x"]
     answers = ["Paris", "Paris", "Paris", "Paris", "Paris", None]
     assert exact_match(completions, answers) == [1.0, 1.0, 1.0, 0.0, 1.0, None]
+    # the answer is what the parser of tool calls takes for it: it begins where the thinking ends first
+    assert after_thinking("<think>1</think>2</think>3") == after_thinking("1</think>2</think>3") == "2</think>3"
     assert exact_match(["paris"], ["Paris"], ignore_case=True) == [1.0]
-    assert exact_match(["<think>1</think>2</think> 3", "<think>3 + 4 = 7", "7 7", ""], ["3", "7", "7", "7"]) == [
-        1.0,
-        0.0,
-        0.0,
-        0.0,
-    ]
+    assert exact_match(["<think>1</think>2</think>3", "<think>7", "7 7", ""], ["3", "7", "7", "7"]) == [0.0] * 4
     assert regex_match(["say 12 times", _chat("never")], pattern=r"\d{2}") == [1.0, 0.0]
 
 

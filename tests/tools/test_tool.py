@@ -143,7 +143,7 @@ def test_values_as_text(value: Any, text: str) -> None:
 
 
 def test_an_image_is_refused() -> None:
-    with pytest.raises(ToolError, match="a part of type image; only text"):
+    with pytest.raises(ToolError, match="part 1 is of type 'image'; only text"):
         as_text([{"type": "text", "text": "see"}, {"type": "image", "image": object()}])
 
 

@@ -190,7 +190,8 @@ def _text(observation: Mapping[str, Any]) -> str:
 
 def _with_text(prompt: Any, text: str) -> list[dict[str, Any]]:
     """The row's prompt as messages, with the first observation at the end of the last user message; without one it is a user
-    message by itself."""
+    message by itself. A blank line comes before it, unlike in `rollout.conversation.with_environment_text`: a user's own
+    environment knows its prompts, a server does not."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
     if text:
         last = next((message for message in reversed(messages) if message["role"] == "user"), None)
